@@ -69,24 +69,6 @@ def test_greedy_rows_equal_generation_of_single_prompts(build):
         assert completions.ids[row, : len(single)].tolist() == single
 
 
-def test_log_probs_of_a_decoder_equal_those_of_single_sequences():
-    from nanogpt_hf.evaluation.answers import Answers
-    from nanogpt_hf.rl.objective import completion_log_probs
-    from nanogpt_hf.rl.rollouts import sequence_batch
-
-    model = build_qwen3()
-    completions = complete(model, PROMPTS, range(4))
-    batch = sequence_batch(Answers(PROMPTS, completions, torch.zeros(4), [], 1), range(4))
-    ours = completion_log_probs(model, batch, 1.0)[0]
-    for row, prompt in enumerate(PROMPTS):
-        ids = torch.tensor(prompt + completions.ids[row, : completions.lengths[row]].tolist())
-        logits = model(ids[None]).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
-        expected = logits[torch.arange(len(logits)), ids[len(prompt) :]]
-        torch.testing.assert_close(
-            ours[row][batch["shift_labels"][row] != -100], expected, atol=1e-5, rtol=1e-5
-        )
-
-
 def test_sampled_rows_depend_on_their_seed_and_not_on_other_rows(model):
     completions = complete(model, PROMPTS, [5, 6, 7, 5])
     assert torch.equal(completions.ids[0], completions.ids[3])

@@ -119,18 +119,3 @@ def test_changed_fingerprint_is_one_line_with_its_parts(run, caplog):
     add_start(run, start | {"fingerprint": now})
     continue_on(run, torch.device("cpu"), 1)
     assert caplog.messages == []
-
-
-def test_fingerprint_depends_on_device_libraries_and_threads(monkeypatch):
-    ids = [fingerprint(torch.device("cpu"))["id"]]
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "get_num_threads", lambda: 99)
-        ids.append(fingerprint(torch.device("cpu"))["id"])
-    with monkeypatch.context() as patch:
-        patch.setattr("nanogpt_hf.runs.machine.metadata.version", lambda name: "0")
-        ids.append(fingerprint(torch.device("cpu"))["id"])
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": True, "cpu_name": "A"})
-        ids.append(fingerprint(torch.device("cpu"))["id"])
-    assert len(set(ids)) == 4
-    assert fingerprint(torch.device("cpu"))["id"] == ids[0]

@@ -69,15 +69,6 @@ def test_export_half_precision_in_shards(capsys, model, option, dtype):
     assert {weight.dtype for weight in exported.parameters()} == {dtype}
 
 
-def test_export_with_other_logits_is_removed(model, monkeypatch):
-    wrong = AutoModelForCausalLM.from_pretrained("model")
-    wrong.transformer.ln_f.weight.data += 0.01
-    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", lambda *a, **k: wrong)
-    with pytest.raises(RuntimeError, match="logits differ by"):
-        main(["export", "model", "out"])
-    assert [path.name for path in Path().iterdir()] == ["model"]
-
-
 OPEN = """
 import sys, torch, transformers
 expected = torch.load(sys.argv[1], weights_only=True)

@@ -188,6 +188,14 @@ TINY = (
 )
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["finetune_shakespeare", "finetune_lora"])
+def test_shipped_finetune_recipes_train(name, tiny_base, tmp_path):
+    command = f"finetune {{}} --from {{}} --data.tokenizer {{}} --data my.txt {TINY}"
+    assert main(argv(command, name, tiny_base, tiny_base, 32, 256)) == 0
+    assert (tmp_path / "runs" / name / "final").is_dir()
+
+
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] "
     "+ '<|im_end|>\n' }}"

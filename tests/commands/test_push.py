@@ -8,12 +8,10 @@ import sys
 import pytest
 import torch
 from huggingface_hub import ModelCard, constants
-from safetensors.torch import load, save
+from safetensors.torch import save
 
 from arguments import argv
 from nanogpt_hf.commands import main
-from nanogpt_hf.export import hub as hub_module
-from nanogpt_hf.model import GPTForCausalLM
 
 MODEL_FILES = {
     "README.md",
@@ -231,26 +229,3 @@ def test_push_refuses_a_token_in_a_file_or_the_message(refused, hub, run):
     assert err.endswith("nothing was pushed")
     assert hub.token not in err
     assert hub.repositories == {}
-
-
-def test_push_of_a_model_replaced_meanwhile_is_consistent(capsys, hub, run, monkeypatch):
-    # the run's best/ becomes another folder between two of its files
-    newer = shutil.copytree(run / "best", run / "newer")
-    model = GPTForCausalLM.from_pretrained(newer)
-    torch.nn.init.ones_(model.transformer.ln_f.weight.data.mul_(3))
-    model.save_pretrained(newer)
-    (newer / "README.md").write_text("---\ntags: [newer]\n---\n")
-    copy = hub_module.link_or_copy
-
-    def replacing(path, folder):
-        if newer.is_dir():
-            (run / "best").rename(run / ".best.old")
-            newer.rename(run / "best")
-        return copy(path, folder)
-
-    monkeypatch.setattr(hub_module, "link_or_copy", replacing)
-    push(capsys, run, "tester/tiny")
-    files = hub.repositories["tester/tiny"].files()
-    assert b"newer" in files["README.md"]
-    assert files["model.safetensors"] == (run / "best" / "model.safetensors").read_bytes()
-    assert torch.equal(load(files["model.safetensors"])["transformer.ln_f.weight"], torch.ones(16))

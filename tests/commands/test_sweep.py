@@ -15,7 +15,6 @@ import pytest
 from arguments import argv
 from nanogpt_hf.commands import main
 from nanogpt_hf.config.load import load_config
-from nanogpt_hf.distributed.signals import StopRequest
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.training import sweep
 
@@ -102,13 +101,6 @@ def test_folder_in_which_another_process_trains_is_refused(run_sweep, tmp_path, 
         assert run_sweep(options) == 2
         assert f"{folder.path}: another process is training in it" in capsys.readouterr().err
     assert in_process == []
-
-
-def test_signal_between_two_runs_starts_no_other(tmp_path):
-    stop = StopRequest()
-    stop.reason = "received SIGTERM"
-    assert sweep.run_process(["touch", str(tmp_path / "started")], stop) == 75
-    assert not (tmp_path / "started").exists()
 
 
 def test_dry_run_lists_runs_with_sizes(write_recipe, tmp_path, monkeypatch, in_process, capsys):

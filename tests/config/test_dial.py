@@ -1,7 +1,5 @@
 """The size dial `--depth`: its choices, overrides, and a resolved recipe of plain numbers."""
 
-import itertools
-
 import pytest
 import yaml
 
@@ -46,23 +44,6 @@ def test_dial_tokens_are_ratio_times_parameters(recipe, depth, ratio, tokenizer,
     config = load_config(path, {"model.depth": depth})
     trained = config.train.max_steps * config.train.tokens_per_step
     assert abs(trained - ratio * parameters(config)) <= config.train.tokens_per_step / 2
-
-
-def test_larger_depth_is_larger_in_all_but_learning_rate(recipe):
-    path = recipe()
-    runs = [load_config(path, {"model.depth": depth}) for depth in range(1, 40)]
-    for small, large in itertools.pairwise(runs):
-        for key in ("model.n_layer", "model.n_embd", "model.n_head"):
-            assert get_value(small, key) < get_value(large, key)
-        assert small.train.tokens_per_step <= large.train.tokens_per_step
-        assert (
-            small.train.max_steps * small.train.tokens_per_step
-            < large.train.max_steps * large.train.tokens_per_step
-        )
-        assert small.optim.learning_rate >= large.optim.learning_rate
-    assert runs[0].optim.learning_rate == 0.004  # the largest
-    assert runs[0].optim.learning_rate > 3 * runs[-1].optim.learning_rate
-    assert runs[0].train.tokens_per_step * 100 < runs[-1].train.tokens_per_step
 
 
 @pytest.mark.parametrize("block_size", [1, 50, 128, 1024])
@@ -118,16 +99,6 @@ def test_stated_knob_overrides_the_dial(recipe, key, source):
     assert row.value == CHOICES[key]
     assert row.reason.startswith("stated; the dial chooses ")
     assert {choice.key for choice in config.dial} == set(CHOICES)
-
-
-def test_depth_option_replaces_sizes_of_a_recipe(recipe):
-    path = recipe(
-        model={"n_layer": 1, "n_embd": 8, "n_head": 2, "n_positions": 64}, train={"max_steps": 3}
-    )
-    config = load_config(path, {"model.depth": 2})
-    assert (config.model.n_layer, config.model.n_embd, config.model.n_head) == (2, 128, 2)
-    assert config.train.max_steps > 3
-    assert config.model.n_positions == 64  # not chosen by the dial
 
 
 def test_learning_rate_scales_with_root_of_stated_batch(recipe):

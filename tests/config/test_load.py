@@ -44,13 +44,6 @@ def test_command_line_beats_recipe_beats_defaults(recipe):
     assert config.optim.weight_decay == Config().optim.weight_decay
 
 
-def test_configs_do_not_share_their_lists(recipe):
-    path = recipe(MINIMAL)
-    load_config(path).tracking.trackers.append("wandb")
-    assert load_config(path).tracking.trackers == []
-    assert Config().tracking.trackers == []
-
-
 NOTATIONS = {
     "train.seed": {
         "491520": 491_520,
