@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 from typing import Any
 
 from nanogpt_hf.config.finetune import chosen_method
@@ -20,6 +21,14 @@ def _path(text: str) -> str:
     if not text:
         raise argparse.ArgumentTypeError("expected a path or a name, got nothing")
     return os.path.expanduser(text)
+
+
+def size(text: str) -> int:
+    """An argparse type: a number of bytes, such as 80GB or 16GiB."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMG])(i?)B", text)
+    if not match or not float(match[1]):
+        raise argparse.ArgumentTypeError(f"expected a size such as 80GB or 16GiB, got {text!r}")
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** ("KMG".index(match[2]) + 1))
 
 
 def add_option(parser: Any, usage: str, meaning: str, **options: Any) -> None:

@@ -2,12 +2,11 @@
 
 import argparse
 import importlib.util
-import re
 import shlex
 from pathlib import Path
 from typing import Any
 
-from nanogpt_hf.commands.arguments import add_flag, add_option
+from nanogpt_hf.commands.arguments import add_flag, add_option, size
 from nanogpt_hf.config.checks import REPO_ID
 from nanogpt_hf.console import show
 from nanogpt_hf.errors import RunFolderError, UserError
@@ -21,12 +20,6 @@ _READERS = {"safetensors": "transformers", "gguf": "transformers", "onnx": "onnx
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json")
 
 
-def _size(text: str) -> str:
-    if not re.fullmatch(r"[1-9]\d*(KB|MB|GB|KiB|MiB|GiB)", text):
-        raise argparse.ArgumentTypeError(f"expected a size such as 500MB or 5GB, got {text!r}")
-    return text
-
-
 def add_export_arguments(parser: argparse.ArgumentParser) -> None:
     add_option(parser, "model MODEL", "a run folder (its best model), a model folder, or a Hub id")
     add_option(parser, "out OUT", "the folder to write, which must be missing or empty")
@@ -35,8 +28,7 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
     add_option(
         parser, "--dtype", "of the weights; q8_0 for gguf", choices=_DTYPES, default="float32"
     )
-    size = "of a safetensors file"
-    add_option(parser, "--max-shard-size SIZE", size, type=_size, default="5GB")
+    add_option(parser, "--max-shard-size SIZE", "of a safetensors file", type=size, default="5GB")
 
 
 def run_export(arguments: argparse.Namespace) -> None:
@@ -98,11 +90,11 @@ def run_export(arguments: argparse.Namespace) -> None:
             for path in folder.iterdir()
             if path.suffix in (".safetensors", ".gguf", ".onnx", ".data")
         )
-        size = sum(path.stat().st_size for path in files)
+        megabytes = sum(path.stat().st_size for path in files) / 1e6
     names = files[0].name if len(files) == 1 else f"{files[0].name} and {len(files) - 1} more"
     form = f"plain {architecture_of(model).title}" if kind == "safetensors" else kind.upper()
     show(f"{out}: {source} as {form}, {arguments.dtype}")
-    show(f"  {names}, {size / 1e6:,.1f} MB")
+    show(f"  {names}, {megabytes:,.1f} MB")
     show(
         f"  opened again with {_READERS[kind]}: logits up to {largest:.3g} differ by at most "
         f"{difference:.2g}"

@@ -1,7 +1,6 @@
 """The commands before a run: estimate, bench, doctor and knobs."""
 
 import argparse
-import re
 from typing import TYPE_CHECKING, Any
 
 from nanogpt_hf.commands.arguments import (
@@ -12,6 +11,7 @@ from nanogpt_hf.commands.arguments import (
     add_recipe_argument,
     load_optional_recipe,
     load_text_recipe,
+    size,
 )
 from nanogpt_hf.config.dial import dial_lines
 from nanogpt_hf.config.knobs import knob_lines, knob_schema
@@ -38,7 +38,7 @@ def add_estimate_arguments(parser: argparse.ArgumentParser) -> None:
     layout: Any = parser.add_mutually_exclusive_group()
     add_option(layout, "--config_file F", "an accelerate config (default: one process, float32)")
     memory = "of a device, such as 80GB or 16GiB, for the largest micro-batch; of --gpus"
-    add_option(parser, "--memory SIZE", memory, type=_bytes)
+    add_option(parser, "--memory SIZE", memory, type=size)
     proposal = "propose how to lay the run out over N GPUs"
     add_option(layout, "--gpus N", proposal, type=bounded(int, 1, 1_000_000))
     gpus = "of --gpus: H100, A100, 'RTX 4090', ... (default: H100, or by --memory)"
@@ -161,13 +161,6 @@ def _proposal(
         with output_target(arguments.write_config) as target:
             target.write_text(config_text(proposal.layout.place), encoding="utf-8")
     return proposal
-
-
-def _bytes(text: str) -> float:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(GB|GiB)", text)
-    if not match or not float(match[1]):
-        raise argparse.ArgumentTypeError(f"expected a size such as 80GB or 16GiB, got {text!r}")
-    return float(match[1]) * {"GB": 1e9, "GiB": 2**30}[match[2]]
 
 
 def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
