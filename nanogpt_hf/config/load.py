@@ -17,6 +17,7 @@ from nanogpt_hf.config.stages import read_stages
 from nanogpt_hf.config.values import RecipeLoader, convert
 from nanogpt_hf.errors import ConfigError, did_you_mean, one_line
 
+_LARGEST_RECIPE = 1_000_000  # characters
 _COMMAND_LINE = "--"  # the origin of an override, as a message names it
 _READERS = {"data.source": read_sources, "train.stages": read_stages}  # of lists of mappings
 
@@ -24,7 +25,11 @@ _READERS = {"data.source": read_sources, "train.stages": read_stages}  # of list
 def _read_recipe(path: Path) -> tuple[dict[str, Any], list[str]]:
     """The dotted keys and values of a recipe, and its errors of structure."""
     try:
-        tree = yaml.load(path.read_text(encoding="utf-8-sig"), Loader=RecipeLoader) or {}
+        with path.open(encoding="utf-8-sig") as file:
+            text = file.read(_LARGEST_RECIPE + 1)
+        if len(text) > _LARGEST_RECIPE:  # such as the text to train on
+            raise OSError(f"it has over {_LARGEST_RECIPE:,} characters")
+        tree = yaml.load(text, Loader=RecipeLoader) or {}
     except FileNotFoundError:
         near = did_you_mean(path.name, (p.name for p in path.parent.glob("[!.]*.y*ml")))
         near = near or did_you_mean(path.stem, shipped_recipes())

@@ -136,17 +136,6 @@ def test_interrupted_answer_is_kept_in_part(talk, scripted, ids_of):
     )
 
 
-@pytest.mark.parametrize(
-    ("lines", "note"),
-    [(["/help"], "/help: no such command; /reset clears"), (["/reset"], "was cleared")],
-)
-def test_slash_commands_are_not_sent_to_the_model(talk, scripted, lines, note):
-    assert scripted() == []
-    out, err = talk(*lines)
-    assert out == ""
-    assert note in err
-
-
 @pytest.mark.long
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no pseudo-terminals")
 def test_chat_in_terminal_handles_ctrl_c_and_ctrl_d(folder):

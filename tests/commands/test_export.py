@@ -9,15 +9,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from arguments import argv
-from assertions import run_without_this_package
 from nanogpt_hf.commands import main
 from nanogpt_hf.data.tokenizer import (
     char_tokenizer,
-    encode_ordinary,
-    gpt2_tokenizer,
-    load_tokenizer,
 )
-from nanogpt_hf.export.model_folder import fixed_input, logits_of, write_model_folder
+from nanogpt_hf.export.model_folder import logits_of, write_model_folder
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM
 
 SIZES = {"vocab_size": 5, "n_positions": 12, "n_embd": 16, "n_layer": 2, "n_head": 2}
@@ -67,43 +63,6 @@ def test_export_half_precision_in_shards(capsys, model, option, dtype):
     assert len(set(index["weight_map"].values())) > 1
     exported = AutoModelForCausalLM.from_pretrained("out")
     assert {weight.dtype for weight in exported.parameters()} == {dtype}
-
-
-OPEN = """
-import sys, torch, transformers
-expected = torch.load(sys.argv[1], weights_only=True)
-for folder, (ids, logits, text_ids) in expected.items():
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    assert tokenizer("a cat")["input_ids"] == text_ids, folder
-    print(type(model).__name__, (model(ids).logits - logits).abs().max().item())
-"""
-
-
-@pytest.mark.long
-def test_model_folders_open_without_this_package(capsys, model, tmp_path, write_recipe):
-    run = tmp_path / "run"
-    recipe = write_recipe(data__tokenizer="bpe", data__vocab_size=280)
-    assert main(argv("pretrain {} --run-dir {}", recipe, run)) == 0
-    folders = [run / "best", run / "final", tmp_path / "out"]
-    export(capsys, "--dtype bf16 --max-shard-size 5KB")
-    gpt2 = GPTConfig(**SIZES | {"vocab_size": 50257}, bos_token_id=50256, eos_token_id=50256)
-    folders.append(tmp_path / "gpt2")  # as written by import-nanogpt with GPT-2's vocabulary
-    write_model_folder(
-        folders[-1], gpt2, GPTForCausalLM(gpt2).state_dict(), gpt2_tokenizer().hf, ""
-    )
-    expected = {}
-    for folder in folders:
-        model = GPTForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        ids = encode_ordinary(load_tokenizer(folder), "a cat")
-        expected[str(folder)] = fixed_input(model.config), logits_of(model), ids
-    torch.save(expected, tmp_path / "expected.pt")
-    output = run_without_this_package(OPEN, tmp_path, str(tmp_path / "expected.pt"))
-    lines = [line.split() for line in output.splitlines()]
-    assert len(lines) == 4
-    for kind, difference in lines:
-        assert kind == "GPT2LMHeadModel"
-        assert float(difference) < 1e-5
 
 
 @pytest.mark.parametrize(("kind", "package"), [("gguf", "gguf"), ("onnx", "onnxscript")])
