@@ -58,11 +58,8 @@ def run_export(arguments: argparse.Namespace) -> None:
     from nanogpt_hf.model.build import load_model
 
     logging.disable_progress_bar()
-    source, out, dtype = (
-        find_model(arguments.model),
-        Path(arguments.out),
-        getattr(torch, _DTYPES[arguments.dtype]),
-    )
+    source, out = find_model(arguments.model), Path(arguments.out)
+    dtype = getattr(torch, _DTYPES[arguments.dtype])
     with new_folder(out) as folder:
         model: Any = load_model(source)
         has_tokenizer = not Path(source).is_dir() or any(
@@ -124,11 +121,8 @@ def run_import_nanogpt(arguments: argparse.Namespace) -> None:
     No code in the files is run: checkpoints are read with weights_only, meta.pkl by a reader of
     plain containers.
     """
-    source, out, meta = (
-        Path(arguments.source),
-        Path(arguments.out),
-        arguments.meta and Path(arguments.meta),
-    )
+    source, out = Path(arguments.source), Path(arguments.out)
+    meta = arguments.meta and Path(arguments.meta)
     if not source.exists():
         raise RunFolderError(
             f"{source}: no such file or folder; give nanoGPT's ckpt.pt, or a folder with train.bin"

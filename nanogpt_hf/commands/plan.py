@@ -16,14 +16,12 @@ from nanogpt_hf.commands.arguments import (
 from nanogpt_hf.config.dial import dial_lines
 from nanogpt_hf.config.knobs import knob_lines, knob_schema
 from nanogpt_hf.config.load import stated_knobs
-from nanogpt_hf.config.schema import replace_knobs
+from nanogpt_hf.config.schema import get_value, replace_knobs
 from nanogpt_hf.config.stages import largest_stage, stage_lines
 from nanogpt_hf.config.values import bounded
 from nanogpt_hf.console import show
 from nanogpt_hf.errors import UserError, did_you_mean
-from nanogpt_hf.formatting import format_bytes
 from nanogpt_hf.runs.files import output_target, write_json
-from nanogpt_hf.runs.find import find_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -93,15 +91,9 @@ def run_estimate(arguments: argparse.Namespace, overrides: list[tuple[str, str]]
         place = Placement(on_cpu=not torch.accelerator.is_available())
     result = estimate(config, place, base, mfu=arguments.mfu, memory=arguments.memory)
     lines += [*estimate_lines(result, place), *filter(None, [result.useless])]
-    if quantize := config.lora.quantize:
-        lines += [f"lora.quantize {quantize} is not counted: frozen weights are taken as float32"]
-    if config.distill.teacher:
-        from nanogpt_hf.model.architecture import count_parameters
-        from nanogpt_hf.model.build import load_base_config
-
-        teacher, _ = load_base_config(find_model(config.distill.teacher), config.distill.revision)
-        size = format_bytes(place.compute_bytes * count_parameters(teacher))
-        lines += [f"distill.teacher takes {size} more on each device, and is not counted above"]
+    for key in ("lora.quantize", "distill.teacher"):
+        if get_value(config, key):
+            lines.append(f"not counted: {key}")
     show(
         *lines, "these are estimates; docs/machines.md lists which of them were measured", sep="\n"
     )

@@ -18,7 +18,6 @@ from nanogpt_hf.config.schema import (
 )
 from nanogpt_hf.config.sources import sources_of
 from nanogpt_hf.config.stages import stage_problem, stages_of
-from nanogpt_hf.errors import did_you_mean
 
 # user/name on the Hub
 REPO_ID = re.compile(
@@ -179,17 +178,12 @@ def _step_rules(config: Config) -> Rules:
         "must be above 0 with muon, whose learning rate follows the same schedule",
     )
     for family, factor in optim.rates.items():
-        near = did_you_mean(family, FAMILIES) or f"; use one of {', '.join(FAMILIES)}"
+        is_factor = isinstance(factor, int | float) and not isinstance(factor, bool)
         yield (
             "optim.rates",
-            family not in FAMILIES,
-            f"there is no kind of parameter {family!r:.80}{near}",
-        )
-        yield (
-            "optim.rates",
-            isinstance(factor, bool)
-            or not (isinstance(factor, int | float) and 0 <= factor <= 1000),
-            f"expected a factor of 0 to 1000 for {family!r:.80}, got {factor!r:.80}",
+            family not in FAMILIES or not (is_factor and 0 <= factor <= 1000),
+            f"expected factors of 0 to 1000 for {', '.join(FAMILIES)}, got {family!r:.80}: "
+            f"{factor!r:.80}",
         )
     groups, sequences = train.gradient_groups or 1, train.tokens_per_step // config.data.block_size
     micro_batches, uneven_tree = sequences // train.min_micro_batch_size, groups & (groups - 1)

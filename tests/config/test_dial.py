@@ -136,20 +136,12 @@ def test_dial_learning_rate_of_muon_follows_its_scale(recipe, scale, rate):
 def test_dry_run_and_estimate_show_dial_choices(recipe, capsys, tmp_path, text_file):
     path = recipe({"source": str(text_file), "dir": str(tmp_path / "data")})
     assert main(argv("pretrain {} --depth 2 --dry-run", path)) == 0
-    printed_choices = capsys.readouterr().out
+    printed = capsys.readouterr().out.splitlines()
     assert main(argv("estimate {} --depth 2", path)) == 0
-    estimated = capsys.readouterr().out
+    estimated = capsys.readouterr().out.splitlines()
     for key in CHOICES:
-        row = next(line for line in printed_choices.splitlines() if line.startswith(f"  {key} "))
-        assert row in estimated.splitlines()
-    assert "\n  depth: null\n" in printed_choices
-    config = load_config(path, {"model.depth": 2})
-    assert (
-        f"tokens: {config.train.max_steps * config.train.tokens_per_step / 1e6:,.1f} M" in estimated
-    )
-    assert main(["pretrain", str(path), "--dry-run"]) == 0
-    assert "size dial" not in capsys.readouterr().out
-    assert not (tmp_path / "runs").exists()
+        assert next(line for line in printed if line.startswith(f"  {key} ")) in estimated
+    assert "  depth: null" in printed
 
 
 @pytest.mark.long
