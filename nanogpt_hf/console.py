@@ -16,7 +16,7 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import IO, Any, TextIO
+from typing import IO, Any
 
 from nanogpt_hf.errors import EXIT_USER_ERROR
 from nanogpt_hf.runs.redact import redact_message, redact_urls
@@ -25,34 +25,27 @@ EXIT_NOBODY_READS = 141  # a shell's exit status of a program that SIGPIPE ended
 _GONE = (errno.EPIPE, errno.EIO)  # the reader of a pipe, a terminal
 _PACKAGE = "nanogpt_hf"
 _LIBRARIES = ("accelerate", "datasets", "transformers")  # to which --log-level applies too
-# transformers imports an installed torchao, which warns about kernels that this machine lacks
-_NOISY = ("torchao", "torch.utils._pytree")
-# Warnings that are wrong or useless here: logger and a part of the message.
-_USELESS = {
-    "DeepSpeed": "Setting accelerator to CPU",  # accelerate imports it whenever it is installed
-    "transformers.modeling_utils": "LOAD REPORT",  # our own error says it in one line
-    # generation and export truncate
-    "transformers.tokenization_utils_base": "Token indices sequence length is longer",
-}
+# Loggers whose warnings are wrong or useless here: kernels that this machine lacks, a CPU where
+# accelerate imports DeepSpeed, reports that our own errors state in a line, texts that are cut.
+_NOISY = (
+    "DeepSpeed",
+    "torchao",
+    "torch.utils._pytree",
+    "transformers.modeling_utils",
+    "transformers.tokenization_utils_base",
+)
 _CONTROLS = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]|\r(?!\n)")  # not tabs and line ends
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    quiet = "print results, warnings and errors only: as --log-level warning"
+    level = "lowest level that is logged (default info), also by transformers, datasets, accelerate"
     group = parser.add_mutually_exclusive_group()
     group.add_argument(
-        "-q",
-        "--quiet",
-        action="store_const",
-        const="warning",
-        dest="log_level",
-        help="print results, warnings and errors only: no progress bar, no log lines, no summary",
+        "-q", "--quiet", action="store_const", const="warning", dest="log_level", help=quiet
     )
-    group.add_argument(
-        "--log-level",
-        choices=("debug", "info", "warning", "error"),
-        help="lowest level that is logged (default info); applies to transformers, datasets and "
-        "accelerate too, whose own default is warning",
-    )
+    levels = ("debug", "info", "warning", "error")
+    group.add_argument("--log-level", choices=levels, help=level)
 
 
 def escape_controls(text: str) -> str:
@@ -60,9 +53,9 @@ def escape_controls(text: str) -> str:
     return _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
-def show(*values: object, sep: str = " ", end: str = "\n", file: IO[str] | None = None) -> None:
+def show(*values: object, sep: str = " ", file: IO[str] | None = None) -> None:
     """Like `print`, flushed, without secrets in URLs and with control characters escaped."""
-    _print(escape_controls(redact_urls(sep.join(map(str, values)))), end, file)
+    _print(escape_controls(redact_urls(sep.join(map(str, values)))), "\n", file)
 
 
 def show_text(text: str, end: str = "") -> None:
@@ -73,18 +66,13 @@ def show_text(text: str, end: str = "") -> None:
 def _print(text: str, end: str, file: IO[str] | None = None) -> None:
     print(text, end=end, file=file, flush=True)
     if _lost:
-        raise OutputLost(_lost.pop())
+        sys.exit(_status_of_lost_output())
 
 
-def show_end(message: object, stream: TextIO | None = None) -> None:
-    """Print why a command ended; a failed write does not change its exit status."""
-    with contextlib.suppress(OutputLost):
-        show(redact_message(str(message)), file=stream)
-
-
-# not an OSError, which code that writes files would catch
-class OutputLost(Exception):  # noqa: N818
-    """Output could not be written to stdout."""
+def show_end(message: object, file: IO[str] | None = None) -> None:
+    """Print a log line, or why a command ended; a failed write is ignored."""
+    with contextlib.suppress(SystemExit):
+        show(redact_message(str(message)), file=file)
 
 
 _lost: list[OSError] = []  # errors of stdout, until somebody is told
@@ -112,27 +100,27 @@ def survive_closed_streams() -> None:
     """Replace sys.stdout and sys.stderr by streams that survive the end of their reader and print
     characters that the terminal's encoding lacks, such as × in ASCII, as escapes.
     """
-    for name, number in (("stdout", 1), ("stderr", 2)):
+    for number, name in enumerate(("stdout", "stderr"), 1):
         stream = getattr(sys, name)
         if stream is None:  # closed (`>&-`)
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
-        elif isinstance(stream, io.TextIOWrapper) and stream.fileno() == number:
-            stream.flush()
-            raw = io.BufferedWriter(_Output(number, "w", closefd=False))
-            options = {key: getattr(stream, key) for key in ("encoding", "line_buffering")}
-            setattr(sys, name, io.TextIOWrapper(raw, errors="backslashreplace", **options))
+            continue
+        stream.flush()
+        raw = io.BufferedWriter(_Output(number, "w", closefd=False))
+        options = {"line_buffering": stream.line_buffering, "errors": "backslashreplace"}
+        setattr(sys, name, io.TextIOWrapper(raw, encoding=stream.encoding, **options))
     logging.raiseExceptions = False  # the libraries' own handlers would print a traceback
 
 
-def flush() -> int:
-    """Flush stdout at the end of a command; return its exit status, not 0 if that fails."""
+def status_at_end() -> int:
+    """Flush stdout; return the exit status of a command: not 0 if its output was lost."""
     sys.stdout.flush()
-    return status_of(OutputLost(_lost.pop())) if _lost else 0
+    return _status_of_lost_output() if _lost else 0
 
 
-def status_of(lost: OutputLost) -> int:
-    """The exit status of a command whose output was lost. Logs why, unless the reader closed it."""
-    (error,) = lost.args
+def _status_of_lost_output() -> int:
+    """Logs why output was lost, unless its reader closed it."""
+    error = _lost.pop()
     if error.errno in _GONE:
         return EXIT_NOBODY_READS
     show_end(f"stdout: cannot be written: {error.strerror}", sys.stderr)
@@ -140,23 +128,15 @@ def status_of(lost: OutputLost) -> int:
 
 
 class _Console(logging.Handler):
-    """Writes to the current sys.stdout and sys.stderr, above a progress bar.
-
-    Ignores failed writes.
-    """
+    """Writes to the current sys.stdout and sys.stderr, above a progress bar."""
 
     def emit(self, record: logging.LogRecord) -> None:
         # `to_stderr`: for lines of a command whose stdout is a model's text
         on_stderr = record.levelno >= logging.WARNING or getattr(record, "to_stderr", False)
         stream = sys.stderr if on_stderr else sys.stdout
         bars = sys.modules.get("tqdm")  # if tqdm is not imported, there is no bar
-        above_the_bar = bars.tqdm.external_write_mode(stream) if bars else contextlib.nullcontext()
-        with contextlib.suppress(OutputLost), above_the_bar:
-            show(redact_message(self.format(record).rstrip("\n")), file=stream)
-
-
-def _useful(record: logging.LogRecord) -> bool:
-    return record.levelno >= logging.ERROR or _USELESS[record.name] not in record.getMessage()
+        with bars.tqdm.external_write_mode(stream) if bars else contextlib.nullcontext():
+            show_end(self.format(record).rstrip("\n"), stream)
 
 
 @contextmanager
@@ -175,10 +155,10 @@ def configure_logging(log_level: str | None, rank: int = 0) -> Iterator[None]:
         levels |= dict.fromkeys(_LIBRARIES, level)
         for name in ("DATASETS_VERBOSITY", "TRANSFORMERS_VERBOSITY"):  # read by later imports
             os.environ[name] = logging.getLevelName(level).lower()
-    if log_level != "debug":
-        levels |= dict.fromkeys(_NOISY, logging.ERROR)
     if level > logging.INFO:
         os.environ["WANDB_SILENT"] = "true"
+    if log_level != "debug":
+        levels |= dict.fromkeys(_NOISY, logging.ERROR)
     with contextlib.ExitStack() as undo:
         for logger, value in ((logging.getLogger(name), value) for name, value in levels.items()):
             undo.callback(logger.setLevel, logger.level)
@@ -187,9 +167,6 @@ def configure_logging(log_level: str | None, rank: int = 0) -> Iterator[None]:
         for logger in map(logging.getLogger, (_PACKAGE, "accelerate", "py.warnings")):
             logger.addHandler(handler)
             undo.callback(logger.removeHandler, handler)
-        for logger in map(logging.getLogger, _USELESS if log_level != "debug" else ()):
-            logger.addFilter(_useful)
-            undo.callback(logger.removeFilter, _useful)
         logging.captureWarnings(True)
         undo.callback(logging.captureWarnings, False)
         yield

@@ -21,27 +21,16 @@ def limit_spinning() -> None:
 
 def allowed_cores() -> int:
     """CPU cores that this process may use, by its affinity and its cgroup's quota; at least 1."""
-    # not on macOS
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
+    affinity = getattr(os, "sched_getaffinity", None)  # not on macOS
+    cores = len(affinity(0)) if affinity else os.cpu_count() or 1
     return max(1, min(cores, cgroup_quota() or cores))
 
 
-def cgroup_quota(root: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Cores that the cgroup's quota is worth, rounded up; None without a quota. cgroup v2, then
-    v1.
-    """
-    with suppress(OSError, ValueError, ZeroDivisionError):
-        quota, period = (root / "cpu.max").read_text().split()
-        return None if quota == "max" else -(-int(quota) // int(period))
-    with suppress(OSError, ValueError, ZeroDivisionError):
-        quota = int((root / "cpu" / "cpu.cfs_quota_us").read_text())
-        return (
-            None
-            if quota < 0
-            else -(-quota // int((root / "cpu" / "cpu.cfs_period_us").read_text()))
-        )
+def cgroup_quota(path: Path = Path("/sys/fs/cgroup/cpu.max")) -> int | None:
+    """Cores that the quota of this process's cgroup is worth, rounded up; None without a quota."""
+    with suppress(OSError, ValueError, ZeroDivisionError):  # `max` is no number
+        quota, period = map(int, path.read_text().split())
+        return -(-quota // period)
     return None
 
 

@@ -11,7 +11,6 @@ from collections.abc import Iterable
 
 from nanogpt_hf.formatting import plural
 
-_PROBLEMS_SHOWN = 100
 EXIT_LOST = 1
 EXIT_USER_ERROR = 2
 EXIT_STOPPED = 75  # EX_TEMPFAIL in sysexits.h: start again with --resume to continue
@@ -29,12 +28,8 @@ class ConfigError(UserError):
 
     def __init__(self, problems: Iterable[str]):
         self.problems = list(problems)
-        lines = self.problems[:_PROBLEMS_SHOWN]
-        if len(lines) < len(self.problems):
-            lines = [*lines, f"... and {len(self.problems) - len(lines):,} more"]
-        super().__init__(
-            "\n".join([*lines, f"{plural(len(self.problems), 'problem')}; nothing was started."])
-        )
+        end = f"{plural(len(self.problems), 'problem')}; nothing was started."
+        super().__init__("\n".join([*self.problems, end]))
 
 
 class DataError(UserError):
@@ -63,11 +58,7 @@ class LostProcess(Exception):  # noqa: N818  (the error is in another process)
 
 # Messages of torch and the C++ library about memory, in errors without a class for it.
 _NO_MEMORY = re.compile(
-    (
-        r"can.t allocate memory|bad_alloc|not enough memory|out "
-        r"of memory"
-    ),
-    re.IGNORECASE,
+    r"can.t allocate memory|bad_alloc|not enough memory|out of memory", re.IGNORECASE
 )
 
 
@@ -89,32 +80,19 @@ def explain(error: BaseException) -> str | None:
     if isinstance(error, UserError):
         return str(error)
     if is_out_of_memory(error):
-        amount = re.search(r"allocate ([\d.]+ ?\w+)", str(error))
-        wanted = f" ({amount[1]} more were requested)" if amount else ""
-        return (
-            f"out of memory{wanted}: use a smaller model, batch or block size, or free some memory"
-        )
+        return "out of memory: use a smaller model, batch or block size, or free some memory"
     # the reader of the output is gone, and would not read the line
     if isinstance(error, BrokenPipeError):
         return None
     if isinstance(error, OSError):
         path = error.filename2 or error.filename
         reason = error.strerror or one_line(error) or type(error).__name__
-        return (
-            f"{os.fsdecode(path)}: {reason}"
-            if isinstance(path, str | bytes | os.PathLike)
-            else reason
-        )
-    # Path.resolve, before Python 3.13
-    if isinstance(error, RuntimeError) and str(error).startswith("Symlink loop"):
-        return f"{one_line(error).partition(' from ')[2].strip(chr(39))}: is a link to itself"
+        return f"{os.fsdecode(path)}: {reason}" if isinstance(path, str | bytes) else reason
     if isinstance(error, RuntimeError) and "deterministic" in str(error):
         return (
             "train.gradient_groups needs kernels that sum in a fixed order, which torch lacks on "
             f"this device: {one_line(error)}; leave it out"
         )
-    if isinstance(error, RecursionError) and "decoding a JSON" in str(error):  # any other is a bug
-        return "a JSON file is nested too deeply to be read"
     names = {f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in type(error).__mro__}
     if "safetensors.SafetensorError" in names:
         return f"a safetensors file cannot be read or written: {one_line(error)}"

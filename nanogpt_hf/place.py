@@ -1,7 +1,8 @@
-"""Write a folder completely or not at all: in a hidden folder first, which is then renamed.
+"""Write, replace and remove a folder completely or not at all: in a hidden folder first, which is
+then renamed.
 
-Nothing can be renamed over a mount point, and its parent may not be writable. So an empty folder
-that exists already is filled by a few renames at the end.
+Nothing can be renamed over a mount point, and its parent may not be writable. So `make_once` fills
+an empty folder that exists already by a few renames at the end.
 """
 
 import os
@@ -9,7 +10,7 @@ import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -32,14 +33,23 @@ def is_vacant(folder: Path) -> bool:
     return folder.is_dir() and all(path.name in _NO_CONTENT for path in folder.iterdir())
 
 
+def hidden(folder: Path, ending: str = _PARTIAL) -> Path:
+    """The hidden folder or file beside `folder`, such as .best.partial."""
+    return folder.with_name(f".{folder.name}{ending}")
+
+
 def partial_of(folder: Path) -> Path:
     """The hidden folder to write before `put_in_place`."""
-    return folder / _PARTIAL if folder.is_dir() else folder.with_name(f".{folder.name}{_PARTIAL}")
+    return folder / _PARTIAL if folder.is_dir() else hidden(folder)
+
+
+def old_of(folder: Path) -> Path:
+    return hidden(folder, ".old")
 
 
 def lock_of(folder: Path) -> Path:
     """The lock file for writing `folder`."""
-    return folder / _LOCK if folder.is_dir() else folder.with_name(f".{folder.name}{_LOCK}")
+    return folder / _LOCK if folder.is_dir() else hidden(folder, _LOCK)
 
 
 def flush(path: Path) -> None:
@@ -147,3 +157,61 @@ def make_once(
             f"{folder}: stopped by {signal} while it was being prepared; nothing was kept"
         ) from None
     return facts, True
+
+
+@contextmanager
+def replaced_folder(folder: Path, *, filled: bool = False) -> Iterator[Path]:
+    """Atomic write: yield an empty hidden folder that replaces `folder` if the block ends without
+    an error.
+
+    With `filled` the hidden folder is there already, and may have files.
+    The old folder is renamed first and removed last. After a kill between the two renames,
+    `restore_folder` brings it back. After an error nothing has changed.
+    """
+    partial, old = hidden(folder), old_of(folder)
+    try:
+        if not filled:
+            restore_folder(folder)
+            partial.mkdir(parents=True)
+        yield partial
+        for path in (*partial.rglob("*"), partial):
+            flush(path)
+        if os.path.lexists(folder):
+            remove(old)
+            folder.rename(old)
+        partial.rename(folder)
+        flush(folder.parent)
+    except BaseException:
+        with suppress(OSError):  # the error being raised has the reason
+            restore_folder(folder)
+        raise
+    with suppress(OSError):  # the next restore removes it
+        remove(old)
+
+
+def restore_folder(folder: Path) -> None:
+    """Undo an unfinished replacement: bring back the renamed folder and remove leftovers."""
+    partial, old = hidden(folder), old_of(folder)
+    if os.path.lexists(old) and not os.path.lexists(folder):
+        old.rename(folder)
+    remove(partial)
+    remove(old)
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove a folder atomically: it is renamed first, so that it is never seen incomplete.
+
+    Removes a link only.
+    """
+    partial = hidden(folder)
+    remove(partial)
+    folder.rename(partial)
+    remove(partial)
+
+
+def remove(path: Path) -> None:
+    """Remove a file, a link or a folder with its content, if it exists."""
+    if os.path.isdir(path) and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

@@ -1,6 +1,5 @@
 """The Python API: the example of docs/training.md as it is written, and the public names."""
 
-import importlib
 import re
 from pathlib import Path
 
@@ -61,10 +60,3 @@ def test_all_public_names_are_lazy_and_importable():
     assert {name for row in table for name in re.findall(r"`(\w+)", row)} == set(
         nanogpt_hf._MODULES
     ) - {"Config"}
-
-
-def test_public_names_are_defined_in_the_named_modules():
-    for name, module in nanogpt_hf._MODULES.items():
-        assert getattr(importlib.import_module(f"nanogpt_hf.{module}"), name) is getattr(
-            nanogpt_hf, name
-        )

@@ -183,14 +183,6 @@ def test_quoted_output_has_the_shape_of_the_command(
         assert shape(line) in shapes
 
 
-def test_harnesses_named_in_the_readme_of_the_tests_exist():
-    table = (ROOT / "tests" / "README.md").read_text(encoding="utf-8")
-    files = re.findall(r"`([\w/]+\.py)`", table)
-    assert len(files) > 10
-    for file in files:
-        assert (ROOT / "tests" / file).is_file(), file
-
-
 def test_walks_name_functions_where_they_are():
     """CONTRIBUTING.md's hops: every `function` (`file.py`) is defined in that file."""
     hops = re.findall(r"`([\w.]+)` \(`([\w/]+\.py)`\)", TEXTS["CONTRIBUTING.md"])

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from nanogpt_hf.errors import UserError, explain, is_out_of_memory, one_line
+from nanogpt_hf.errors import UserError, explain, is_out_of_memory
 
 
 def raised(action) -> Exception:
@@ -29,11 +29,6 @@ def test_os_errors_name_file_and_reason(tmp_path):
     assert explain(OSError("a library's\n   own words")) == "a library's own words"
     httpx = pytest.importorskip("httpx", reason="huggingface_hub brings httpx, or httpx2")
     assert explain(httpx.ConnectError("no route")) == "the network: no route"
-
-
-def test_missing_deterministic_kernel_is_explained():
-    error = RuntimeError("x_cuda does not have a deterministic implementation, but you set ...")
-    assert explain(error).startswith("train.gradient_groups needs kernels that sum in a fixed")
 
 
 def test_damaged_weights_are_explained(tmp_path):
@@ -61,18 +56,7 @@ def test_out_of_memory_errors_are_recognized(allocate):
     assert explain(error).startswith("out of memory")
 
 
-@pytest.mark.parametrize(
-    "bug",
-    [
-        TypeError("x"),
-        AssertionError(),
-        KeyError("x"),
-        ZeroDivisionError(),
-        RuntimeError("shape"),
-        RecursionError("x"),
-    ],
-    ids=lambda bug: type(bug).__name__,
-)
+@pytest.mark.parametrize("bug", [TypeError("x"), KeyError("x"), RuntimeError("shape")])
 def test_bugs_are_not_explained(bug):
     assert explain(bug) is None
     assert not is_out_of_memory(bug)
@@ -84,8 +68,3 @@ def test_wrapped_error_is_explained():
     assert explain(error) == "/gone: No such file or directory"
     assert explain(UserError("ours, as it is")) == "ours, as it is"
     assert explain(BrokenPipeError(errno.EPIPE, "Broken pipe")) is None  # the connection is closed
-
-
-def test_long_library_message_becomes_one_line():
-    assert one_line("a\n  b\t c") == "a b c"
-    assert one_line("x" * 1000, limit=10) == "xxxxxxxx …"

@@ -2,7 +2,6 @@
 
 import ast
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -96,25 +95,6 @@ def test_wheel_works_outside_a_checkout(installed, tmp_path):
     assert run(installed, tmp_path, f'python -c "{verdict}"') == "quickstart\n"
 
 
-@pytest.mark.slow
-@pytest.mark.long
-def test_readme_commands_for_installed_package_pass_a_dry_run(installed, tmp_path):
-    (block,) = re.findall(
-        r"^```bash\n(.*?)^```", (ROOT / "README.md").read_text(), flags=re.DOTALL | re.MULTILINE
-    )
-    commands = block.splitlines()
-    assert len(commands) >= 3
-    for command in commands:
-        printed = run(
-            installed,
-            tmp_path,
-            command.replace("nanogpt-hf ", "python -m nanogpt_hf ")
-            + " --dry-run" * ("pretrain" in command),
-        )
-        assert "nothing was started" in printed or command.startswith("cp ")
-    assert (tmp_path / "accelerate_configs" / "cpu.yaml").is_file()
-
-
 def imported(*files: Path) -> set[str]:
     """The packages outside the standard library that files import, also inside functions."""
     names = set()
@@ -166,25 +146,3 @@ def test_constraints_pin_all_test_dependencies_within_range():
     assert {package for hook in hooks for package in hook["additional_dependencies"]} == {
         f"ruff=={pins['ruff']}"
     }
-
-
-@pytest.mark.skipif(not shutil.which("make"), reason="make is not here")
-def test_make_clean_keeps_user_files(tmp_path):
-    shutil.copy(ROOT / "Makefile", tmp_path)
-    remaining, removed = (
-        ("runs/a/best", "data/a/train"),
-        (".venv/bin", ".ci/venv", "nanogpt_hf/__pycache__", "tests"),
-    )
-    for folder in remaining + removed:
-        (tmp_path / folder).mkdir(parents=True)
-    # make passes its options and variables (VENV=.ci/venv) to child processes: not to this make
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in ("MAKEFLAGS", "MAKEOVERRIDES", "VENV")
-    }
-    subprocess.run(
-        ["make", "clean"], cwd=tmp_path, env=environment, check=True, capture_output=True
-    )
-    assert all((tmp_path / folder).is_dir() for folder in remaining)
-    assert not any((tmp_path / folder).exists() for folder in removed[:-1])

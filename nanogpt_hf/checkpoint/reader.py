@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from nanogpt_hf.distributed.accelerator import is_sharded
 from nanogpt_hf.distributed.full_state import FullState, SavedTensors, set_scaler_state
 from nanogpt_hf.errors import RunFolderError
-from nanogpt_hf.runs.files import remove_folder
+from nanogpt_hf.place import remove_folder
 from nanogpt_hf.runs.folder import VERSION, RunFolder, step_of
 from nanogpt_hf.runs.identity import differences
 from nanogpt_hf.runs.state import TrainState, read_state

@@ -30,7 +30,7 @@ from nanogpt_hf.checkpoint.reader import (
 )
 from nanogpt_hf.distributed.full_state import FullState, Tensors, own_weights, scaler_state
 from nanogpt_hf.errors import DivergedError, RunFolderError, Stopped
-from nanogpt_hf.runs.files import partial_of, replaced_folder
+from nanogpt_hf.place import hidden, replaced_folder
 from nanogpt_hf.runs.folder import VERSION, RunFolder
 from nanogpt_hf.runs.state import TrainState
 from nanogpt_hf.runs.tensor_files import Box, NotFiniteError, Part, write_tensors
@@ -158,7 +158,7 @@ class CheckpointWriter:
 
     def _write(self, save: _Save) -> None:
         """The thread: write this process's files into the hidden folder."""
-        folder = partial_of(self.run.checkpoint(save.state.step))
+        folder = hidden(self.run.checkpoint(save.state.step))
         number, count = save.writers.index(self._rank) + 1, len(save.writers)
         split = f"-{number:05d}-of-{count:05d}" if count > 1 else ""  # as the Hub names them
         files = self._files = {}

@@ -1,15 +1,16 @@
 """The commands that show runs: compare and report."""
 
 import argparse
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nanogpt_hf.commands.arguments import add_json_argument, add_option
+from nanogpt_hf.commands.arguments import add_option, add_output
 from nanogpt_hf.config.sources import source_text
 from nanogpt_hf.console import show
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.formatting import align
-from nanogpt_hf.runs.files import output_file, output_target, write_json
+from nanogpt_hf.runs.files import output_target, write_json
 from nanogpt_hf.runs.find import find_run
 
 if TYPE_CHECKING:
@@ -20,12 +21,11 @@ if TYPE_CHECKING:
 def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
     add_option(parser, "runs RUN", "run folders", nargs="+")
     add_option(parser, "--by", "x axis", choices=("step", "tokens", "time"), default="step")
-    plot = "the plot, - is stdout (default compare.png)"
-    add_option(parser, "--output FILE", plot, type=output_file)
+    add_output(parser, "--output", "the plot (default compare.png)")
     add_option(parser, "--reference FILE", "another reference to compare with", type=Path)
     made = "write a reference from these runs, which may differ only in their seed, and exit"
-    add_option(parser, "--make-reference FILE", made, type=output_file)
-    add_json_argument(parser, "the tables and the verdicts")
+    add_output(parser, "--make-reference", made)
+    add_output(parser, "--json", "also write the tables and the verdicts to FILE")
 
 
 def run_compare(arguments: argparse.Namespace) -> None:
@@ -48,32 +48,27 @@ def run_compare(arguments: argparse.Namespace) -> None:
         return
     given = arguments.reference and read_reference(arguments.reference)
     configs, events = {}, {}
-    for name, folder in _names(folders).items():
+    short = [folder.path.resolve().name for folder in folders]
+    names = short if len({*short}) == len(short) else [str(folder.path) for folder in folders]
+    for name, folder in zip(names, folders, strict=True):
         configs[name], events[name] = load_config(folder.recipe), read_metrics(folder)
         if not events[name]:
             raise UserError(
                 f"{folder.path}: metrics.jsonl holds no event yet; wait for the first evaluation"
             )
-    metric = "val/loss" if _same_tokens(configs) else "val/bits_per_byte"
+    same_tokens = len({_tokens_of(config) for config in configs.values()}) == 1
+    metric = "val/loss" if same_tokens else "val/bits_per_byte"
     runs = {name: summarize(run_events, metric) for name, run_events in events.items()}
     show(compare_runs(runs, metric))
-    if metric != "val/loss":
-        show(
-            "\nthe tokenizers differ, so the runs are compared by bits per byte instead of loss "
-            "per token"
-        )
-    texts = [
-        (source_text(config.data), config.data.format, config.data.validation_split)
-        for config in configs.values()
-    ]
-    if len(set(texts)) > 1:
+    if not same_tokens:
+        show("\nthe tokenizers differ, so the runs are compared by bits per byte")
+    datas = [config.data for config in configs.values()]
+    if len({(source_text(data), data.format, data.validation_split) for data in datas}) > 1:
         show("\nthe validation texts differ, so the losses are of different texts")
     knobs = compare_recipes(configs)
-    if len(folders) > 1 and knobs:
-        rows = [[key, *values.values()] for key, values in knobs.items()]
-        show("\nthe recipes differ in\n" + align([["knob", *configs], *rows]))
-    elif len(folders) > 1:
-        show("\nthe recipes are equal")
+    if len(folders) > 1:
+        rows = [["knob", *configs], *([key, *values.values()] for key, values in knobs.items())]
+        show("\nthe recipes differ in\n" + align(rows) if knobs else "\nthe recipes are equal")
     references = {name: given or find_reference(config) for name, config in configs.items()}
     show("\nis the loss normal?")
     for name, config in configs.items():
@@ -108,40 +103,22 @@ def _make_reference(folders: list["RunFolder"], output: Path) -> None:
     )
 
 
-def _names(folders: list["RunFolder"]) -> dict[str, "RunFolder"]:
-    """Names of runs for the table: of their folders, or their paths if two are equal."""
-    short = [folder.path.resolve().name for folder in folders]
-    return dict(
-        zip(
-            short if len(set(short)) == len(short) else [str(f.path) for f in folders],
-            folders,
-            strict=True,
-        )
-    )
-
-
-def _same_tokens(configs: dict[str, "Config"]) -> bool:
-    """Whether all runs predict tokens of one tokenizer: `char` and `bpe` differ with the text."""
+def _tokens_of(config: "Config") -> object:
+    """What is equal for runs that predict tokens of one tokenizer; `char` and `bpe` differ with the
+    text.
+    """
     from nanogpt_hf.reports.reference import text_facts
 
-    facts = [text_facts(config) for config in configs.values()]
-    if all(facts):
-        return len({fact["tokenizer_hash"] for fact in facts if fact}) == 1
-    kinds = {
-        (
-            data.tokenizer,
-            data.vocab_size,
-            source_text(data) if data.tokenizer in ("char", "bpe") else "",
-        )
-        for data in (config.data for config in configs.values())
-    }
-    return len(kinds) == 1
+    if facts := text_facts(config):
+        return facts["tokenizer_hash"]
+    data = config.data
+    made_from = source_text(data) if data.tokenizer in ("char", "bpe") else ""
+    return data.tokenizer, data.vocab_size, made_from
 
 
 def add_report_arguments(parser: argparse.ArgumentParser) -> None:
     add_option(parser, "run RUN", "a run folder")
-    place = "where to, - is stdout (default RUN/report.html)"
-    add_option(parser, "--output FILE", place, type=output_file)
+    add_output(parser, "--output", "where to (default RUN/report.html)")
 
 
 def run_report(arguments: argparse.Namespace) -> None:
@@ -154,9 +131,7 @@ def run_report(arguments: argparse.Namespace) -> None:
 
     from nanogpt_hf.reports.page import write_report
 
-    if arguments.output:
-        with output_target(arguments.output) as target:
-            write_report(folder, target)
-    else:
-        write_report(folder, folder.report)
-    show(arguments.output or folder.report)
+    named = arguments.output  # a link in the run folder is not followed
+    with output_target(named) if named else nullcontext(folder.report) as target:
+        write_report(folder, target)
+    show(named or folder.report)

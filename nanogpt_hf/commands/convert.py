@@ -1,15 +1,16 @@
-"""The commands that convert models: export and import-nanogpt."""
+"""The commands that convert and share models: export, import-nanogpt and push."""
 
 import argparse
 import importlib.util
-import re
 import shlex
 from pathlib import Path
 from typing import Any
 
-from nanogpt_hf.commands.arguments import add_model_argument, add_option
+from nanogpt_hf.commands.arguments import add_flag, add_option, size
+from nanogpt_hf.config.checks import REPO_ID
 from nanogpt_hf.console import show
 from nanogpt_hf.errors import RunFolderError, UserError
+from nanogpt_hf.formatting import shows_bars
 from nanogpt_hf.runs.find import find_model
 
 _DTYPES = {"float32": "float32", "bf16": "bfloat16", "fp16": "float16", "q8_0": "float32"}
@@ -19,22 +20,15 @@ _READERS = {"safetensors": "transformers", "gguf": "transformers", "onnx": "onnx
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json")
 
 
-def _size(text: str) -> str:
-    if not re.fullmatch(r"[1-9]\d*(KB|MB|GB|KiB|MiB|GiB)", text):
-        raise argparse.ArgumentTypeError(f"expected a size such as 500MB or 5GB, got {text!r}")
-    return text
-
-
 def add_export_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model_argument(parser)
+    add_option(parser, "model MODEL", "a run folder (its best model), a model folder, or a Hub id")
     add_option(parser, "out OUT", "the folder to write, which must be missing or empty")
     formats = ("safetensors", *_NEEDS)
     add_option(parser, "--format", "of the files", choices=formats, default="safetensors")
     add_option(
         parser, "--dtype", "of the weights; q8_0 for gguf", choices=_DTYPES, default="float32"
     )
-    size = "of a safetensors file"
-    add_option(parser, "--max-shard-size SIZE", size, type=_size, default="5GB")
+    add_option(parser, "--max-shard-size SIZE", "of a safetensors file", type=size, default="5GB")
 
 
 def run_export(arguments: argparse.Namespace) -> None:
@@ -64,11 +58,8 @@ def run_export(arguments: argparse.Namespace) -> None:
     from nanogpt_hf.model.build import load_model
 
     logging.disable_progress_bar()
-    source, out, dtype = (
-        find_model(arguments.model),
-        Path(arguments.out),
-        getattr(torch, _DTYPES[arguments.dtype]),
-    )
+    source, out = find_model(arguments.model), Path(arguments.out)
+    dtype = getattr(torch, _DTYPES[arguments.dtype])
     with new_folder(out) as folder:
         model: Any = load_model(source)
         has_tokenizer = not Path(source).is_dir() or any(
@@ -96,11 +87,11 @@ def run_export(arguments: argparse.Namespace) -> None:
             for path in folder.iterdir()
             if path.suffix in (".safetensors", ".gguf", ".onnx", ".data")
         )
-        size = sum(path.stat().st_size for path in files)
+        megabytes = sum(path.stat().st_size for path in files) / 1e6
     names = files[0].name if len(files) == 1 else f"{files[0].name} and {len(files) - 1} more"
     form = f"plain {architecture_of(model).title}" if kind == "safetensors" else kind.upper()
     show(f"{out}: {source} as {form}, {arguments.dtype}")
-    show(f"  {names}, {size / 1e6:,.1f} MB")
+    show(f"  {names}, {megabytes:,.1f} MB")
     show(
         f"  opened again with {_READERS[kind]}: logits up to {largest:.3g} differ by at most "
         f"{difference:.2g}"
@@ -130,11 +121,8 @@ def run_import_nanogpt(arguments: argparse.Namespace) -> None:
     No code in the files is run: checkpoints are read with weights_only, meta.pkl by a reader of
     plain containers.
     """
-    source, out, meta = (
-        Path(arguments.source),
-        Path(arguments.out),
-        arguments.meta and Path(arguments.meta),
-    )
+    source, out = Path(arguments.source), Path(arguments.out)
+    meta = arguments.meta and Path(arguments.meta)
     if not source.exists():
         raise RunFolderError(
             f"{source}: no such file or folder; give nanoGPT's ckpt.pt, or a folder with train.bin"
@@ -194,3 +182,50 @@ def import_data(source: Path, out: Path, meta: Path | None) -> None:
     knobs = {"dir": out, "source": source, "tokenizer": manifest.recipe["tokenizer"]}
     options = " ".join(f"--data.{knob} {shlex.quote(str(value))}" for knob, value in knobs.items())
     show(f"next: python cli.py pretrain RECIPE {options}")
+
+
+def _repo_id(text: str) -> str:
+    if not REPO_ID.fullmatch(text):
+        raise argparse.ArgumentTypeError(f"expected user/name, got {text!r}")
+    return text
+
+
+def add_push_arguments(parser: argparse.ArgumentParser) -> None:
+    folder = "a run folder (its best model), its best/ or final/, a model or adapter folder"
+    add_option(parser, "model MODEL", folder)
+    add_option(parser, "repo_id REPO_ID", "user/name; created if it does not exist", type=_repo_id)
+    add_flag(parser, "--private", "create a private repository")
+    branch = "a branch to push to, created if it does not exist"
+    add_option(parser, "--revision BRANCH", branch)
+    add_option(parser, "--message", "the commit message")
+
+
+def run_push(arguments: argparse.Namespace) -> None:
+    """Push a model to the Hub in one commit: weights, tokenizer, generation config and model card.
+
+    A run folder's resolved recipe, metrics and loss plot are pushed too. The token is the one that
+    `hf auth login` stored, or HF_TOKEN. Nothing in the repository is ever deleted.
+    """
+    folder = Path(find_model(arguments.model, on_hub=False))
+    if not folder.is_dir():
+        raise UserError(
+            f"{arguments.model}: no such folder; push takes a run, model or adapter folder"
+        )
+
+    from huggingface_hub.utils import disable_progress_bars
+
+    from nanogpt_hf.export.hub import push
+
+    if not shows_bars():
+        disable_progress_bars()
+    pushed = push(
+        folder,
+        arguments.repo_id,
+        private=arguments.private,
+        revision=arguments.revision,
+        message=arguments.message,
+    )
+    if pushed.skipped:
+        show(f"skipped (not model files): {', '.join(pushed.skipped)}")
+    what = f"{len(pushed.files)} files" if pushed.changed else "nothing had changed"
+    show(f"{folder} -> {pushed.url} ({what})")

@@ -1,13 +1,10 @@
-"""Measure a model: loss on a text, lm-eval's tasks, pass@k of its answers, the CORE score.
-
-Under `accelerate launch` the processes share the work; the results do not depend on their number.
-"""
+"""The command that measures models: evaluate."""
 
 import argparse
 from pathlib import Path
 from typing import Any
 
-from nanogpt_hf.commands.arguments import add_json_argument, add_model_argument, add_option
+from nanogpt_hf.commands.arguments import add_option, add_output
 from nanogpt_hf.config.values import bounded
 from nanogpt_hf.console import show
 from nanogpt_hf.evaluation import table
@@ -17,15 +14,20 @@ from nanogpt_hf.runs.files import write_json
 from nanogpt_hf.runs.find import find_model
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model_argument(parser)
+def add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
+    add_option(parser, "model MODEL", "a run folder (its best model), a model folder, or a Hub id")
     table.add_options(parser)
     texts = "texts in one forward pass"
     add_option(parser, "--batch-size N", texts, type=bounded(int, 1), default=8)
-    add_json_argument(parser, "all figures and the protocol", "--output")
+    add_output(parser, "--json --output", "also write all figures and the protocol to FILE")
 
 
-def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None:
+def run_evaluate(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None:
+    """Measure a model: loss on a text, lm-eval's tasks, pass@k of its answers, the CORE score.
+
+    Under `accelerate launch` the processes share the work; the results do not depend on their
+    number.
+    """
     wanted, knobs = table.asked_for(arguments, overrides)
 
     import datasets

@@ -11,42 +11,94 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanogpt_hf.commands.arguments import (
-    add_model_argument,
-    add_option,
-    add_sampling_arguments,
-    autocast,
-    build_generation_accelerator,
-    open_model,
-    sampling_options,
-)
+from nanogpt_hf.commands.arguments import add_option
 from nanogpt_hf.config.values import bounded
 from nanogpt_hf.console import show, show_text
 from nanogpt_hf.errors import DataError, UserError
+from nanogpt_hf.runs.find import find_model
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    import torch
+    from accelerate import Accelerator
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from nanogpt_hf.distributed.mesh import Mesh
+
+_log = logging.getLogger(__name__)
+
+
+def _add_model_argument(parser: argparse.ArgumentParser) -> None:
+    add_option(parser, "model MODEL", "a run folder (its best model), a model folder, or a Hub id")
+
+
+def _add_sampling_arguments(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
+    """The model, and how it continues a text."""
+    _add_model_argument(parser)
+    longest = "of a text that it writes"
+    add_option(parser, "--max-new-tokens N", longest, type=bounded(int, 1), default=max_new_tokens)
+    add_option(parser, "--temperature", "0 is greedy", type=bounded(float, 0), default=0.8)
+    add_option(parser, "--top-k", "sample from the k likeliest tokens only", type=bounded(int, 1))
+    likeliest = "sample from the likeliest tokens that add up to p only"
+    add_option(parser, "--top-p", likeliest, type=bounded(float, 0, 1))
+    add_option(parser, "--seed", "of the samples", type=bounded(int, 0, 2**62), default=1337)
+
+
+def _sampling_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The options of `generate_tokens` for all texts of a command."""
+    return {name: getattr(arguments, name) for name in ("temperature", "top_k", "top_p")}
+
+
+def _build_accelerator(mesh: "Mesh") -> "Accelerator":
+    """The Accelerator of a command whose main process generates text with a whole model."""
+    from accelerate import Accelerator
+
+    from nanogpt_hf.distributed.accelerate_config import (
+        check_device,
+        default_to_cpu,
+        ignore_layout,
+        one_line_of_accelerate,
+    )
+
+    check_device()
+    ignore_layout()
+    default_to_cpu(mesh)  # otherwise each of several CPU processes takes itself for the main one
+    with one_line_of_accelerate():
+        return Accelerator()
+
+
+def _autocast(accelerator: "Accelerator") -> "torch.autocast":
+    """A new context for forward passes in the precision of the accelerate config, but in float32
+    instead of fp16.
+    """
+    import torch
+
+    return torch.autocast(
+        accelerator.device.type, torch.bfloat16, enabled=accelerator.mixed_precision == "bf16"
+    )
+
+
+def open_model(name: str) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
+    """MODEL in evaluation mode, and its tokenizer.
+
+    Raises UserError if one is missing or they do not fit.
+    """
+    from transformers.utils.logging import disable_progress_bar
+
+    from nanogpt_hf.data.tokenizer import check_vocabulary, load_tokenizer
+    from nanogpt_hf.model.build import load_model
+
+    disable_progress_bar()
+    folder = find_model(name)
+    model, tokenizer = load_model(folder).eval(), load_tokenizer(folder)
+    check_vocabulary(folder, len(tokenizer), model.config.vocab_size)
+    return model, tokenizer
 
 
 def add_sample_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model_argument(parser)
-    prompt: Any = parser.add_mutually_exclusive_group()
+    _add_sampling_arguments(parser, 500)
     text = "text to continue (default: a line break, or the first token)"
-    add_option(prompt, "--prompt", text)
-    add_option(prompt, "--prompt-file FILE", "file with the text to continue")
-    add_option(parser, "--max-new-tokens", "of a sample", type=bounded(int, 1), default=500)
+    add_option(parser, "--prompt", text)
     add_option(parser, "--num-samples", "samples", type=bounded(int, 1, 10_000), default=1)
-    add_sampling_arguments(parser)
-
-
-def _read_prompt(arguments: argparse.Namespace) -> str | None:
-    if arguments.prompt_file is None:
-        return arguments.prompt
-    try:
-        # without a byte order mark
-        return Path(arguments.prompt_file).read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--prompt-file: {arguments.prompt_file} cannot be read: {error}") from None
 
 
 def default_prompt(tokenizer: "PreTrainedTokenizerBase") -> str:
@@ -67,14 +119,13 @@ def run_sample(arguments: argparse.Namespace) -> None:
     """Generate text with the model of a run folder, a model folder or the Hub; the text is printed
     as it is generated.
     """
-    prompt = _read_prompt(arguments)
-
     from nanogpt_hf.data.tokenizer import prompt_ids
     from nanogpt_hf.generate import TextStream, generate_tokens
 
-    accelerator = build_generation_accelerator(arguments.mesh)
+    accelerator = _build_accelerator(arguments.mesh)
     model, tokenizer = open_model(arguments.model)
     model.to(accelerator.device)
+    prompt = arguments.prompt
     if prompt is None:
         prompt = default_prompt(tokenizer)
     try:
@@ -86,14 +137,14 @@ def run_sample(arguments: argparse.Namespace) -> None:
     streams = [TextStream(tokenizer, ids) for _ in range(arguments.num_samples)]
     texts = [""] * arguments.num_samples
     show_text(prompt)
-    with autocast(accelerator):
+    with _autocast(accelerator):
         for tokens in generate_tokens(
             model,
             ids,
             max_new_tokens=arguments.max_new_tokens,
             num_samples=arguments.num_samples,
             seed=arguments.seed,
-            **sampling_options(arguments),
+            **_sampling_options(arguments),
         ):
             for i, token in enumerate(tokens):
                 if token is not None:
@@ -112,10 +163,8 @@ _HELP = "/reset clears the conversation, /quit exits"
 
 
 def add_chat_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model_argument(parser)
+    _add_sampling_arguments(parser, 256)
     add_option(parser, "--system TEXT", "system message at the start of the conversation")
-    add_option(parser, "--max-new-tokens", "of an answer", type=bounded(int, 1), default=256)
-    add_sampling_arguments(parser)
 
 
 def show_note(note: str) -> None:
@@ -174,14 +223,8 @@ class Chat:
         messages = [*self.messages, {"role": "user", "content": question}]
         try:
             ids, kept = encode_chat(self.format, messages, context - self.room)
-        except ValueError as error:
-            show_note(
-                f"too long: with the messages before it {error}, the model's context without room "
-                "for an answer; shorten it"
-            )
-            return
-        except DataError as error:
-            show_note(str(error))
+        except (ValueError, DataError) as error:
+            show_note(f"no answer: with the messages before it {error}; shorten it")
             return
         if len(kept) < len(messages):
             show_note(
@@ -196,7 +239,7 @@ class Chat:
                 max_new_tokens=limit,
                 seed=arguments.seed + self.answers,
                 end_ids=self.end_ids,
-                **sampling_options(arguments),
+                **_sampling_options(arguments),
             ):
                 length += 1
                 assert token is not None  # `generate_tokens` ends with its only sample
@@ -221,7 +264,7 @@ def run_chat(arguments: argparse.Namespace) -> None:
     conversation, /quit exits. Ctrl-C ends an answer, Ctrl-D exits. Lines can be piped in: answers
     go to stdout, all other output to stderr.
     """
-    accelerator = build_generation_accelerator(arguments.mesh)
+    accelerator = _build_accelerator(arguments.mesh)
     model, tokenizer = open_model(arguments.model)
     if not tokenizer.chat_template:
         raise UserError(
@@ -234,7 +277,7 @@ def run_chat(arguments: argparse.Namespace) -> None:
     chat = Chat(model.to(accelerator.device), tokenizer, arguments)
     if sys.stdin.isatty():
         show_note(f"{_HELP}; Ctrl-C ends an answer")
-    with autocast(accelerator):
+    with _autocast(accelerator):
         for line in questions():
             if line == "/quit":
                 return
@@ -247,11 +290,8 @@ def run_chat(arguments: argparse.Namespace) -> None:
                 chat.answer(line)
 
 
-_log = logging.getLogger(__name__)
-
-
 def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model_argument(parser)
+    _add_model_argument(parser)
     add_option(parser, "--host", "address to listen on", default="127.0.0.1")
     add_option(parser, "--port", "0 is a free one", type=bounded(int, 0, 65535), default=8000)
 
@@ -282,12 +322,12 @@ def run_serve(arguments: argparse.Namespace) -> None:
 
     from nanogpt_hf.serving.server import Server, is_loopback, listen
 
-    accelerator = build_generation_accelerator(arguments.mesh)
+    accelerator = _build_accelerator(arguments.mesh)
     if not accelerator.is_main_process:
         return
     with listen(arguments.host, arguments.port) as listener:
         model, tokenizer = open_model(arguments.model)
-        precision = functools.partial(autocast, accelerator)
+        precision = functools.partial(_autocast, accelerator)
         name = served_name(arguments.model)
         server = Server(name, model.to(accelerator.device), tokenizer, precision, arguments.host)
         host, port = listener.getsockname()[:2]

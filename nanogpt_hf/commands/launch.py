@@ -93,10 +93,8 @@ def _parse(words: list[str], commands: Collection[str]) -> argparse.Namespace:
         if value is not None:
             os.environ[name.upper()] = str(value)
     if not (arguments.cpu or settings.get("use_cpu")):
-        if arguments.gpu_ids:
-            _check_gpu_ids(arguments.gpu_ids, "--gpu_ids")
-        else:
-            _check_gpu_ids(settings.get("gpu_ids"), f"--config_file {file}: gpu_ids")
+        where = "" if arguments.gpu_ids else f"--config_file {file}: "
+        _check_gpu_ids(arguments.gpu_ids or settings.get("gpu_ids"), where)
     command = arguments.training_script
     if command in commands:
         as_script = Path(sys.argv[0]).name == "cli.py"
@@ -110,20 +108,17 @@ def _parse(words: list[str], commands: Collection[str]) -> argparse.Namespace:
 
 
 def _check_gpu_ids(ids: str | None, where: str) -> None:
-    """Raises UserError for the number of a GPU that is not here; one process would take the CPU.
-
-    `where` names the option or setting in the message.
-    """
+    """Raises UserError for the number of a GPU that is not here; one process would take the CPU."""
     if ids in (None, "all") or "CUDA_VISIBLE_DEVICES" in os.environ:
         return
     import torch
 
     count = torch.accelerator.device_count()
-    words = [word.strip() for word in ids.split(",")]
-    if missing := [word for word in words if word.isdecimal() and int(word) >= count]:
-        raise UserError(
-            f"cli.py launch: {where} {ids}: there is no GPU {missing[0]}; this machine has {count}"
-        )
+    for word in map(str.strip, ids.split(",")):
+        if word.isdecimal() and int(word) >= count:
+            raise UserError(
+                f"cli.py launch: {where}gpu_ids {ids}: no GPU {word} here; this machine has {count}"
+            )
 
 
 def _pass_signals_on() -> list[int]:

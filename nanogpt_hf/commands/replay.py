@@ -2,9 +2,10 @@
 
 import argparse
 import contextlib
+from functools import partial
 from pathlib import Path
 
-from nanogpt_hf.commands.arguments import add_json_argument, add_option, list_knobs
+from nanogpt_hf.commands.arguments import add_option, add_output, list_knobs
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.values import bounded
 from nanogpt_hf.console import show
@@ -55,7 +56,7 @@ def run_verify(arguments: argparse.Namespace) -> int:
     from nanogpt_hf.data.prepared import check_prepared, require_manifest
     from nanogpt_hf.replay import verify
     from nanogpt_hf.reports.page import write_report
-    from nanogpt_hf.runs.provenance import read_starts, recording_verification
+    from nanogpt_hf.runs.provenance import read_starts, record_verification
 
     config = verify.recipe_of(folder)
     verify.check_repeatable(folder, config, mesh)
@@ -65,36 +66,34 @@ def run_verify(arguments: argparse.Namespace) -> int:
     texts = [f"{first:,} to {last:,}" for first, last in segments]
     first, last, differs = segments[0][0], segments[-1][1], ""
     say = show if mesh.is_main else lambda *_: None
-    recording = recording_verification(folder) if mesh.is_main else contextlib.nullcontext(say)
-    with recording as record:
-        try:
-            seconds = verify.seconds_to_repeat(folder, segments, mesh)
-            about = f"about {format_duration(seconds)} at the run's speed per process"
-            say(f"repeating steps {', '.join(texts)}: {about}")
-            check_prepared(config.data)
-            for (first, last), text in zip(segments, texts, strict=True):
-                with verify.run_at(folder, config, first, mesh) as repeated:
-                    found = verify.first_difference(repeated, folder, last)
-                if found:
-                    step, lines = found
-                    starts = [start.get("step", 0) for start in read_starts(folder)]
-                    if resumed := [at for at in starts if step <= at < last]:
-                        lines.append(
-                            f"the run was resumed at step {resumed[-1]:,}, and recipe.yaml is that "
-                            "of its last start: knobs that changed then explain differences "
-                            "before it"
-                        )
-                    differs = "\n  ".join([f"step {step:,}: differs", *lines])
-                    break
-                say(f"steps {text}: equal")
-                record(first, last, "equal")
-        except OtherFormatError:
-            raise
-        except (DataError, RunFolderError) as error:  # another text, a damaged file
-            differs = f"differs: {error}"
-        if differs:
-            say(differs)
-            record(first, last, differs)
+    record = partial(record_verification, folder) if mesh.is_main else lambda *_: None
+    try:
+        seconds = verify.seconds_to_repeat(folder, segments, mesh)
+        about = f"about {format_duration(seconds)} at the run's speed per process"
+        say(f"repeating steps {', '.join(texts)}: {about}")
+        check_prepared(config.data)
+        for (first, last), text in zip(segments, texts, strict=True):
+            with verify.run_at(folder, config, first, mesh) as repeated:
+                found = verify.first_difference(repeated, folder, last)
+            if found:
+                step, lines = found
+                starts = [start.get("step", 0) for start in read_starts(folder)]
+                if resumed := [at for at in starts if step <= at < last]:
+                    lines.append(
+                        f"the run was resumed at step {resumed[-1]:,}, and recipe.yaml is that of "
+                        "its last start: knobs that changed then explain differences before it"
+                    )
+                differs = "\n  ".join([f"step {step:,}: differs", *lines])
+                break
+            say(f"steps {text}: equal")
+            record(first, last, "equal")
+    except OtherFormatError:
+        raise
+    except (DataError, RunFolderError) as error:  # another text, a damaged file
+        differs = f"differs: {error}"
+    if differs:
+        say(differs)
+        record(first, last, differs)
     with contextlib.suppress(UserError, OSError):  # a folder of another user
         if mesh.is_main:
             write_report(folder, folder.report)
@@ -106,7 +105,7 @@ def add_inspect_arguments(parser: argparse.ArgumentParser) -> None:
     asked = parser.add_mutually_exclusive_group(required=True)
     asked.add_argument("--step", metavar="N", type=bounded(int, 1), help="the step; 1 is the first")
     asked.add_argument("--find", metavar="TEXT", help="a text whose steps are listed")
-    add_json_argument(parser, "the sequences or the steps, with whole texts")
+    add_output(parser, "--json", "also write the sequences or the steps, with whole texts, to FILE")
 
 
 def run_inspect(arguments: argparse.Namespace) -> None:

@@ -1,18 +1,20 @@
-"""The commands that train: pretrain, finetune, rl and align."""
+"""The commands that train, and prepare the text: prepare, pretrain, finetune, rl, align, sweep."""
 
 import argparse
 import gc
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from nanogpt_hf.commands.arguments import (
-    add_flags,
+    add_flag,
     add_knobs,
     add_option,
+    add_output,
     add_recipe_argument,
-    list_knobs,
     load_text_recipe,
 )
 from nanogpt_hf.config.compatibility import recipe_settings
@@ -24,6 +26,8 @@ from nanogpt_hf.config.stages import naming, planned_tokens, stage_lines, stages
 from nanogpt_hf.console import show
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import DataError, UserError
+from nanogpt_hf.formatting import plural
+from nanogpt_hf.runs.files import write_json
 from nanogpt_hf.training.finetuning import check_tokenizer, finetune_config
 
 if TYPE_CHECKING:
@@ -31,68 +35,70 @@ if TYPE_CHECKING:
 
     from nanogpt_hf.data.manifest import Manifest
 
+logger = logging.getLogger(__name__)
+Overrides = list[tuple[str, str]]
+
+
+def add_prepare_arguments(parser: argparse.ArgumentParser) -> None:
+    add_recipe_argument(parser)
+
+
+def run_prepare(arguments: argparse.Namespace, overrides: Overrides) -> None:
+    """Tokenize a recipe's text or conversations into arrow shards, or verify those there are.
+
+    A corpus for many machines: launch/tokenize_corpus.py, which uses datatrove.
+    """
+    config = load_text_recipe("prepare", arguments.recipe, overrides)
+
+    from nanogpt_hf.data.prepare import prepare
+    from nanogpt_hf.data.prepared import check_prepared, summary_lines
+
+    manifest, prepared_now = prepare(config)
+    logger.info(f"{config.data.dir}: {'prepared' if prepared_now else 'is prepared already'}")
+    for line in summary_lines(config, manifest):
+        logger.info(line)
+    if not prepared_now:
+        check_prepared(config.data)
+        logger.info("  verified: every byte is as it was written")
+
+
+def _add_run_arguments(parser: argparse.ArgumentParser, recipe: str, *knobs: str) -> None:
+    """The arguments of a command that trains; one that starts from a model needs no recipe."""
+    nargs = "?" if "from" in knobs else None
+    add_recipe_argument(parser, f"a recipe, for example {recipe}", nargs=nargs)
+    add_knobs(parser, *knobs)
+    add_option(parser, "--run-dir DIR", "the run folder (default runs/<recipe name>)")
+    add_flag(parser, "--resume", "continue from the newest checkpoint in the run folder")
+    add_flag(parser, "--overwrite", "delete the run that is in the run folder")
+    automatic = "--resume if there is a checkpoint, otherwise start from step 0"
+    add_flag(parser, "--auto-resume", automatic)
+    add_flag(parser, "--dry-run", "print the resolved recipe and its size, then exit")
+
 
 def add_pretrain_arguments(parser: argparse.ArgumentParser) -> None:
-    add_recipe_argument(parser)
-    add_knobs(parser, "depth")
-    _add_run_arguments(parser)
+    _add_run_arguments(parser, "recipes/quickstart.yaml", "depth")
 
 
-def add_finetune_arguments(parser: argparse.ArgumentParser) -> None:
-    add_recipe_argument(parser, "a recipe, for example recipes/finetune_lora.yaml", nargs="?")
-    add_knobs(parser, "from", "data", "freeze-layers", "unfreeze-every", "lora")
-    _add_run_arguments(parser)
-    parser.epilog = f"{parser.epilog}\n\nIts defaults: docs/finetuning.md, or --dry-run."
-
-
-def add_rl_arguments(parser: argparse.ArgumentParser) -> None:
-    add_recipe_argument(parser, "a recipe, for example recipes/arithmetic_rl.yaml", nargs="?")
-    questions = "the questions, with reference answers: as conversations for `finetune`"
-    add_knobs(parser, "from", "task", "data", "reward", "lora", data=questions)
-    _add_run_arguments(parser)
-    parser.epilog = f"{parser.epilog}\n\nIts defaults: docs/alignment.md, or --dry-run."
-
-
-def add_align_arguments(parser: argparse.ArgumentParser) -> None:
-    add_recipe_argument(parser, "a recipe with pairs", nargs="?")
-    add_knobs(
-        parser,
-        *("from", "data", "loss", "lora"),
-        data="rows with prompt, chosen and rejected (kto: prompt, completion and label)",
-    )
-    _add_run_arguments(parser)
-    parser.epilog = f"{parser.epilog}\n\nIts defaults: docs/alignment.md, or --dry-run."
-
-
-def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    add_option(parser, "--run-dir DIR", "the run folder (default runs/<recipe name>)")
-    flags = {
-        "--resume": "continue from the newest checkpoint in the run folder",
-        "--overwrite": "delete the run that is in the run folder",
-        "--auto-resume": "--resume if there is a checkpoint, otherwise start from step 0",
-        "--dry-run": "print the resolved recipe and its size, then exit",
-    }
-    add_flags(parser, flags)
-    list_knobs(parser)
-
-
-def run_pretrain(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None:
+def run_pretrain(arguments: argparse.Namespace, overrides: Overrides) -> None:
     """Train a GPT or any text-only decoder from scratch: prepare data, write a run folder."""
     config = load_text_recipe("pretrain", arguments.recipe, overrides)
-    if config.finetune.model:
-        raise UserError(
-            f"{arguments.recipe}: starts from {config.finetune.model}; use `cli.py "
-            "finetune` instead"
-        )
+    if start := config.finetune.model:
+        raise UserError(f"{arguments.recipe}: starts from {start}; use `cli.py finetune` instead")
     _run(config, arguments)
 
 
-def run_finetune(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None:
+def add_finetune_arguments(parser: argparse.ArgumentParser) -> None:
+    knobs = ("from", "data", "freeze-layers", "unfreeze-every", "lora")
+    _add_run_arguments(parser, "recipes/finetune_lora.yaml", *knobs)
+
+
+def run_finetune(arguments: argparse.Namespace, overrides: Overrides) -> None:
     """Fine-tune any text-only decoder: all weights, the upper blocks only, or LoRA adapters.
 
     It comes from the Hub, a model folder or a run: GPT-2, Llama, Qwen3, SmolLM3, ...
 
     No recipe is needed: cli.py finetune --from gpt2 --data my.txt
+    The defaults: docs/finetuning.md, or --dry-run.
     """
     config, base = finetune_config(arguments.recipe, overrides)
     vocabulary = check_tokenizer(config, base)
@@ -107,22 +113,35 @@ def run_finetune(arguments: argparse.Namespace, overrides: list[tuple[str, str]]
     _run(config, arguments, base, check_tokenizer_of_data)
 
 
-def run_rl(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None:
+def add_rl_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_run_arguments(
+        parser, "recipes/arithmetic_rl.yaml", "from", "task", "data", "reward", "lora"
+    )
+
+
+def run_rl(arguments: argparse.Namespace, overrides: Overrides) -> None:
     """Reinforcement learning on verifiable answers: sample answers to the questions of a task, and
-    reward the right ones.
+    reward the right ones. --data: the questions, with reference answers, as conversations.
 
     No recipe is needed: cli.py rl --from runs/arithmetic_sft --task arithmetic
+    The defaults: docs/alignment.md, or --dry-run.
     """
     config, base = finetune_config(arguments.recipe, overrides, POLICY)
     check_tokenizer(config, base)
     _run(config, arguments, base)
 
 
-def run_align(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None:
+def add_align_arguments(parser: argparse.ArgumentParser) -> None:
+    _add_run_arguments(parser, "my_pairs.yaml", "from", "data", "loss", "lora")
+
+
+def run_align(arguments: argparse.Namespace, overrides: Overrides) -> None:
     """Preference training: make chosen answers more probable than rejected ones, by DPO, IPO,
-    hinge, SimPO or ORPO, or good answers than bad ones, by KTO.
+    hinge, SimPO or ORPO, or good answers than bad ones, by KTO. --data: rows with prompt, chosen
+    and rejected (kto: prompt, completion and label).
 
     No recipe is needed: cli.py align --from runs/arithmetic_sft --data pairs.jsonl
+    The defaults: docs/alignment.md, or --dry-run.
     """
     config, base = finetune_config(arguments.recipe, overrides, PREFERENCES)
     check_tokenizer(config, base)
@@ -198,3 +217,57 @@ def _dry_run(config: Config, mesh: Mesh, base: "PreTrainedConfig | None") -> Non
     total = planned_tokens(config)
     sizes.append(f"tokens per step: {tokens:,}; tokens in {steps:,} steps: {total:,}")
     show(*dial_lines(config), *stage_lines(config), *sizes, "nothing was started", sep="\n")
+
+
+def add_sweep_arguments(parser: argparse.ArgumentParser) -> None:
+    add_recipe_argument(parser)
+    add_knobs(parser, "depth")
+    add_option(parser, "--sweep-dir DIR", "folder of the runs (default runs/<recipe name>-<knobs>)")
+    machine = "an accelerate config, with which `launch` starts each run (default: one process)"
+    add_option(parser, "--config_file F", machine)
+    add_flag(parser, "--overwrite", "remove the runs that are in the folder, and start again")
+    add_flag(parser, "--dry-run", "list the runs with their sizes, and stop")
+    add_output(parser, "--json", "also write the table to FILE")
+
+
+def run_sweep(arguments: argparse.Namespace, overrides: Overrides) -> int:
+    """Train a grid of runs: a knob with several values, such as --train.seed 1,2,3, is swept.
+
+    Every combination of values is an ordinary run folder below the sweep's. Run the same command
+    again to continue: what is done is skipped, what was interrupted resumes, what failed is tried
+    again. A failed run does not stop the others. At the end there are a table (sweep.json) and a
+    plot (sweep.png), with --depth 2,3,4 also a fitted scaling law.
+
+    Values with commas are quoted as in YAML: --data.text_column '"a,b", c'. A list is one value.
+    """
+    from nanogpt_hf.planning.placement import read_placement
+    from nanogpt_hf.training import sweep as grid
+
+    machine = arguments.config_file
+    dp_size = read_placement(machine).dp if machine else 1
+    runs = grid.build_grid(arguments.recipe, overrides, dp_size)
+    knobs = "-".join(key.rpartition(".")[2] for key in runs[0].values)
+    folder = Path(arguments.sweep_dir or Path("runs") / f"{runs[0].config.name}-{knobs}")
+    launcher = ("launch", "--config_file", machine) if machine else ()
+    options = {"overwrite": arguments.overwrite, "log_level": arguments.log_level}
+    sweep, exit_status = grid.Sweep(arguments.recipe, runs, folder, launcher, **options), 0
+    if arguments.dry_run:
+        rows = sweep.planned()
+        tree: dict[str, Any] = {"sweep": str(folder), "runs": rows}
+        lines = [f"{plural(len(runs), 'run')} below {folder}", "", grid.table(rows)]
+        lines += ["", "nothing was started"]
+    else:
+        with grid.locked(sweep):
+            statuses, exit_status = grid.train_runs(sweep)
+            tree = grid.write_results(sweep, statuses)
+        lines = [grid.table(tree["runs"]), "", *tree["seed_means"]]
+        if law := tree["fit"]:
+            lines.append(
+                f"scaling over depths: loss = {law['coefficient']:.4g} × "
+                f"FLOPs^{law['exponent']:.4f} ± {law['standard_error']:.4f}"
+            )
+        lines.append(f"{folder}: sweep.png, sweep.json")
+    show("\n".join(lines))
+    if arguments.json:
+        write_json(arguments.json, tree)
+    return exit_status

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
-from nanogpt_hf.config.compatibility import refused_in_recipe
-from nanogpt_hf.config.finetune import POLICY, PREFERENCES, chosen_method
+from nanogpt_hf.config.compatibility import recipe_settings, refused_in_recipe
+from nanogpt_hf.config.finetune import POLICY, chosen_method
 from nanogpt_hf.config.schema import (
     FAMILIES,
     KNOBS,
@@ -18,7 +18,6 @@ from nanogpt_hf.config.schema import (
 )
 from nanogpt_hf.config.sources import sources_of
 from nanogpt_hf.config.stages import stage_problem, stages_of
-from nanogpt_hf.errors import did_you_mean
 
 # user/name on the Hub
 REPO_ID = re.compile(
@@ -52,18 +51,40 @@ def find_conflicts(config: Config) -> Iterator[Conflict]:
                 yield Conflict(["train.stages", *keys], f"at {stage.first}: {keys[0]}: {message}")
 
 
+# A knob that may differ from its default only with another setting: knob, setting.
+_ONLY_WITH = [
+    ("data.vocab_size", "data.tokenizer bpe"),
+    ("data.bpe_pattern", "data.tokenizer bpe"),
+    ("finetune.freeze_layers", "finetune.model"),
+    ("finetune.unfreeze_every", "finetune.freeze_layers"),
+    ("finetune.rope_theta", "finetune.model"),
+    ("lora.rank", "finetune.model"),
+    ("lora.quantize", "lora.rank"),
+    ("hub.push", "hub.repo"),
+    ("rl.clip", "rl.updates"),
+    ("align.label_smoothing", "align.loss dpo"),
+    ("align.margin", "align.loss simpo"),
+    ("align.desirable_weight", "align.loss kto"),
+    ("align.undesirable_weight", "align.loss kto"),
+]
+
+
 def _conflicts(config: Config) -> Iterator[Conflict]:
     for rule, message in refused_in_recipe(config).items():
         knob, *others = (name.partition(" ")[0] for name in (rule.a, rule.b))
         yield Conflict(
             [knob, *(other for other in others if other in KNOBS)], message.removeprefix(f"{knob} ")
         )
+    settings = recipe_settings(config)
+    for key, setting in _ONLY_WITH:
+        if key in settings and setting not in settings:
+            remedy = "; give --from MODEL" if setting == "finetune.model" else ""
+            keys = [key, setting.partition(" ")[0]]
+            yield Conflict(keys, f"only with {setting}{remedy}, or leave it out")
     rules = [_data_rules, _model_rules, _step_rules, _finetune_rules, _hub_rules]
     method = chosen_method(partial(get_value, config))
     if method is POLICY:
         rules.append(_rl_rules)
-    if method is PREFERENCES:
-        rules.append(_align_rules)
     if method is None and not config.data.source:
         yield Conflict(["data.source"], "required: the text to train on, for example python-docs")
     for part in rules:
@@ -80,30 +101,15 @@ def _data_rules(config: Config) -> Rules:
             not source.data.validation_fraction and not source.data.validation_split,
             "must be above 0 if data.validation_split is not given",
         )
-    is_bpe, only = data.tokenizer == "bpe", "only data.tokenizer bpe is trained"
     yield (
         "data.vocab_size data.tokenizer",
-        is_bpe and data.vocab_size is None,
+        data.tokenizer == "bpe" and data.vocab_size is None,
         "required by data.tokenizer bpe, for example 4096",
     )
-    yield (
-        "data.vocab_size data.tokenizer",
-        not is_bpe and data.vocab_size is not None,
-        f"{only} to a size, and this is {data.tokenizer}; leave it out",
-    )
-    yield (
-        "data.bpe_pattern data.tokenizer",
-        not is_bpe and data.bpe_pattern != "gpt2",
-        f"{only} with a pattern, and this is {data.tokenizer}; leave it out",
-    )
 
 
-# Knobs that only our GPT-2 has, and the field of other architectures' configs to use instead.
-_GPT2_ONLY = {
-    "bias": "attention_bias",
-    "dropout": "attention_dropout",
-    "activation_function": "hidden_act",
-}
+# Knobs that only our GPT-2 has, and those that only other architectures have.
+_GPT2_ONLY = ("bias", "dropout", "activation_function")
 _OTHERS_ONLY = ("n_kv_head", "n_inner", "extra")
 
 
@@ -119,17 +125,12 @@ def _model_rules(config: Config) -> Rules:
         model.n_kv_head and model.n_head % model.n_kv_head,
         f"{model.n_kv_head} does not divide model.n_head {model.n_head}",
     )
-    is_gpt2 = model.architecture == "gpt2"
-    for name in _OTHERS_ONLY if is_gpt2 else _GPT2_ONLY:
-        remedy = (
-            "or set model.architecture"
-            if is_gpt2
-            else f"or set a field such as {_GPT2_ONLY[name]} of its config in model.extra"
-        )
+    for name in _OTHERS_ONLY if model.architecture == "gpt2" else _GPT2_ONLY:
         yield (
             f"model.{name} model.architecture",
             getattr(model, name) != getattr(ModelSection(), name),
-            f"{model.architecture} has no such knob; leave it out, {remedy}",
+            f"{model.architecture} has no such knob; set another model.architecture, or fields of "
+            "its config in model.extra",
         )
     for name, value in model.extra.items():
         wrong = wrong_dropout(name, value)
@@ -177,32 +178,25 @@ def _step_rules(config: Config) -> Rules:
         "must be above 0 with muon, whose learning rate follows the same schedule",
     )
     for family, factor in optim.rates.items():
-        near = did_you_mean(family, FAMILIES) or f"; use one of {', '.join(FAMILIES)}"
+        is_factor = isinstance(factor, int | float) and not isinstance(factor, bool)
         yield (
             "optim.rates",
-            family not in FAMILIES,
-            f"there is no kind of parameter {family!r:.80}{near}",
-        )
-        yield (
-            "optim.rates",
-            isinstance(factor, bool)
-            or not (isinstance(factor, int | float) and 0 <= factor <= 1000),
-            f"expected a factor of 0 to 1000 for {family!r:.80}, got {factor!r:.80}",
+            family not in FAMILIES or not (is_factor and 0 <= factor <= 1000),
+            f"expected factors of 0 to 1000 for {', '.join(FAMILIES)}, got {family!r:.80}: "
+            f"{factor!r:.80}",
         )
     groups, sequences = train.gradient_groups or 1, train.tokens_per_step // config.data.block_size
     micro_batches, uneven_tree = sequences // train.min_micro_batch_size, groups & (groups - 1)
     yield (
         "train.gradient_groups",
         uneven_tree,
-        f"{groups} is no power of two, so its tree has no equal branches; nearest: "
+        f"{groups} is no power of two; nearest: "
         f"{2 ** (groups.bit_length() - 1)} or {2 ** groups.bit_length()}",
     )
     yield (
         "train.gradient_groups train.tokens_per_step train.micro_batch_size",
         not uneven_tree and micro_batches % groups,
-        f"{groups} does not divide the {micro_batches} micro-batches of a step "
-        f"(train.tokens_per_step {train.tokens_per_step:,} / data.block_size "
-        f"{config.data.block_size} / train.micro_batch_size {train.min_micro_batch_size})",
+        f"{groups} does not divide the {micro_batches} micro-batches of a step",
     )
     uneven = _uneven_step(config)
     yield "train.tokens_per_step train.micro_batch_size data.block_size", uneven, uneven
@@ -210,32 +204,10 @@ def _step_rules(config: Config) -> Rules:
 
 def _finetune_rules(config: Config) -> Rules:
     model, finetune, lora = config.model, config.finetune, config.lora
-    frozen, scratch = finetune.freeze_layers, finetune.model is None
-    keys = "finetune.freeze_layers finetune.model model.n_layer"
     yield (
-        keys,
-        frozen is not None and scratch,
-        "a model from scratch has nothing to keep; name a model to start from: --from MODEL",
-    )
-    yield (
-        keys,
-        not scratch and (frozen or 0) > model.n_layer,
-        f"{frozen} is more than the model's {model.n_layer} blocks",
-    )
-    yield (
-        "finetune.unfreeze_every finetune.freeze_layers train.micro_batch_size",
-        finetune.unfreeze_every and frozen is None,
-        "no layer is frozen; give --freeze-layers N",
-    )
-    yield (
-        "lora.rank finetune.model finetune.freeze_layers",
-        lora.rank and scratch,
-        "an adapter needs a base model; name one: --from MODEL",
-    )
-    yield (
-        "finetune.rope_theta finetune.model",
-        finetune.rope_theta is not None and scratch,
-        "is for a model to start from; give model.extra's rope_parameters",
+        "finetune.freeze_layers finetune.model model.n_layer",
+        finetune.model and (finetune.freeze_layers or 0) > model.n_layer,
+        f"{finetune.freeze_layers} is more than the model's {model.n_layer} blocks",
     )
     # training/finetuning.py checks those of another architecture
     unknown = model.architecture == "gpt2" and not set(lora.targets) <= set(LORA_TARGETS)
@@ -243,11 +215,6 @@ def _finetune_rules(config: Config) -> Rules:
         "lora.targets model.architecture",
         not lora.targets or unknown,
         f"expected some of {', '.join(LORA_TARGETS)}",
-    )
-    yield (
-        "lora.quantize lora.rank",
-        lora.quantize and not lora.rank,
-        "only the frozen base of LoRA can be quantized: give --lora RANK",
     )
 
 
@@ -257,11 +224,6 @@ def _hub_rules(config: Config) -> Rules:
         "hub.repo",
         hub.repo is not None and not REPO_ID.fullmatch(hub.repo),
         f"expected user/name, got {hub.repo!r:.80}",
-    )
-    yield (
-        "hub.push hub.repo",
-        hub.push and not hub.repo,
-        "needs hub.repo: user/name, the repository to push to",
     )
     yield (
         "hub.license",
@@ -278,44 +240,12 @@ def _rl_rules(config: Config) -> Rules:
         yield (
             f"{knob} train.tokens_per_step data.block_size",
             sequences % size,
-            f"{size} does not divide the {sequences} sequences of a step (train.tokens_per_step "
-            f"{config.train.tokens_per_step:,} / data.block_size {block_size})",
+            f"{size} does not divide the {sequences} sequences of a step",
         )
     yield (
         "rl.max_new_tokens data.block_size",
         rl.max_new_tokens >= block_size,
         f"{rl.max_new_tokens} leaves no room for a question in data.block_size {block_size}",
-    )
-    yield (
-        "rl.clip rl.updates",
-        rl.clip is not None and rl.updates == 1,
-        "the ratio is 1 in the first update of a step; set rl.updates, or leave it out",
-    )
-
-
-def _align_rules(config: Config) -> Rules:
-    """The rules over the knobs of preference training."""
-    align = config.align
-    yield (
-        "align.label_smoothing align.loss",
-        align.label_smoothing and align.loss != "dpo",
-        f"only dpo has it, and this is {align.loss}; leave it out",
-    )
-    yield (
-        "align.margin align.loss",
-        align.margin is not None and align.loss != "simpo",
-        f"only simpo has it, and this is {align.loss}; leave it out",
-    )
-    for name in ("desirable_weight", "undesirable_weight"):
-        yield (
-            f"align.{name} align.loss",
-            getattr(align, name) != 1 and align.loss != "kto",
-            f"only kto has it, and this is {align.loss}; leave it out",
-        )
-    yield (
-        "data.format align.loss",
-        config.data.format == "datatrove",
-        "pairs are rows of text or messages; leave it out",
     )
 
 

@@ -14,7 +14,7 @@ from nanogpt_hf.config.names import find_recipe, shipped_recipes
 from nanogpt_hf.config.schema import KNOBS, SECTIONS, Config, replace_knobs
 from nanogpt_hf.config.sources import read_sources
 from nanogpt_hf.config.stages import read_stages
-from nanogpt_hf.config.values import SHORT, RecipeLoader, convert
+from nanogpt_hf.config.values import RecipeLoader, convert
 from nanogpt_hf.errors import ConfigError, did_you_mean, one_line
 
 _LARGEST_RECIPE = 1_000_000  # characters
@@ -25,7 +25,7 @@ _READERS = {"data.source": read_sources, "train.stages": read_stages}  # of list
 def _read_recipe(path: Path) -> tuple[dict[str, Any], list[str]]:
     """The dotted keys and values of a recipe, and its errors of structure."""
     try:
-        with path.open(encoding="utf-8") as file:
+        with path.open(encoding="utf-8-sig") as file:
             text = file.read(_LARGEST_RECIPE + 1)
         if len(text) > _LARGEST_RECIPE:  # such as the text to train on
             raise OSError(f"it has over {_LARGEST_RECIPE:,} characters")
@@ -40,18 +40,17 @@ def _read_recipe(path: Path) -> tuple[dict[str, Any], list[str]]:
         reason = one_line(getattr(error, "strerror", None) or getattr(error, "problem", error))
         raise ConfigError([f"{path}: {line}cannot be read as a recipe in YAML: {reason}"]) from None
     if not isinstance(tree, dict):
-        raise ConfigError(
-            [f"{path}: expected sections ({', '.join(SECTIONS)}), got {type(tree).__name__}"]
-        )
+        raise ConfigError([f"{path}: expected sections ({', '.join(SECTIONS)}), got {tree!r:.80}"])
     values, problems = {}, []
     for section, body in tree.items():
+        body = body or {}
         if section not in SECTIONS:
             near = did_you_mean(str(section), SECTIONS)
             problems.append(f"{path}: {section!s:.80}: unknown section{near}")
-        elif not isinstance(body or {}, dict):
-            problems.append(f"{path}: {section}: expected knobs under it, got {SHORT.repr(body)}")
+        elif not isinstance(body, dict):
+            problems.append(f"{path}: {section}: expected knobs under it, got {body!r:.80}")
         else:
-            values |= {f"{section}.{name}": value for name, value in (body or {}).items()}
+            values |= {f"{section}.{name}": value for name, value in body.items()}
     return values, problems
 
 
@@ -91,12 +90,11 @@ def _convert_all(
             problems.append(f"{origin}{key}: unknown key{did_you_mean(key, KNOBS)}")
             continue
         origins[key] = origin
-        bad.discard(key)
         try:
             value = convert(KNOBS[key], value)
-            values[key] = (
-                _READERS[key](value) if isinstance(value, list) and key in _READERS else value
-            )
+            is_list = key in _READERS and isinstance(value, list)
+            values[key] = _READERS[key](value) if is_list else value
+            bad.discard(key)
         except ValueError as error:
             problems.append(f"{origin}{key}: {error}")
             bad.add(key)

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nanogpt_hf.config.schema import KNOBS, Config, DataSection, Knob, get_value
-from nanogpt_hf.config.values import SHORT, convert
-from nanogpt_hf.errors import did_you_mean
+from nanogpt_hf.config.values import convert_entries
 
 # Knobs of `data` that an entry may set for its own source.
 _OF_A_SOURCE = ("format", "config", "split", "validation_split", "revision", "text_column")
@@ -41,50 +40,18 @@ class Source(NamedTuple):
 
 
 def read_sources(entries: list[Any]) -> list[dict[str, Any]]:
-    """The entries of `data.source`, converted and named.
-
-    Raises ValueError with the number of the wrong entry.
-    """
-    if not entries:
-        raise ValueError(f"an empty list; give sources such as {_EXAMPLE}")
-    sources = []
-    for number, entry in enumerate(entries, 1):
-        try:
-            sources.append(_read_source(entry))
-        except ValueError as error:
-            raise ValueError(f"entry {number}: {error}") from None
-    names = [source["name"] for source in sources]
-    if repeated := [name for name in names if names.count(name) > 1]:
-        raise ValueError(f"two sources are named {repeated[0]}; set another `name` for one of them")
+    """The entries of `data.source`, converted and named. Raises ValueError for a wrong one."""
+    sources = convert_entries(entries, _KEYS, ("source", "weight"), _EXAMPLE)
+    names = []
+    for source in sources:
+        name = source.setdefault("name", short_name(source["source"]))
+        if not _NAME.fullmatch(name):  # it names a folder
+            raise ValueError(f"name: {name!r:.80}: expected letters, digits, -, _ and dots")
+        if name in names:
+            raise ValueError(f"two sources are named {name}; set another `name` for one of them")
+        names.append(name)
     _integer_weights(sources)  # raises if the period is too long
     return sources
-
-
-def _read_source(entry: Any) -> dict[str, Any]:
-    expected = f"expected a source and its weight, such as {_EXAMPLE}, got {SHORT.repr(entry)}"
-    if not isinstance(entry, dict):
-        raise ValueError(expected)
-    if unknown := [str(key) for key in entry if key not in _KEYS]:
-        raise ValueError(f"{unknown[0]:.80}: unknown key{did_you_mean(unknown[0], _KEYS)}")
-    for key in ("source", "weight"):
-        if entry.get(key) in (None, ""):
-            raise ValueError(f"has no {key}; {expected}")
-    source = {}
-    for key, value in entry.items():
-        try:
-            if value is not None:
-                source[key] = convert(_KEYS[key], value)
-        except ValueError as error:
-            raise ValueError(f"{entry['source']!s:.80}: {key}: {error}") from None
-    name = source.setdefault("name", short_name(source["source"]))
-    if not _NAME.fullmatch(name):
-        raise ValueError(
-            f"{source['source']}: name: {name!r:.80}: expected at most 100 letters, digits, -, _ "
-            "and dots, without a dot at the start, since it names a folder"
-        )
-    if "dir" in source:
-        source["dir"] = os.path.expanduser(source["dir"])
-    return source
 
 
 def _integer_weights(sources: list[dict[str, Any]]) -> list[int]:
@@ -140,7 +107,7 @@ def sources_of(data: DataSection) -> list[Source]:
     sources = []
     for entry, weight in zip(data.source, _integer_weights(data.source), strict=True):
         own = {key: entry[key] for key in _OF_A_SOURCE if key in entry}
-        folder = entry.get("dir") or f"{data.dir}/{entry['name']}"
+        folder = os.path.expanduser(entry.get("dir") or f"{data.dir}/{entry['name']}")
         sources.append(
             Source(
                 entry["name"],
@@ -163,20 +130,9 @@ def knob_text(config: Config, key: str) -> str:
     return source_text(config.data) if key == "data.source" else str(get_value(config, key))
 
 
-def source_changes(before: DataSection, now: DataSection) -> list[str]:
-    """What differs in `data.source`, as `key: before -> now`.
-
-    Of two mixtures of as many sources each key that differs; one that is also a knob, such as
-    data.dir, as that knob.
-    """
-    olds, news = before.source, now.source
-    if olds == news:
-        return []
-    if isinstance(olds, str) or isinstance(news, str) or len(olds) != len(news):
-        return [f"data.source: {source_text(before)} -> {source_text(now)}"]
-    lines = []
-    for old, new in zip(olds, news, strict=True):
-        for key in (key for key in _KEYS if old.get(key) != new.get(key)):
-            knob = "data.source: " if key in ("source", "weight", "name") else "data."
-            lines.append(f"{knob}{key} of {new['name']}: {old.get(key)} -> {new.get(key)}")
-    return lines
+def comparable(config: Config, key: str) -> Any:
+    """The value of a knob, without the folders of a mixture's texts: they may move."""
+    value = get_value(config, key)
+    if key == "data.source" and is_mixture(config.data):
+        return [{name: of for name, of in entry.items() if name != "dir"} for entry in value]
+    return value

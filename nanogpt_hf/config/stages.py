@@ -6,12 +6,11 @@ At the step of a stage the run saves a checkpoint and starts again from it, as a
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 from nanogpt_hf.config.schema import KNOBS, Config, Knob, get_value, replace_knobs
 from nanogpt_hf.config.sources import sources_of
-from nanogpt_hf.config.values import SHORT, convert
+from nanogpt_hf.config.values import convert, convert_entries
 from nanogpt_hf.errors import UserError, did_you_mean
 
 _WEIGHTS = "weights"  # of the sources of a mixture, by name; those left out stay as they are
@@ -25,7 +24,6 @@ _KEYS = {
     "name": Knob("name", str, None, "for plots", None, None),
     _WEIGHTS: Knob(_WEIGHTS, dict[str, Any], None, "", None, None),
 } | {key: KNOBS[key] for key in CHANGING}
-_MAY = f"a stage may set {_WEIGHTS}, {', '.join(CHANGING[:3])}, and knobs of optim"
 _EXAMPLE = "{at: 1000, optim.learning_rate: 1e-4}"
 _LONGEST_NAME = 24  # characters, in a plot
 
@@ -45,49 +43,23 @@ class Stage(NamedTuple):
 
 
 def read_stages(entries: list[Any]) -> list[dict[str, Any]]:
-    """The entries of `train.stages`, converted.
-
-    Raises ValueError with the number of the wrong entry.
-    """
-    if not entries:
-        raise ValueError(f"an empty list; leave it out, or give stages such as {_EXAMPLE}")
-    stages = []
-    for number, entry in enumerate(entries, 1):
-        try:
-            stages.append(_read_stage(entry))
-        except ValueError as error:
-            raise ValueError(f"entry {number}: {error}") from None
-    for number, (before, stage) in enumerate(pairwise(stages), 2):
-        if stage["at"] <= before["at"]:
-            raise ValueError(
-                f"entry {number}: at {stage['at']} is not after at {before['at']} of the one before"
-            )
+    """The entries of `train.stages`, converted. Raises ValueError for a wrong one."""
+    stages, last = convert_entries(entries, _KEYS, ("at",), _EXAMPLE), 0
+    for number, stage in enumerate(stages, 1):
+        at = stage["at"]
+        if at <= last:
+            raise ValueError(f"entry {number}: at {at} is not after at {last} of the one before")
+        if not any(stage[key] != {} for key in stage.keys() - {"at", "name"}):
+            raise ValueError(f"entry {number}: at {at}: changes no knob, as in {_EXAMPLE}")
+        if not 0 < len(stage.get("name", "-")) <= _LONGEST_NAME:
+            raise ValueError(f"entry {number}: name: expected 1 to {_LONGEST_NAME} characters")
+        for name, weight in stage.get(_WEIGHTS, {}).items():
+            try:
+                stage[_WEIGHTS][name] = convert(_WEIGHT, weight)
+            except ValueError as error:
+                raise ValueError(f"entry {number}: {_WEIGHTS}: {name}: {error}") from None
+        last = at
     return stages
-
-
-def _read_stage(entry: Any) -> dict[str, Any]:
-    if not isinstance(entry, dict):
-        raise ValueError(f"expected a step and knobs, such as {_EXAMPLE}, got {SHORT.repr(entry)}")
-    stage = {}
-    for key, value in entry.items():
-        if key not in _KEYS:
-            if key in KNOBS:
-                raise ValueError(f"{key}: cannot change during a run; {_MAY}")
-            near = did_you_mean(str(key), (_WEIGHTS, *CHANGING)) or f"; {_MAY}"
-            raise ValueError(f"{key!s:.80}: unknown knob{near}")
-        try:
-            stage[key] = convert(_KEYS[key], value)
-            if key == _WEIGHTS:
-                stage[key] = {name: convert(_WEIGHT, part) for name, part in stage[key].items()}
-        except ValueError as error:
-            raise ValueError(f"{key}: {error}") from None
-    if "at" not in stage:
-        raise ValueError(f"has no `at`, the steps before the stage, as in {_EXAMPLE}")
-    if not any(stage[key] != {} for key in stage.keys() - {"at", "name"}):
-        raise ValueError(f"at {stage['at']}: changes no knob; give one, as in {_EXAMPLE}")
-    if not 0 < len(stage.get("name", "-")) <= _LONGEST_NAME:
-        raise ValueError(f"name: expected 1 to {_LONGEST_NAME} characters")
-    return stage
 
 
 def stages_of(config: Config) -> list[Stage]:
@@ -157,18 +129,15 @@ def stage_lines(config: Config) -> list[str]:
 
 def stage_problem(config: Config) -> str:
     """What makes it impossible to list the stages of a recipe, or ''."""
-    steps = config.train.max_steps
-    sources: Any = config.data.source
+    steps, sources = config.train.max_steps, config.data.source
+    names = [source["name"] for source in sources] if isinstance(sources, list) else []
     for entry in config.train.stages or ():
         if entry["at"] >= steps:
             return f"at {entry['at']}: is not before train.max_steps {steps}"
-        weights = entry.get(_WEIGHTS, {})
-        if weights and not isinstance(sources, list):
-            return f"at {entry['at']}: {_WEIGHTS}: data.source is no mixture"
-        names = [source["name"] for source in sources] if weights else []
-        if unknown := [name for name in weights if name not in names]:
-            near = did_you_mean(unknown[0], names) or f"; there are {', '.join(names)}"
-            return f"at {entry['at']}: {_WEIGHTS}: no source is named {unknown[0]!r:.80}{near}"
+        for name in entry.get(_WEIGHTS, {}):
+            if name not in names:
+                near = did_you_mean(name, names)
+                return f"at {entry['at']}: {_WEIGHTS}: no source is named {name!r:.80}{near}"
     for stage in stages_of(config)[1:]:
         try:
             sources_of(stage.config.data)

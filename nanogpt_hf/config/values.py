@@ -12,11 +12,10 @@ from typing import Any
 import yaml
 
 from nanogpt_hf.config.schema import LARGEST, Knob, kind_options
-from nanogpt_hf.errors import one_line
+from nanogpt_hf.errors import did_you_mean, one_line
 
 SHORT = reprlib.Repr()  # for wrong values, which may be long
 SHORT.maxlevel, SHORT.maxlist, SHORT.maxdict, SHORT.maxstring, SHORT.maxother = 2, 3, 3, 80, 80
-_THOUSANDS = re.compile(r"[1-9]\d{0,2}(,\d{3})+")  # as messages write numbers: 491,520
 
 
 class RecipeLoader(yaml.SafeLoader):
@@ -67,8 +66,7 @@ def _boolean(value: Any) -> bool:
 
 
 def _integer(value: Any) -> int:
-    if _THOUSANDS.fullmatch(value):
-        value = value.replace(",", "")
+    value = re.sub(r"(?<=\d),(?=\d{3})", "", value)  # as messages write numbers: 491,520
     with contextlib.suppress(ValueError):
         return int(value)  # first, because float() loses digits above 2**53
     if not float(value).is_integer():
@@ -114,10 +112,10 @@ def _typed(value: Any) -> Any:
 
 
 def _mappings(value: Any) -> list[Any]:
-    """The entries are checked where they are read (config/sources.py, config/stages.py)."""
-    if isinstance(value, str) and re.fullmatch(r"\[\s*\{.*\}\s*\]", value.strip(), re.DOTALL):
-        value = parse_flow_list(value.strip()[1:-1])
-    if not isinstance(value, list):
+    """The entries are checked by `convert_entries`. A text without mappings is none, but a glob."""
+    if isinstance(value, str):
+        (value,) = parse_flow_list(value)
+    if not (isinstance(value, list) and all(isinstance(entry, dict) for entry in value)):
         raise ValueError
     return value
 
@@ -145,8 +143,7 @@ def convert(knob: Knob, value: Any) -> Any:
     options = kind_options(knob.kind)
     if knob.default == "":  # null leaves such a knob out, as it does one whose default is null
         options = (NoneType, *options)
-    literals = [option for option in options if isinstance(option, str)]
-    if value in literals:
+    if value in options:  # a literal
         return value
     kinds = [kind for kind in _READERS if kind in options]  # text last, so that `null` is None
     for kind in kinds:
@@ -154,20 +151,45 @@ def convert(knob: Knob, value: Any) -> Any:
             result = _READERS[kind][1](value)
             break
     else:
+        literals = ", ".join(option for option in options if isinstance(option, str))
         expected = [_READERS[kind][0] for kind in kinds if kind is not NoneType]
-        expected = " or ".join([*expected, *([", ".join(literals)] if literals else [])])
+        expected = " or ".join(filter(None, [*expected, literals]))
         got = "nothing" if value is None else SHORT.repr(value)
         raise ValueError(f"expected {expected}, got {got}")
     if result is None:
         return "" if knob.default == "" else None
-    if isinstance(result, int | float) and not isinstance(result, bool):
-        high = LARGEST if knob.high is None and isinstance(result, int) else knob.high
-        if knob.low is not None and result < knob.low:
-            raise ValueError(f"must be at least {knob.low:g}, got {result!s:.40}")
-        if high is not None and result > high:
-            largest = f"{high:,}" if isinstance(high, int) else high
-            raise ValueError(f"must be at most {largest}, got {result!s:.40}")
+    high = LARGEST if knob.high is None and isinstance(result, int) else knob.high
+    if knob.low is not None and result < knob.low:
+        raise ValueError(f"must be at least {knob.low:g}, got {result!s:.40}")
+    if high is not None and result > high:
+        largest = f"{high:,}" if isinstance(high, int) else high
+        raise ValueError(f"must be at most {largest}, got {result!s:.40}")
     return result
+
+
+def convert_entries(
+    entries: list[dict[str, Any]], knobs: dict[str, Knob], required: tuple[str, ...], example: str
+) -> list[dict[str, Any]]:
+    """The entries of a list of mappings, each value as the type of its knob.
+
+    Raises ValueError with the number of the wrong entry.
+    """
+    converted = []
+    for number, entry in enumerate(entries, 1):
+        values, where = {}, f"entry {number}: "
+        for key, value in entry.items():
+            if key not in knobs:
+                raise ValueError(f"{where}{key}: cannot be set here{did_you_mean(key, knobs)}")
+            try:
+                values[key] = convert(knobs[key], value)
+            except ValueError as error:
+                raise ValueError(f"{where}{key}: {error}") from None
+        if missing := [key for key in required if values.get(key) in (None, "")]:
+            raise ValueError(f"{where}has no {missing[0]}, as in {example}")
+        converted.append(values)
+    if not converted:
+        raise ValueError(f"an empty list; leave it out, or give entries such as {example}")
+    return converted
 
 
 def bounded(

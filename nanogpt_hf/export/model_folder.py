@@ -17,8 +17,7 @@ from nanogpt_hf.data.tokenizer import save_tokenizer
 from nanogpt_hf.errors import DivergedError, RunFolderError, UserError
 from nanogpt_hf.export.card import model_card
 from nanogpt_hf.model.architecture import architecture_of
-from nanogpt_hf.place import is_vacant, partial_of, put_in_place
-from nanogpt_hf.runs.files import replaced_folder
+from nanogpt_hf.place import is_vacant, partial_of, put_in_place, replaced_folder
 from nanogpt_hf.runs.state import TrainState
 
 MAX_SHARD_SIZE = "5GB"  # per file; larger models are split and get an index

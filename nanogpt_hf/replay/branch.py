@@ -10,7 +10,8 @@ from nanogpt_hf.checkpoint.reader import CHECKSUMS, STATE, file_digest, read_che
 from nanogpt_hf.config.load import config_to_yaml
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.errors import UserError
-from nanogpt_hf.runs.files import replaced_folder, written_whole
+from nanogpt_hf.place import replaced_folder
+from nanogpt_hf.runs.files import written_whole
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.identity import run_identity
 from nanogpt_hf.runs.metrics import read_metrics

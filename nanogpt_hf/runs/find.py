@@ -1,11 +1,10 @@
 """Find the run or model that a name on the command line means."""
 
-import difflib
 import os
 from pathlib import Path
 
 from nanogpt_hf.config.names import folder_or_hub_id
-from nanogpt_hf.errors import RunFolderError
+from nanogpt_hf.errors import RunFolderError, did_you_mean
 from nanogpt_hf.runs.folder import RunFolder
 
 
@@ -22,10 +21,8 @@ def find_run(name: str) -> RunFolder:
             f"{name}: holds no run; give a folder that `pretrain` or `finetune` wrote, as runs/NAME"
         )
     recipes = (*run.path.parent.glob("*/recipe.yaml"), *Path("runs").glob("*/recipe.yaml"))
-    folders = {recipe.parent.name: recipe.parent for recipe in recipes}
-    nearest = difflib.get_close_matches(run.path.name, folders, n=1)
-    hint = f"; did you mean {folders[nearest[0]]}?" if nearest else ""
-    raise RunFolderError(f"{name}: no such run folder{hint}")
+    near = did_you_mean(run.path.name, {recipe.parent.name for recipe in recipes})
+    raise RunFolderError(f"{name}: no such run folder{near}")
 
 
 def find_model(name: str, on_hub: bool = True) -> str:

@@ -10,18 +10,17 @@ from typing import cast
 import filelock
 
 from nanogpt_hf.config.load import load_config
-from nanogpt_hf.config.schema import KNOBS, Config, get_value
-from nanogpt_hf.config.sources import source_changes
+from nanogpt_hf.config.schema import KNOBS, Config
+from nanogpt_hf.config.sources import comparable
 from nanogpt_hf.errors import RunFolderError
-from nanogpt_hf.runs.files import remove, remove_folder, restore_folder, written_whole
+from nanogpt_hf.place import remove, remove_folder, restore_folder
+from nanogpt_hf.runs.files import written_whole
 from nanogpt_hf.runs.identity import is_fixed
 
 logger = logging.getLogger(__name__)
 # The format of run folders, which each checkpoint records; a run of another one is not resumed.
 VERSION = 1
 _STEP = re.compile(r"step_(\d{8,})")
-_LEFTOVER = re.compile(r"\.(step_\d{8,})\.(partial|old)")
-_LEFTOVER_FILE = re.compile(r"\.[0-9a-f]{12}\.partial.*")  # written_whole leaves them
 # a file in checkpoints/ until the first is written; else a volume may be missing
 _NONE_YET = ".no_checkpoint_yet"
 _MODEL_FILES = {"config.json", "adapter_config.json"}
@@ -54,6 +53,8 @@ class RunFolder:
         # of preference training: log-probabilities under the model before it
         self.reference = self.path / "reference.safetensors"
         self.verified = self.path / "verified.jsonl"
+        self._files = (self.metrics, self.loss_plot, self.report, self.machine)
+        self._files += (self.reference, self.verified)
         self.checkpoints = self.path / "checkpoints"
         self.best = self.path / "best"
         self.final = self.path / "final"
@@ -104,37 +105,29 @@ class RunFolder:
         files.
         """
         for folder in (self.checkpoints, self.best, self.final, self.trackers):
-            if folder.is_symlink() and not folder.is_dir():
+            target = os.path.realpath(folder)
+            if os.path.lexists(folder) and not folder.is_dir():
                 raise RunFolderError(
-                    f"{folder}: is a link to {os.path.realpath(folder)}, and there is no such "
-                    "folder; mount its volume, or remove the link"
+                    f"{folder}: is a file, or a link to {target}, where there is no folder; mount "
+                    "its volume, or move it away"
                 )
-            if folder.exists() and not folder.is_dir():
-                raise RunFolderError(f"{folder}: is a file; move it away")
-        for folder in (self.best, self.final):
-            names = set(os.listdir(folder)) if folder.is_symlink() else ()
-            if names and not names & _MODEL_FILES:
+            names = set(os.listdir(folder)) if folder.is_symlink() else set()
+            if folder in (self.best, self.final) and names and not names & _MODEL_FILES:
                 raise RunFolderError(
-                    f"{folder}: is a link to {os.path.realpath(folder)}, which is not a model "
-                    "folder; link an empty folder"
+                    f"{folder}: is a link to {target}, which is not a model folder; link an "
+                    "empty folder"
                 )
 
     def differences(self, config: Config) -> list[str]:
         """Differences of `config` from the run's recipe, as `key: before -> now`."""
         before = load_config(self.recipe)
         auto = ("train.micro_batch_size", "auto")  # the run's recipe has the number, which is kept
-        different = [
-            key
-            for key in KNOBS
-            if get_value(before, key) != get_value(config, key)
-            and (key, get_value(config, key)) != auto
-        ]
-        lines = [
-            (f"{key}: {get_value(before, key)} -> {get_value(config, key)}")
-            for key in different
-            if key != "data.source"
-        ]
-        return lines + source_changes(before.data, config.data)
+        lines = []
+        for key in KNOBS:
+            old, new = comparable(before, key), comparable(config, key)
+            if old != new and (key, new) != auto:
+                lines.append(f"{key}: {old} -> {new}")
+        return lines
 
     def changes(self, config: Config) -> list[str]:
         """The same for a run that is resumed.
@@ -167,25 +160,15 @@ class RunFolder:
                 (self.checkpoints / _NONE_YET).touch()
                 self._remove_run()
         except OSError as error:
-            raise RunFolderError(f"{self.path}: cannot be written: {error.strerror}") from None
+            raise RunFolderError(f"{self.path}: cannot be written: {error}") from None
 
     def _remove_run(self) -> None:
-        try:
-            for checkpoint in reversed(self.checkpoint_folders()):
-                remove_folder(checkpoint)
-            for folder in (self.best, self.final, self.trackers):
-                _clear(folder)
-            for file in (
-                self.metrics,
-                self.loss_plot,
-                self.report,
-                self.machine,
-                self.reference,
-                self.verified,
-            ):
-                file.unlink(missing_ok=True)
-        except OSError as error:
-            raise RunFolderError(f"{self.path}: cannot be removed: {error}") from None
+        for checkpoint in reversed(self.checkpoint_folders()):
+            remove_folder(checkpoint)
+        for folder in (self.best, self.final, self.trackers):
+            _clear(folder)
+        for file in self._files:
+            file.unlink(missing_ok=True)
 
     def undo_start(self) -> None:
         """Undo `start`, for a run that did not come to its first step; `unlock` then removes the
@@ -197,7 +180,7 @@ class RunFolder:
         for folder in (self.trackers, self.path / "wandb"):
             with contextlib.suppress(OSError):
                 _clear(folder)
-        for file in (self.metrics, self.recipe, self.reference):
+        for file in (*self._files, self.recipe):
             file.unlink(missing_ok=True)
 
     def update_recipe(self, recipe_yaml: str) -> None:
@@ -220,12 +203,12 @@ class RunFolder:
             self._locked()
             for folder in (self.best, self.final):
                 restore_folder(Path(os.path.realpath(folder)))
-            for path in list(self.checkpoints.iterdir()) if self.checkpoints.is_dir() else ():
-                if leftover := _LEFTOVER.fullmatch(path.name):
-                    restore_folder(self.checkpoints / leftover[1])
-            for path in list(self.path.iterdir()):
-                if _LEFTOVER_FILE.fullmatch(path.name):
-                    path.unlink()
+            for path in list(self.checkpoints.glob(".step_*")):
+                restore_folder(path.with_name(path.stem[1:]))
+            for path in list(
+                self.path.glob("." + 12 * "[0-9a-f]" + ".partial*")
+            ):  # `written_whole` leaves them
+                path.unlink()
         except OSError as error:
             raise RunFolderError(
                 f"{self.path}: cannot be written: {error.strerror}; choose another --run-dir"
@@ -292,5 +275,4 @@ class RunFolder:
                 logger.warning(f"{folder}: cannot be removed: {error.strerror}")
 
     def newest_checkpoint(self) -> Path | None:
-        folders = self.checkpoint_folders()
-        return folders[-1] if folders else None
+        return max(self.checkpoint_folders(), key=step_of, default=None)

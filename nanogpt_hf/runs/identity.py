@@ -31,6 +31,8 @@ _FREE = ("data.dir", "data.num_threads", "data.max_epochs", "data.streaming", "l
 _FREE += ("rl.eval_questions", "rl.eval_samples", "rl.reward_seconds", "rl.reward_errors")
 # sizes that the dial chose are in the knobs that it sets
 _FREE += ("model.depth", "model.aspect_ratio")
+# parts of the data's identity whose name alone does not explain them
+_SHOWN = {"teacher": "distill.teacher", "weights": "data.source: weights"}
 
 
 def is_fixed(key: str) -> bool:
@@ -61,30 +63,15 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
         if (old := before["knobs"].get(key, KNOBS[key].default)) != value
     ]
     old, new = before["data"], now["data"]
-    changed = {name for name in new if old.get(name) != new[name]} - {"source"}
-    if "weights" in changed:
-        lines.append(f"data.source: weights {old.get('weights')} -> {new['weights']}")
-        changed.remove("weights")
-    tokenizer = changed & {"tokenizer_hash", "vocab_size"}
-    if tokenizer:
-        lines.append(f"tokenizer: {_tokenizer(old)} -> {_tokenizer(new)}")
-        changed &= {"revision"}  # another tokenizer alone changes the ids
-    elif new.get("train sha256"):  # the same tokens, from files that are split or stored otherwise
-        changed.discard("revision")
-    if "teacher" in changed:
-        lines.append(f"distill.teacher: weights of {old.get('teacher')} -> {new['teacher']}")
-        changed.remove("teacher")
-    if changed:
-        lines.append(f"text: {_text(old)} -> {_text(new)}")
-    return lines
+    changed = [name for name in new if name != "source" and old.get(name) != new[name]]
+    if new.get("train sha256") and changed == ["revision"]:
+        return lines  # the same tokens, from files that are split or stored otherwise
+    return lines + [
+        f"{_SHOWN.get(name, f'data {name}')}: {_short(old.get(name))} -> {_short(new[name])}"
+        for name in changed
+    ]
 
 
-def _tokenizer(data: dict[str, Any]) -> str:
-    return f"{data['vocab_size']:,} tokens (sha256 {data['tokenizer_hash'][:8]})"
-
-
-def _text(data: dict[str, Any]) -> str:
-    # reinforcement learning adds a digest of the questions and one of the reward file
-    revision = re.sub(r"sha256:(\w{8})\w*", r"sha256 \1", data["revision"])
-    tokens = f"{data['train tokens']:,} + {data['validation tokens']:,} tokens"
-    return f"{data['source']} ({revision}, {tokens})"
+def _short(value: Any) -> str:
+    """A fact with the first 8 digits of each hash in it."""
+    return re.sub(r"\b([0-9a-f]{8})[0-9a-f]{32,}\b", r"\1", str(value))

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,6 @@ import numpy as np
 from nanogpt_hf.runs.folder import RunFolder
 
 logger = logging.getLogger(__name__)
-_LARGEST = 1e305  # above the largest perplexity, exp(700); plots overflow near float64's limit
 Event = dict[str, Any]
 # the x axes of plots; none of them ever decreases during a run
 AXES = ("step", "tokens", "seconds")
@@ -24,30 +24,24 @@ def read_metrics(run: RunFolder) -> list[Event]:
 def read_events(path: Path) -> list[Event]:
     """The events in a file.
 
-    Lines that are no JSON object with a step are skipped, with one warning; an incomplete last
-    line, cut by a kill or being written now, silently.
+    Lines that cannot be read are skipped, with one warning; an incomplete last line, cut by a kill
+    or being written now, silently.
     """
     events, damaged = [], []
     lines = path.read_text("utf-8", "replace").split("\n") if path.is_file() else []
     for number, line in enumerate(lines, 1):
         try:
-            event = json.loads(line)
-            if not isinstance(event["step"], int):
-                raise ValueError
-            events.append(event)
-        except (ValueError, TypeError, LookupError, RecursionError):
-            if line.strip() and number < len(lines):  # the last one has no line end
-                damaged.append(number)
+            events += [json.loads(line)] if line.strip() else []
+        except (ValueError, RecursionError):
+            damaged += [number] if number < len(lines) else []  # the last one has no line end
     if damaged:
         logger.warning(f"{path}: skipped {len(damaged)} lines, the first {damaged[0]}")
     return events
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a finite number that a plot can show."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    return abs(value) <= _LARGEST  # false for NaN, too
+    """Whether it is a finite number, which a plot can show."""
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def column(events: list[Event], name: str, by: str = "step") -> tuple[np.ndarray, np.ndarray]:

@@ -1,12 +1,9 @@
 """machine.json: one entry per start of a run, with host, device, versions and command."""
 
-import contextlib
 import json
 import logging
-import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +18,6 @@ if TYPE_CHECKING:
     import torch
 
 logger = logging.getLogger(__name__)
-_LOWEST = {"step": 0, "processes": 1, "threads": 1}  # numbers of a start that are read again
 
 
 def describe_start(
@@ -56,15 +52,8 @@ def read_starts(run: RunFolder) -> list[dict[str, Any]]:
     if not run.machine.is_file():
         return []
     try:
-        starts = json.loads(run.machine.read_text(encoding="utf-8"))["starts"]
-        for start in starts:
-            for name, low in _LOWEST.items():
-                if not isinstance(value := start.get(name, low), int) or value < low:
-                    raise ValueError
-            start.get("fingerprint", {}).items()
-            start.get("versions", {}).items()
-        return list(starts)
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
+        return json.loads(run.machine.read_text(encoding="utf-8"))["starts"]
+    except (ValueError, TypeError, LookupError):
         raise RunFolderError(f"{run.machine}: cannot be read; remove it") from None
 
 
@@ -83,30 +72,18 @@ def add_start(run: RunFolder, start: dict[str, Any]) -> None:
         partial.write_text(json.dumps({"starts": starts}, indent=2) + "\n", encoding="utf-8")
 
 
-@contextlib.contextmanager
-def recording_verification(run: RunFolder) -> Iterator[Callable[[int, int, str], None]]:
-    """Context with a function that adds to verified.jsonl that steps were repeated, with the
-    result, when and where.
-    """
+def record_verification(run: RunFolder, first: int, last: int, result: str) -> None:
+    """Add to verified.jsonl that steps were repeated, with the result, when and where."""
     from nanogpt_hf.runs.machine import describe_host
 
-    def record(first: int, last: int, result: str) -> None:
-        time = datetime.now(UTC).isoformat(timespec="seconds")
-        event = {"from": first, "step": last, "result": redact(result), "time": time}
-        line = json.dumps(event | {"machine": describe_host()})
-        with contextlib.suppress(OSError):  # a full disk: the line is printed
-            os.write(descriptor, f"\n{line}".encode())
-
-    try:  # now: a run that overwrites this one removes the file
-        descriptor = os.open(run.verified, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-    except OSError as error:  # a folder of another user
-        logger.warning(f"{run.verified}: cannot be written: {error.strerror}")
-        yield lambda *_: None
-        return
+    time = datetime.now(UTC).isoformat(timespec="seconds")
+    event = {"from": first, "step": last, "result": redact(result), "time": time}
+    line = json.dumps(event | {"machine": describe_host()})
     try:
-        yield record
-    finally:
-        os.close(descriptor)
+        with run.verified.open("a", encoding="utf-8") as file:
+            file.write(f"\n{line}")
+    except OSError as error:  # a folder of another user, a full disk
+        logger.warning(f"{run.verified}: cannot be written: {error.strerror}")
 
 
 def continue_on(run: RunFolder, device: "torch.device", local_world_size: int) -> None:
@@ -121,25 +98,20 @@ def continue_on(run: RunFolder, device: "torch.device", local_world_size: int) -
 
     if not (starts := read_starts(run)):
         return
-    last, hint = starts[-1], ""
-    before: dict[str, Any] = last.get("fingerprint", {})
-    if threads := last.get("threads"):
-        if (
-            device.type == "cpu"
-            and stated_threads(local_world_size) is None
-            and threads <= allowed_cores()
-        ):
-            torch.set_num_threads(threads)
-        before = before | {"threads": str(threads)}
-        if threads != torch.get_num_threads():
-            hint = f" (OMP_NUM_THREADS={threads} OMP_DYNAMIC=false keeps the threads)"
+    before, threads = starts[-1].get("fingerprint", {}), starts[-1]["threads"]
+    stated = stated_threads(local_world_size) is not None
+    if device.type == "cpu" and not stated and threads <= allowed_cores():
+        torch.set_num_threads(threads)
+    before = before | {"threads": str(threads)}
     parts = [
         f"{name} {before[name]} -> {value}"
         for name, value in fingerprint(device).items()
         if before.get(name, value) != value
     ]
+    if threads != torch.get_num_threads():
+        parts.append(f"OMP_NUM_THREADS={threads} OMP_DYNAMIC=false keeps the threads")
     if parts:
         logger.warning(
             f"the fingerprint of this machine is not that of the run's last start: "
-            f"{', '.join(parts)}: losses will agree to rounding only, not bit for bit{hint}"
+            f"{', '.join(parts)}: losses will agree to rounding only, not bit for bit"
         )

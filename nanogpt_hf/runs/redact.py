@@ -2,12 +2,13 @@
 
 import os
 import re
+from collections.abc import Callable
 from typing import Any
 
 _SECRETS = re.compile(rb"hf_[A-Za-z0-9]{30,}|-----BEGIN [A-Z ]*PRIVATE KEY-----")
 # A user with a password may have any character before its @; without one, none of a path.
 _URL = re.compile(
-    r"([a-z][a-z0-9+.-]*://)(?:[^\s/?#]*@|[^\s/?#:]*:(?!\d*[/?#])\S*@)?([^\s?#]*)([?#]\S*)?",
+    r"([a-z][a-z0-9+.-]*://)([^\s/?#]*@|[^\s/?#:]*:(?!\d*[/?#])\S*@)?([^\s?#]*)([?#]\S*)?",
     re.IGNORECASE,
 )
 _AFTER_URL = re.compile(r"""[\])}>'"`,.:;]*$""")  # punctuation of the text around the URL
@@ -20,7 +21,7 @@ def redact_urls(text: str) -> str:
     """
 
     def hide(url: re.Match[str]) -> str:
-        scheme, path, parameters = url.groups("")
+        scheme, _, path, parameters = url.groups("")
         end = _AFTER_URL.search(parameters)
         return f"{scheme}{path}{parameters[:1]}{'...' if parameters else ''}{end[0] if end else ''}"
 
@@ -30,10 +31,8 @@ def redact_urls(text: str) -> str:
 def redact_message(text: str) -> str:
     """An error or log line with `redact_urls`, also where a library quotes a secret again."""
     shown = redact_urls(text)
-    for password in re.findall(r"://[^\s/@:]*:([^\s@]{4,})@", text):
-        shown = shown.replace(password, "...")
-    for user, parameters in re.findall(r"://(?:([^\s/?#]*)@)?[^\s?#]*([?#][^\s'\"]*)?", text):
-        for word in re.split(r"[:=&;?#]", f"{user}:{parameters}"):
+    for _, user, _, parameters in _URL.findall(text):
+        for word in re.split(r"[:@=&;?#'\"]", user + parameters):
             if len(word) > 3:
                 shown = re.sub(rf"(?<!\w){re.escape(word)}(?!\w)", "...", shown)
     return shown
@@ -47,7 +46,7 @@ def redact(text: str) -> str:
     return redact_urls(text)
 
 
-def redact_tree(tree: Any, redact_text=redact) -> Any:
+def redact_tree(tree: Any, redact_text: Callable[[str], str] = redact) -> Any:
     """A JSON or YAML tree with every string in it redacted."""
     match tree:
         case str():

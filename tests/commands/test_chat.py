@@ -14,8 +14,7 @@ from transformers import AutoTokenizer
 from forked import Forked
 from nanogpt_hf import generate
 from nanogpt_hf.commands import main
-from nanogpt_hf.data.chat_template import ChatFormat, chat_format
-from nanogpt_hf.generate import encode_chat
+from nanogpt_hf.data.chat_template import chat_format
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM
 
 
@@ -124,27 +123,8 @@ def test_too_long_question_is_refused_and_chat_continues(talk, scripted, ids_of)
     scripted(ids_of("Yes."))
     out, err = talk("long " * 100, "Short?")
     assert out == "Yes.\n"
-    assert "too long" in err
+    assert err.startswith("(no answer: ")
     assert err.count("\n") == 1
-
-
-def test_encode_chat_drops_as_few_messages_as_possible_in_few_encodings(folder, monkeypatch):
-    chat, encodings = ChatFormat(AutoTokenizer.from_pretrained(folder)), []
-    encode = chat.prompt_ids
-    monkeypatch.setattr(
-        chat, "prompt_ids", lambda messages: encodings.append(messages) or encode(messages)
-    )
-    messages = [{"role": ("user", "assistant")[i % 2], "content": f"{i:04}"} for i in range(401)]
-    for system in ([], [{"role": "system", "content": "s"}]):
-        for length in (60, 100, 1000, 6000):
-            encodings.clear()
-            ids, kept = encode_chat(chat, system + messages, length)
-            rest = kept[len(system) :]
-            assert len(ids) <= length < len(encode(system + messages[-len(rest) - 2 :]))
-            assert kept == system + messages[-len(rest) :]
-            assert len(encodings) <= 10
-    with pytest.raises(ValueError, match="are more than 20"):
-        encode_chat(chat, messages, 20)
 
 
 def test_interrupted_answer_is_kept_in_part(talk, scripted, ids_of):
@@ -154,17 +134,6 @@ def test_interrupted_answer_is_kept_in_part(talk, scripted, ids_of):
     assert calls[1][0] == ids_of(
         "### User:\nA?\n\n### Assistant:\nYe<|endoftext|>### User:\nB?\n\n### Assistant:\n"
     )
-
-
-@pytest.mark.parametrize(
-    ("lines", "note"),
-    [(["/help"], "/help: no such command; /reset clears"), (["/reset"], "was cleared")],
-)
-def test_slash_commands_are_not_sent_to_the_model(talk, scripted, lines, note):
-    assert scripted() == []
-    out, err = talk(*lines)
-    assert out == ""
-    assert note in err
 
 
 @pytest.mark.long

@@ -72,16 +72,6 @@ def test_compare_prints_table_and_differences_and_plots(write_run, compare, tmp_
     assert image.imread(tmp_path / "compare.png")[..., :3].std() > 0.05
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("by", ["tokens", "time"])
-def test_by_tokens_or_time(write_run, compare, tmp_path, by):
-    runs = write_run("one"), write_run("other", level=1.2)
-    compare(*runs)
-    by_step = (tmp_path / "compare.png").read_bytes()
-    assert "the recipes are equal" in compare(*runs, "--by", by)
-    assert (tmp_path / "compare.png").read_bytes() != by_step
-
-
 def test_other_tokenizers_are_compared_by_bits_per_byte(write_run, compare, text_file, tmp_path):
     text = tmp_path / "upper.txt"
     text.write_text(text_file.read_text().upper())
@@ -93,16 +83,6 @@ def test_other_tokenizers_are_compared_by_bits_per_byte(write_run, compare, text
     out = compare(*(write_run(f"bpe-{size}", **bpe, data__vocab_size=size) for size in (270, 300)))
     assert "best val/bits_per_byte" in out
     assert "validation texts" not in out
-
-
-def test_mixtures_are_compared(write_run, compare, byte_tokenizer):
-    tokens = {"data__tokenizer": str(byte_tokenizer)}
-    runs = [
-        write_run(name, data__source=[{"source": "a.txt", "weight": weight}], **tokens)
-        for name, weight in (("one", 1), ("same", 1), ("other", 2))
-    ]
-    assert "validation texts" not in compare(*runs[:2])
-    assert "the validation texts differ" in compare(*runs)
 
 
 @pytest.mark.long
@@ -123,15 +103,3 @@ def test_make_reference_and_verdict(write_run, compare, tmp_path, capsys):
     assert (
         "deeper: not comparable with reference tiny: model.n_layer is 3 here, 2 in the reference"
     ) in out
-
-
-def test_unfinished_run_is_compared(write_run, compare):
-    run = write_run("one", steps=5)
-    with open(f"{run}/metrics.jsonl", "a") as file:
-        file.write('{"step": 6, "train/lo')
-    assert compare(run).splitlines()[1].split()[:2] == ["one", "5"]
-
-
-def test_runs_of_the_same_name_are_shown_by_path(write_run, compare):
-    runs = write_run("one"), write_run("b/one")
-    assert [line.split()[0] for line in compare(*runs).splitlines()[1:3]] == list(runs)

@@ -33,9 +33,7 @@ def log_everything() -> None:
         (None, 0, ["info"], ["warning", "error"]),
         ("debug", 0, ["debug", "info"], ["warning", "error"]),
         ("warning", 0, [], ["warning", "error"]),
-        ("error", 0, [], ["error"]),
         (None, 3, [], ["warning", "error"]),
-        ("debug", 3, [], ["warning", "error"]),
     ],
 )
 def test_log_level_and_rank_filter_messages(capsys, log_level, rank, out, err):
@@ -62,29 +60,6 @@ def test_libraries_get_the_level_only_if_given(monkeypatch):
         # for libraries that are imported later
         assert os.environ["TRANSFORMERS_VERBOSITY"] == "debug"
     assert library.level == before
-
-
-USELESS = {
-    "torchao": "no such kernel",
-    "DeepSpeed": "Setting accelerator to CPU. If you have GPU, we were unable to detect it.",
-    "transformers.modeling_utils": "GPTForCausalLM LOAD REPORT from: m",
-    "transformers.tokenization_utils_base": "Token indices sequence length is longer than 9",
-}
-
-
-@pytest.mark.parametrize("name", USELESS)
-@pytest.mark.parametrize(("log_level", "shown"), [(None, False), ("debug", True)])
-def test_useless_library_warnings_need_log_level_debug(name, log_level, shown):
-    library, messages = logging.getLogger(name), []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())
-    with console.configure_logging(log_level):
-        library.addHandler(handler)
-        library.warning(USELESS[name])
-        library.error(USELESS[name])
-        library.removeHandler(handler)
-    assert messages == [USELESS[name]] * (1 + shown)
-    assert not library.filters
 
 
 def test_log_line_is_printed_above_a_progress_bar(capsys):

@@ -94,24 +94,6 @@ def test_estimate_finds_largest_micro_batch_that_fits(tmp_path, write_recipe):
     assert largest(peak[1] / 0.9 * 0.9999) is None
 
 
-def test_8bit_optimizer_state_is_a_quarter(write_recipe):
-    # per process of two under FSDP2: matrices of 64 rows of 256 are quantized in blocks, those of
-    # 16 positions are not
-    sizes = {"model__n_layer": 1, "model__n_embd": 256, "model__pad_vocab_to_multiple_of": 64}
-    place = Placement(kind="FSDP2", processes=2, shards=2)
-
-    def optimizer_bytes(kind):
-        config = load_config(write_recipe(**sizes, optim__state=kind))
-        return estimate(config, place).memory.phases["the loss"]["optimizer"]
-
-    # attention, MLP, 128 characters' embedding
-    halves = [256 * 256 // 2] * 4 + [1024 * 256 // 2] * 2 + [64 * 256]
-    assert optimizer_bytes("8bit") == sum(2 * (n + n // 64 + 1024) for n in halves) + 8 * (
-        8 * 256 + 3 * 128
-    )
-    assert optimizer_bytes("float32") == 8 * (sum(halves) + 8 * 256 + 3 * 128)
-
-
 @pytest.mark.long
 def test_estimated_run_folder_size_is_right(tmp_path, write_recipe):
     recipe = write_recipe(checkpoint__keep=1, model__n_embd=128, train__max_steps=2, eval__every=2)
@@ -138,20 +120,6 @@ def test_estimated_run_folder_size_is_right(tmp_path, write_recipe):
     assert "of the prepared data" in figures.vocabulary
 
 
-def test_estimate_of_muon_state_and_flops(write_recipe, capsys):
-    recipe = write_recipe(model__n_embd=128, model__n_head=4, optim__name="muon")
-    figures = estimate(load_config(recipe), Placement(on_cpu=True))
-    matrices = 2 * 12 * 128**2
-    assert figures.memory.phases["the loss"]["optimizer"] == 8 * figures.parameters - 4 * matrices
-    assert figures.run_bytes == (4 * 3 + 4 * 3 + 8 * 3) * figures.parameters - 4 * 3 * matrices
-    assert figures.update_flops_per_step == 2 * 5 * (4 * 6 * 128**3 + 2 * (4 * 4 + 2) * 128**3)
-    assert main(["estimate", str(recipe)]) == 0
-    share = figures.update_flops_per_step / (
-        figures.update_flops_per_step + 128 * figures.flops_per_token
-    )
-    assert f"{share:.2%} of them" in capsys.readouterr().out
-
-
 def test_estimate_of_lora_counts_only_adapters_as_trainable(capsys, tiny_base, text_file, tmp_path):
     recipe, file = tmp_path / "lora.yaml", tmp_path / "figures.json"
     recipe.write_text(
@@ -165,18 +133,3 @@ def test_estimate_of_lora_counts_only_adapters_as_trainable(capsys, tiny_base, t
     assert {parts["optimizer"] for parts in phases} == {8 * adapters}
     assert {parts["weights"] for parts in phases} == {4 * figures["parameters"]}
     assert f"{adapters:,} trainable" in capsys.readouterr().out
-
-
-def test_estimate_counts_unfrozen_parameters(tiny_base, text_file, tmp_path):
-    def trainable(*options):
-        file = tmp_path / "figures.json"
-        knobs = [*argv("--finetune.model {} --data.source {}", tiny_base, text_file), *options]
-        recipe = tmp_path / "empty.yaml"
-        recipe.write_text("")
-        assert main(["estimate", str(recipe), *knobs, "--json", str(file)]) == 0
-        return json.loads(file.read_text())["trainable"]
-
-    frozen = trainable("--finetune.freeze_layers", "3")
-    # of 500 steps
-    half = trainable("--finetune.freeze_layers", "3", "--finetune.unfreeze_every", "300")
-    assert frozen < half < trainable()

@@ -9,7 +9,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
-from transformers import AutoTokenizer, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from arguments import argv
 from assertions import column
@@ -85,19 +85,6 @@ def test_finetune_defaults_without_a_recipe(tiny_base, tmp_path, capsys):
     assert samples == column(repeated, "samples")
 
 
-@pytest.mark.parametrize("options", ["--lora 2", "--freeze-layers 4"])
-@pytest.mark.long
-def test_finetune_lowers_validation_loss(run, options):
-    losses = column(run(options), "val/loss")
-    assert losses[12] < losses[0] - 0.005
-
-
-@pytest.mark.long
-def test_shorter_block_crops_positions(run):
-    model = GPT2LMHeadModel.from_pretrained(run("--data.block_size 8 --train.max_steps 1").final)
-    assert model.config.n_positions == model.transformer.wpe.weight.shape[0] == 8
-
-
 @pytest.mark.long
 def test_finetune_from_run_folder_keeps_architecture(run, tmp_path, make_recipe, forget_accelerate):
     recipe = make_recipe(tmp_path / "first.yaml", model__dropout=0.0)
@@ -145,13 +132,6 @@ def test_finetune_with_recipe_and_pretrain_refuses_it(tiny_base, tmp_path, make_
     )
 
 
-def test_text_with_unknown_characters_is_refused(tiny_base, working_folder, capsys):
-    Path("my.txt").write_text("The cat says: ¿qué?\n" * 200)
-    assert main(argv("finetune --from {} --data my.txt", tiny_base)) == 2
-    assert "the tokenizer knows no" in capsys.readouterr().err
-    assert not (working_folder / "runs").exists()
-
-
 def test_model_without_tokenizer_needs_one(tiny_base, working_folder, capsys):
     shutil.copytree(tiny_base, "bare", ignore=shutil.ignore_patterns("tokenizer*"))
     assert main(argv("finetune --from bare --data my.txt")) == 2
@@ -163,13 +143,6 @@ def test_model_without_tokenizer_needs_one(tiny_base, working_folder, capsys):
     assert "large has 95 tokens, bare only" in capsys.readouterr().err
     config, base = finetune_config(None, [("finetune.model", "bare"), ("data.source", "my.txt")])
     assert check_tokenizer(replace_knobs(config, {"data.tokenizer": str(tiny_base)}), base)
-
-
-def test_changed_text_is_refused(run, tiny_base, capsys):
-    run("--train.max_steps 1")
-    Path("my.txt").write_text("Two rats sat on a mat.\n" * 300)
-    assert main(argv("finetune --from {} --data my.txt --run-dir other", tiny_base)) == 2
-    assert "my.txt has changed since it was prepared" in capsys.readouterr().err
 
 
 def test_missing_bitsandbytes_is_one_line(tiny_base, monkeypatch, capsys):
@@ -231,10 +204,7 @@ CHATML = (
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "full", [pytest.param(False, marks=pytest.mark.slow), True], ids=["lora", "full"]
-)
-def test_finetune_smollm2_trains_a_llama_with_its_own_chat_template(full, tmp_path, chat_file):
+def test_finetune_smollm2_trains_a_llama_with_its_own_chat_template(tmp_path, chat_file):
     tokenizer = train_bpe_tokenizer(["red green blue"], 258).hf
     tokenizer.add_special_tokens(
         {"eos_token": "<|im_end|>", "additional_special_tokens": ["<|im_start|>"]}
@@ -252,10 +222,9 @@ def test_finetune_smollm2_trains_a_llama_with_its_own_chat_template(full, tmp_pa
     )
     LlamaForCausalLM(config).save_pretrained("smol")
     command = f"finetune finetune_smollm2 --from smol --data.tokenizer smol --data {{}} {TINY}"
-    command += " --lora.rank null" if full else ""
     assert main(argv(command, chat_file, 128, 512)) == 0
     final = tmp_path / "runs" / "finetune_smollm2" / "final"
-    assert (final / ("model.safetensors" if full else "adapter_model.safetensors")).is_file()
+    assert (final / "adapter_model.safetensors").is_file()
     assert AutoTokenizer.from_pretrained(final).chat_template == CHATML
 
 

@@ -94,15 +94,3 @@ def test_import_mistake_is_one_line_and_writes_nothing(refused, nanogpt, words, 
     (nanogpt / "full").mkdir()
     (nanogpt / "full" / "mine.txt").write_text("mine")
     assert message in refused("import-nanogpt", *words.split())
-
-
-def test_interrupted_import_writes_nothing(nanogpt, monkeypatch):
-    def interrupted(folder, *arguments):
-        (folder / "half").write_text("half")
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("nanogpt_hf.export.model_folder.write_model_folder", interrupted)
-    monkeypatch.chdir(nanogpt)
-    with pytest.raises(KeyboardInterrupt):
-        main(argv("import-nanogpt out/ckpt.pt new/model --meta data/meta.pkl"))
-    assert sorted(path.name for path in nanogpt.iterdir()) == ["data", "out"]

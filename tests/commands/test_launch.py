@@ -7,7 +7,6 @@ import pytest
 from accelerate.commands import launch as accelerate_launch
 
 from nanogpt_hf.commands.launch import run
-from nanogpt_hf.errors import UserError
 
 SIZE, SCHEDULE = "PARALLELISM_CONFIG_PP_SIZE", "PARALLELISM_CONFIG_PP_SCHEDULE"
 
@@ -70,16 +69,3 @@ def test_pipeline_of_the_config_and_of_options_is_passed_on(passed_on):
     assert passed_on() == (None, None)
     assert passed_on(layout=layout) == ("2", "zero_bubble")
     assert passed_on("--parallelism_config_pp_size=4", layout=layout) == ("4", "zero_bubble")
-    assert passed_on(
-        "--parallelism_config_pp_size", "4", "--parallelism_config_pp_schedule", "1f1b"
-    ) == ("4", "1f1b")
-
-
-@pytest.mark.parametrize("size", ["two", "0"])
-def test_pp_size_that_is_no_number_is_refused(size, passed_on):
-    for options, layout in (
-        ([f"--parallelism_config_pp_size={size}"], ""),
-        ([], f"parallelism_config:\n  parallelism_config_pp_size: {size}\n"),
-    ):
-        with pytest.raises(UserError, match=f"(?i)parallelism_config_pp_size is '?{size}"):
-            passed_on(*options, layout=layout)

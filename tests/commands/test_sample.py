@@ -1,14 +1,12 @@
 """Generation (generate.py) and the `sample` command."""
 
-import random
-
 import pytest
 import torch
 
 from arguments import argv
 from nanogpt_hf.commands import main
 from nanogpt_hf.data.tokenizer import build_tokenizer
-from nanogpt_hf.generate import StopText, TextStream, generate_tokens
+from nanogpt_hf.generate import TextStream, generate_tokens
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM
 
 
@@ -65,20 +63,6 @@ def test_generation_continues_beyond_n_positions(model):
         assert model(torch.tensor([context])).logits[0, -1].argmax().item() == tokens[22]
 
 
-def test_long_prompt_keeps_its_end(model):
-    assert generate(model, prompt=[9] * 50 + list(range(24)), max_new_tokens=1) == generate(
-        model, prompt=list(range(24)), max_new_tokens=1
-    )
-
-
-def test_sample_ends_at_end_of_text(model):
-    (tokens,) = generate(model, temperature=0)
-    model.config.eos_token_id = tokens[4]
-    first = tokens.index(tokens[4])
-    (ended,) = generate(model, temperature=0)
-    assert ended == tokens[:first]
-
-
 def test_text_stream_joins_characters_of_several_tokens():
     tokenizer = build_tokenizer("gpt2", ())
     text = "naïve 🙂 日本語 done"
@@ -87,47 +71,6 @@ def test_text_stream_joins_characters_of_several_tokens():
     assert "".join(pieces) + stream.end() == text
     assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
     assert "" in pieces  # some token was only a part of a character
-
-
-def test_stop_text_does_not_depend_on_the_pieces():
-    draw = random.Random(0)
-    endings = 0
-    for _ in range(2000):
-        stops = [
-            "".join(draw.choices("ab", k=draw.randint(1, 4))) for _ in range(draw.randint(0, 3))
-        ]
-        text, shown, stopped = "".join(draw.choices("abc", k=12)), "", False
-        ends = [end for end in range(13) if any(text[:end].endswith(stop) for stop in stops)]
-        longest = max(
-            (len(stop) for stop in stops if ends and text[: ends[0]].endswith(stop)), default=0
-        )
-        stream, rest = StopText(stops), text
-        while rest and not stopped:
-            size = draw.randint(1, 4)
-            piece, stopped = stream.add(rest[:size])
-            shown, rest = shown + piece, rest[size:]
-            assert text.startswith(shown)
-        shown += "" if stopped else stream.end()
-        assert (shown, stopped) == ((text[: ends[0] - longest], True) if ends else (text, False))
-        endings += stopped
-    assert 500 < endings < 1900
-
-
-def test_text_stream_decodes_a_few_tokens_at_a_time(monkeypatch):
-    tokenizer, decoded = build_tokenizer("gpt2", ()), []
-    decode = tokenizer.hf.decode
-
-    def counting(ids, **options):
-        decoded.append(len(ids))
-        return decode(ids, **options)
-
-    monkeypatch.setattr(tokenizer.hf, "decode", counting)
-    stream, ids = (
-        TextStream(tokenizer.hf),
-        tokenizer.encode_batch(["A cat sat. " * 100])[0].tolist(),
-    )
-    assert "".join(map(stream.add, ids)) + stream.end() == "A cat sat. " * 100
-    assert max(decoded) <= 3
 
 
 def test_sample_continues_the_prompt(capsys, letter_model, tmp_path):
@@ -141,9 +84,6 @@ def test_sample_continues_the_prompt(capsys, letter_model, tmp_path):
     assert len(out) == 34
     assert out == sample("--prompt abc")
     assert out != sample("--prompt abc --seed 1")
-    for prefix in (b"", b"\xef\xbb\xbf"):  # a byte order mark is dropped, as in data
-        (tmp_path / "prompt.txt").write_bytes(prefix + b"abc")
-        assert out == sample("--prompt-file {}", tmp_path / "prompt.txt")
     several = sample("--prompt abc --num-samples 3")
     assert several.startswith(out)
     assert "--- sample 3 of 3 ---\nabc" in several

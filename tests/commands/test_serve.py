@@ -10,9 +10,7 @@ import sys
 
 import pytest
 
-from arguments import argv
 from forked import Forked
-from nanogpt_hf.commands import main
 from nanogpt_hf.commands.generate import served_name
 
 needs_server = pytest.mark.skipif(
@@ -39,23 +37,6 @@ def test_a_missing_extra_is_one_line(refused, letter_model, monkeypatch):
         importlib.util, "find_spec", lambda name: None if name == "uvicorn" else find(name)
     )
     assert "pip install 'nanogpt_hf[serve]'" in refused("serve", letter_model)
-
-
-@needs_server
-def test_only_a_host_other_than_this_machine_is_warned_about(capsys, letter_model, monkeypatch):
-    from nanogpt_hf.serving.server import Server
-
-    monkeypatch.setattr(Server, "run", lambda server, sockets: None)
-    for host, warned in (
-        ("localhost", False),
-        ("127.0.0.2", False),
-        ("::1", False),
-        ("0.0.0.0", True),
-    ):
-        assert main(argv("serve {} --host {} --port 0", letter_model, host)) == 0
-        out, err = capsys.readouterr()
-        assert ("there is no password" in err) == warned
-        assert re.search(r": the API is at http://\S+:\d+/v1, the chat page at http://", out)
 
 
 def test_the_name_of_a_model_has_no_path(tmp_path):

@@ -2,7 +2,6 @@
 
 import pytest
 
-from nanogpt_hf.config.compatibility import RULES
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.schema import KNOBS
 from nanogpt_hf.distributed.layout import Machine, check_layout, machine_settings
@@ -37,9 +36,7 @@ def test_every_name_in_the_table_is_one_that_a_run_can_have():
 @pytest.mark.parametrize(
     ("knobs", "sharding", "names"),
     [
-        ({"optim.name": "muon"}, "zero", ("optim.name muon", "DeepSpeed")),
         ({"optim.state": "8bit"}, "zero", ("optim.state 8bit", "DeepSpeed")),
-        ({"tracking.layers": "true"}, "zero", ("tracking.layers true", "DeepSpeed")),
         (
             TUNED | {"finetune.freeze_layers": 2, "finetune.unfreeze_every": 3},
             "zero",
@@ -48,8 +45,6 @@ def test_every_name_in_the_table_is_one_that_a_run_can_have():
         (TUNED | {"lora.rank": 4, "lora.quantize": "8bit"}, "fsdp", ("lora.quantize", "FSDP2")),
         (TUNED | {"lora.rank": 4, "lora.quantize": "4bit"}, "none", ("lora.quantize", "a CPU")),
         (TUNED | {"lora.rank": 4, "optim.name": "muon"}, "none", ("lora.rank 4", "muon")),
-        (RL | {"data.order": "shuffled"}, "zero", ("rl.task arithmetic", "DeepSpeed")),
-        ({"distill.teacher": "gpt2"}, "zero", ("distill.teacher gpt2", "DeepSpeed")),
     ],
 )
 def test_recipe_that_a_machine_cannot_train_is_refused(knobs, sharding, names):
@@ -81,17 +76,6 @@ def test_recipe_that_contradicts_itself_is_refused_with_all_problems(knobs, keys
         load_config(None, values, name="x")
     found = [problem.partition(" does")[0].lstrip("-") for problem in error.value.problems]
     assert found == keys
-
-
-def test_remedy_of_zero_bubble_is_of_the_setting_itself():
-    values = {rule.a: rule.remedy for rule in RULES if rule.b == "pp_schedule zero_bubble"}
-    assert values == {
-        "dynamo_backend": "set dynamo_backend 'NO', or pp_schedule 1f1b",
-        **{
-            name: f"set {name} false, or pp_schedule 1f1b"
-            for name in ("fsdp_activation_checkpointing", "fsdp_reshard_after_forward")
-        },
-    }
 
 
 def test_row_of_an_optimizer_adds_its_own_rules(monkeypatch):

@@ -1,7 +1,5 @@
 """The size dial `--depth`: its choices, overrides, and a resolved recipe of plain numbers."""
 
-import itertools
-
 import pytest
 import yaml
 
@@ -46,23 +44,6 @@ def test_dial_tokens_are_ratio_times_parameters(recipe, depth, ratio, tokenizer,
     config = load_config(path, {"model.depth": depth})
     trained = config.train.max_steps * config.train.tokens_per_step
     assert abs(trained - ratio * parameters(config)) <= config.train.tokens_per_step / 2
-
-
-def test_larger_depth_is_larger_in_all_but_learning_rate(recipe):
-    path = recipe()
-    runs = [load_config(path, {"model.depth": depth}) for depth in range(1, 40)]
-    for small, large in itertools.pairwise(runs):
-        for key in ("model.n_layer", "model.n_embd", "model.n_head"):
-            assert get_value(small, key) < get_value(large, key)
-        assert small.train.tokens_per_step <= large.train.tokens_per_step
-        assert (
-            small.train.max_steps * small.train.tokens_per_step
-            < large.train.max_steps * large.train.tokens_per_step
-        )
-        assert small.optim.learning_rate >= large.optim.learning_rate
-    assert runs[0].optim.learning_rate == 0.004  # the largest
-    assert runs[0].optim.learning_rate > 3 * runs[-1].optim.learning_rate
-    assert runs[0].train.tokens_per_step * 100 < runs[-1].train.tokens_per_step
 
 
 @pytest.mark.parametrize("block_size", [1, 50, 128, 1024])
@@ -120,23 +101,6 @@ def test_stated_knob_overrides_the_dial(recipe, key, source):
     assert {choice.key for choice in config.dial} == set(CHOICES)
 
 
-def test_depth_option_replaces_sizes_of_a_recipe(recipe):
-    path = recipe(
-        model={"n_layer": 1, "n_embd": 8, "n_head": 2, "n_positions": 64}, train={"max_steps": 3}
-    )
-    config = load_config(path, {"model.depth": 2})
-    assert (config.model.n_layer, config.model.n_embd, config.model.n_head) == (2, 128, 2)
-    assert config.train.max_steps > 3
-    assert config.model.n_positions == 64  # not chosen by the dial
-
-
-def test_depth_option_keeps_overrides_of_a_recipe_with_depth(recipe):
-    path = recipe(model={"depth": 2}, optim={"learning_rate": 0.5})
-    config = load_config(path, {"model.depth": 3})
-    assert (config.model.n_layer, config.optim.learning_rate) == (3, 0.5)
-    assert config.optim.min_learning_rate == 0.05
-
-
 def test_learning_rate_scales_with_root_of_stated_batch(recipe):
     chosen = load_config(recipe(), {"model.depth": 4})
     batch = chosen.train.tokens_per_step // 4
@@ -172,20 +136,12 @@ def test_dial_learning_rate_of_muon_follows_its_scale(recipe, scale, rate):
 def test_dry_run_and_estimate_show_dial_choices(recipe, capsys, tmp_path, text_file):
     path = recipe({"source": str(text_file), "dir": str(tmp_path / "data")})
     assert main(argv("pretrain {} --depth 2 --dry-run", path)) == 0
-    printed_choices = capsys.readouterr().out
+    printed = capsys.readouterr().out.splitlines()
     assert main(argv("estimate {} --depth 2", path)) == 0
-    estimated = capsys.readouterr().out
+    estimated = capsys.readouterr().out.splitlines()
     for key in CHOICES:
-        row = next(line for line in printed_choices.splitlines() if line.startswith(f"  {key} "))
-        assert row in estimated.splitlines()
-    assert "\n  depth: null\n" in printed_choices
-    config = load_config(path, {"model.depth": 2})
-    assert (
-        f"tokens: {config.train.max_steps * config.train.tokens_per_step / 1e6:,.1f} M" in estimated
-    )
-    assert main(["pretrain", str(path), "--dry-run"]) == 0
-    assert "size dial" not in capsys.readouterr().out
-    assert not (tmp_path / "runs").exists()
+        assert next(line for line in printed if line.startswith(f"  {key} ")) in estimated
+    assert "  depth: null" in printed
 
 
 @pytest.mark.long

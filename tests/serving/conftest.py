@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from nanogpt_hf.commands.arguments import open_model
+from nanogpt_hf.commands.generate import open_model
 from nanogpt_hf.data.chat_template import chat_format
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM
 

@@ -14,6 +14,7 @@ operations.
 import json
 import os
 import random
+import shutil
 import signal
 import sys
 import tempfile
@@ -28,13 +29,13 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import operations
+from nanogpt_hf import place
 from nanogpt_hf.checkpoint import writer
 from nanogpt_hf.commands import main
 from nanogpt_hf.commands import train as command  # noqa: F401
 from nanogpt_hf.evaluation import loss
 from nanogpt_hf.model.modeling_gpt import GPTForCausalLM
 from nanogpt_hf.reports import live
-from nanogpt_hf.runs import files
 from nanogpt_hf.training import start, step  # noqa: F401
 
 torch.set_num_threads(1)
@@ -46,15 +47,15 @@ PLACES = {
     "training": (step, "accumulate", 8),
     "evaluating": (loss, "pad_batch", 12),
     "writing a checkpoint": (writer, "write_tensors", 3),
-    "flushing a checkpoint": (files, "flush", 8),
-    "dropping an old checkpoint": (files.shutil, "rmtree", 1),
+    "flushing a checkpoint": (place, "flush", 8),
+    "dropping an old checkpoint": (shutil, "rmtree", 1),
     "writing best": (GPTForCausalLM, "save_pretrained", 1),
-    "replacing best": (files, "old_of", 6),
+    "replacing best": (place, "old_of", 6),
 }
 
 
-def kill_at(place: str) -> None:
-    owner, name, calls_before = PLACES[place]
+def kill_at(where: str) -> None:
+    owner, name, calls_before = PLACES[where]
     function, calls = getattr(owner, name), []
 
     def killing(*args, **options):

@@ -186,7 +186,7 @@ def test_changed_teacher_is_one_line_at_resume(pretrain, teacher, capsys):
     change_weights(teacher)
     ended = pretrain(*options, "--resume")
     assert ended.status == 2
-    assert "distill.teacher: weights of sha256:" in ended.line
+    assert "distill.teacher: sha256:" in ended.line
     assert {path: path.read_bytes() for path in before} == before
 
 

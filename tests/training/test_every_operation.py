@@ -15,9 +15,10 @@ from nanogpt_hf.checkpoint.reader import read_checkpoint
 from nanogpt_hf.config.schema import OptimSection
 from nanogpt_hf.data.tokenizer import char_tokenizer
 from nanogpt_hf.errors import RunFolderError
-from nanogpt_hf.export.model_folder import replaced_folder, write_model_folder
+from nanogpt_hf.export.model_folder import write_model_folder
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM
 from nanogpt_hf.optim.optimizer import build_optimizer
+from nanogpt_hf.place import replaced_folder
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.state import MeasuredLoss, TrainState
 

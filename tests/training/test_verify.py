@@ -20,7 +20,7 @@ from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.replay.verify import seconds_to_repeat
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.metrics import read_events
-from nanogpt_hf.runs.provenance import add_start, read_starts, recording_verification
+from nanogpt_hf.runs.provenance import add_start, read_starts
 from nanogpt_hf.training import step as steps
 from nanogpt_hf.training.start import prepare_run
 
@@ -83,13 +83,6 @@ def test_estimate_is_the_time_of_all_processes(run):
     seconds = [read_checkpoint(run.checkpoint(step)).state.seconds for step in (2, 8)]
     add_start(run, read_starts(run)[0] | {"processes": 3})
     assert seconds_to_repeat(run, [(2, 8)], Mesh()) == 3 * (seconds[1] - seconds[0]) > 0
-
-
-def test_record_of_a_run_that_was_overwritten_is_lost(run):
-    with recording_verification(run) as record:
-        run.start("name: other\n")
-        record(2, 4, "equal")
-    assert not run.verified.exists()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -190,7 +183,7 @@ def test_data_that_was_prepared_anew_from_another_text_is_named(run, verify, hon
     finally:
         manifest.write_text(content)
     assert status == 1
-    assert "the newest checkpoint is of another run or other data: text: " in line
+    assert "the newest checkpoint is of another run or other data: data train sha256: " in line
 
 
 @pytest.mark.parametrize(
@@ -276,13 +269,7 @@ def forge(run: RunFolder, at: int, **facts) -> None:
     [
         ({"step": "2"}, 1),
         ({"step": -2}, 1),
-        ({"step": True}, 1),
         ({"step": 4}, 1),
-        ({"seconds": float("nan")}, 1),
-        ({"seconds": None}, 1),
-        ({"skipped_steps": 1.5}, 1),
-        ({"skipped_steps": -5}, 1),
-        ({"reported_step": 3}, 1),
         ({"identity": []}, 1),
         ({"identity": {}}, 1),
         ({"identity": None}, 1),
@@ -290,7 +277,6 @@ def forge(run: RunFolder, at: int, **facts) -> None:
         ({"identity": {"knobs": [], "data": {}}}, 1),
         ({"evaluation": 1}, 1),
         ({"evaluation": {"loss": 1.0}}, 1),
-        ({"evaluation": {"loss": "1", "tokens": 1, "bytes_per_token": 1.0}}, 1),
         ({"version": 2}, 2),
         ({"other": 2}, 2),
     ],
@@ -304,12 +290,12 @@ def test_forged_state_is_one_line(run, verify, capsys, facts, status):
 
 
 def test_resume_takes_an_older_checkpoint_than_a_forged_one(run, tmp_path, caplog):
-    forge(run, 8, step="8")
+    forge(run, 8, step=7)
     recipe = load_config(run.recipe)
     prepared = prepare_run(recipe, run.path, resume=True)
     assert prepared.state.step == 6
     prepared.folder.unlock()
-    assert any("step '8' is not of its type" in line for line in caplog.messages)
+    assert any("is of step 7" in line for line in caplog.messages)
 
 
 def test_data_that_is_missing_is_a_mistake(run, verify, honest, capsys):

@@ -1,0 +1,260 @@
+"""The commands before a run: estimate, bench, doctor and knobs."""
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from nanogpt_hf.commands.arguments import (
+    add_knobs,
+    add_option,
+    add_optional_recipe_argument,
+    add_output,
+    add_recipe_argument,
+    load_optional_recipe,
+    load_text_recipe,
+    size,
+)
+from nanogpt_hf.config.dial import dial_lines
+from nanogpt_hf.config.knobs import knob_lines, knob_schema
+from nanogpt_hf.config.load import stated_knobs
+from nanogpt_hf.config.schema import get_value, replace_knobs
+from nanogpt_hf.config.stages import largest_stage, stage_lines
+from nanogpt_hf.config.values import bounded
+from nanogpt_hf.console import show
+from nanogpt_hf.errors import UserError, did_you_mean
+from nanogpt_hf.runs.files import output_target, write_json
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+    from nanogpt_hf.config.schema import Config
+    from nanogpt_hf.planning.candidates import Proposal
+
+
+def add_estimate_arguments(parser: argparse.ArgumentParser) -> None:
+    add_recipe_argument(parser)
+    add_knobs(parser, "depth")
+    layout: Any = parser.add_mutually_exclusive_group()
+    add_option(layout, "--config_file F", "an accelerate config (default: one process, float32)")
+    memory = "of a device, such as 80GB or 16GiB, for the largest micro-batch; of --gpus"
+    add_option(parser, "--memory SIZE", memory, type=size)
+    proposal = "propose how to lay the run out over N GPUs"
+    add_option(layout, "--gpus N", proposal, type=bounded(int, 1, 1_000_000))
+    gpus = "of --gpus: H100, A100, 'RTX 4090', ... (default: H100, or by --memory)"
+    add_option(parser, "--gpu NAME", gpus)
+    machine = "of --gpus, or all if they are fewer"
+    add_option(parser, "--per-machine N", machine, type=bounded(int, 1, 1024), default=8)
+    network = "of --gpus: Gb/s between machines, per GPU and direction (default 400)"
+    add_option(parser, "--network GBITS", network, type=bounded(float, 0.001, 100_000))
+    add_output(parser, "--write-config", "of --gpus: write the accelerate config of the layout")
+    share = "share of the GPUs' peak FLOPs that is reached"
+    add_option(parser, "--mfu X", share, type=bounded(float, 1e-6, 1), default=0.4)
+    add_output(parser, "--json", "also write the figures to FILE")
+
+
+def run_estimate(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None:
+    """Estimate what a run needs: memory of a device by part, time on GPUs, tokens per parameter,
+    disk.
+
+    With --gpus it proposes how to lay the run out over them, with reasons, and writes the
+    accelerate config. Arithmetic on recipe and machine; nothing is trained and nothing is measured.
+    How far it has been checked: docs/machines.md.
+    """
+    _check_options(arguments)
+    base = None
+    start = stated_knobs(arguments.recipe, overrides).get("finetune.model")
+    if start and str(start).lower() not in ("null", "none"):
+        from nanogpt_hf.training.finetuning import finetune_config
+
+        config, base = finetune_config(arguments.recipe, overrides)
+    else:
+        config = load_text_recipe("estimate", arguments.recipe, overrides)
+    # The imports below take seconds; mistakes above and --help should not wait for them.
+    import torch
+
+    from nanogpt_hf.planning.estimate import estimate
+    from nanogpt_hf.planning.estimate_lines import estimate_figures, estimate_lines, layout_lines
+    from nanogpt_hf.planning.placement import Placement, read_placement
+
+    lines = [*dial_lines(config), *stage_lines(config)]
+    config, proposal = largest_stage(config), None
+    if arguments.gpus:
+        proposal = _proposal(arguments, config, base)
+        layout = proposal.layout
+        if layout is None:
+            raise UserError(proposal.reasons[0])
+        place = layout.place
+        config = replace_knobs(config, {"train.micro_batch_size": layout.micro_batch_size})
+        lines += [*layout_lines(proposal, config), ""]
+    elif arguments.config_file:
+        place = read_placement(arguments.config_file)
+    else:
+        place = Placement(on_cpu=not torch.accelerator.is_available())
+    result = estimate(config, place, base, mfu=arguments.mfu, memory=arguments.memory)
+    lines += [*estimate_lines(result, place), *filter(None, [result.useless])]
+    for key in ("lora.quantize", "distill.teacher"):
+        if get_value(config, key):
+            lines.append(f"not counted: {key}")
+    show(
+        *lines, "these are estimates; docs/machines.md lists which of them were measured", sep="\n"
+    )
+    if arguments.json:
+        write_json(arguments.json, estimate_figures(result, proposal))
+
+
+def _check_options(arguments: argparse.Namespace) -> None:
+    """Raises UserError for options that need --gpus, or GPUs that fill no machines."""
+    if arguments.gpus is None:
+        for option in ("gpu", "network", "write_config"):
+            if getattr(arguments, option) is not None:
+                raise UserError(
+                    f"--{option.replace('_', '-')}: only with --gpus, which proposes a layout"
+                )
+        return
+    if arguments.gpus > arguments.per_machine and arguments.gpus % arguments.per_machine:
+        raise UserError(
+            f"--gpus {arguments.gpus}: machines of {arguments.per_machine} GPUs are not filled; "
+            "give a multiple, or --per-machine"
+        )
+    from nanogpt_hf.planning.hardware import GPUS
+
+    if arguments.gpu is not None and arguments.gpu not in GPUS:
+        raise UserError(
+            f"--gpu {arguments.gpu}: not in the table of GPUs, "
+            f"{', '.join(GPUS)}{did_you_mean(arguments.gpu, GPUS)}"
+        )
+    if (path := arguments.write_config) and path.is_file():
+        from nanogpt_hf.planning.placement import WRITTEN
+
+        if WRITTEN.encode() not in path.read_bytes()[:100]:
+            raise UserError(
+                f"--write-config {path}: exists, and `estimate` did not write it; name another file"
+            )
+
+
+def _proposal(
+    arguments: argparse.Namespace, config: "Config", base: "PreTrainedConfig | None"
+) -> "Proposal":
+    """The layout over --gpus, written to --write-config."""
+    from nanogpt_hf.planning.candidates import Cluster, propose
+    from nanogpt_hf.planning.estimate import planned_model
+    from nanogpt_hf.planning.hardware import NETWORK, gpu_of
+    from nanogpt_hf.planning.placement import config_text
+
+    name, gpu = gpu_of(arguments.gpu, arguments.memory)
+    per_machine = min(arguments.per_machine, arguments.gpus)
+    network = (arguments.network or NETWORK) * 1e9 / 8
+    proposal = propose(
+        config,
+        planned_model(config, base),
+        Cluster(arguments.gpus, name, gpu, per_machine, network),
+        arguments.mfu,
+    )
+    if arguments.write_config and proposal.layout:
+        with output_target(arguments.write_config) as target:
+            target.write_text(config_text(proposal.layout.place), encoding="utf-8")
+    return proposal
+
+
+def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
+    add_optional_recipe_argument(parser)
+    count = bounded(int, 1, 10_000)
+    add_option(parser, "--windows N", "measurements of each figure", type=count, default=10)
+    baselines = (
+        "alternate with baselines in this process: bare (the same model in a loop of plain "
+        "PyTorch), trainer (transformers' Trainer on its own class), or bare,trainer"
+    )
+    choices = ("bare", "trainer", "bare,trainer")
+    add_option(parser, "--against BASELINES", baselines, choices=choices)
+    add_output(parser, "--profile", "write a trace of a few steps to FILE, for Perfetto")
+    add_output(parser, "--json", "also write the figures to FILE")
+
+
+def run_bench(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None:
+    """How fast a run of RECIPE would be here, and where its time goes: medians and quartiles of
+    repeated windows, after warm-up, of the loop's own step. Without RECIPE: a model of 0.8 M
+    parameters on synthetic tokens.
+
+    Nothing is trained: no run folder is written. On the machine of an accelerate config:
+    cli.py launch [--config_file F] bench RECIPE. With several processes the main one reports.
+    """
+    baselines = arguments.against.split(",") if arguments.against else []
+    config = load_optional_recipe("bench", arguments.recipe, overrides)
+    # The imports below take seconds; mistakes above and --help should not wait for them.
+    from transformers.utils import logging
+
+    from nanogpt_hf.bench.baselines import check_comparable
+    from nanogpt_hf.bench.clock import build_workload
+    from nanogpt_hf.bench.report import (
+        compare_with_baseline,
+        measure_all,
+        summary_lines,
+        write_trace,
+    )
+    from nanogpt_hf.bench.synthetic import small_config
+    from nanogpt_hf.distributed.accelerator import build_accelerator
+    from nanogpt_hf.runs.folder import RunFolder
+
+    logging.disable_progress_bar()
+    if config is None:
+        config = small_config("bench", arguments.mesh.world_size)
+    accelerator = build_accelerator(config, RunFolder("runs"), arguments.mesh)
+    work = build_workload(accelerator, config, use_prepared=arguments.recipe is not None)
+
+    def log(line: str) -> None:
+        if accelerator.is_main_process:
+            show(line)
+
+    if baselines:
+        check_comparable(work, baselines)
+    figures = measure_all(work, arguments.windows, log)
+    for line in summary_lines(figures):
+        log(line)
+    for baseline in baselines:
+        figures[f"against_{baseline}"], line = compare_with_baseline(
+            work, baseline, arguments.windows
+        )
+        log(line)
+    if arguments.profile:
+        with output_target(arguments.profile) as target:
+            write_trace(work, target)
+        log(f"trace       {arguments.profile}: open it at https://ui.perfetto.dev")
+    if arguments.json and accelerator.is_main_process:
+        write_json(arguments.json, figures)
+
+
+def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
+    add_optional_recipe_argument(parser)
+    folder = "the run folder of the run to come (default runs/<recipe name>)"
+    add_option(parser, "--run-dir DIR", folder)
+    add_output(parser, "--json", "also write the findings and their figures to FILE")
+
+
+def run_doctor(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
+    """Find faults of this machine and its network: versions, devices, memory, disk, launch, and
+    time and bandwidth of an all-reduce with its equality on all processes. With a RECIPE, also the
+    disk that it needs.
+
+    Each line is ok, a warning (works, but slower or with a risk) or a fault (a run would fail, or
+    differ from what the config states). Exit status: 0 without a fault, 1 with one, 2 for an error
+    on the command line or in the recipe.
+    """
+    recipe = load_optional_recipe("doctor", arguments.recipe, overrides)
+    # These imports take seconds; mistakes above and --help should not wait for them.
+    from nanogpt_hf.doctor.diagnose import Report, diagnose
+
+    mesh = arguments.mesh
+    return diagnose(recipe, arguments.run_dir, Report(show, arguments.json, mesh), mesh)
+
+
+def add_knobs_arguments(parser: argparse.ArgumentParser) -> None:
+    add_output(parser, "--json", "also write the schema to FILE")
+
+
+def run_knobs(arguments: argparse.Namespace) -> None:
+    """List every knob of a recipe: its meaning, choices and default.
+
+    `--json FILE` writes the schema: types, choices, default, bounds and meaning of each knob.
+    """
+    if arguments.json:
+        write_json(arguments.json, knob_schema())
+    show(*knob_lines(), sep="\n")
