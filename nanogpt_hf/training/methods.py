@@ -23,10 +23,11 @@ from nanogpt_hf.rl.data import load_questions
 from nanogpt_hf.rl.objective import policy_objective
 from nanogpt_hf.rl.rollouts import Rollouts, answer_log_probs
 from nanogpt_hf.training.distillation import distillation_objective, load_with_teacher
-from nanogpt_hf.training.kto import evaluate_answers, kto_objective, kto_step, load_answers
+from nanogpt_hf.training.pairs import load_answers, load_pairs
 from nanogpt_hf.training.preferences import (
-    evaluate_pairs,
-    load_pairs,
+    evaluate_preferences,
+    kto_objective,
+    kto_step,
     preference_objective,
     preference_step,
 )
@@ -220,7 +221,7 @@ PREFERENCES = Method(
     is_chosen=lambda config: bool(get_value(config, finetune.PREFERENCES.knob)),
     load=load_pairs,
     objective=lambda config, _: preference_objective(config.align),
-    evaluate=evaluate_pairs,
+    evaluate=evaluate_preferences,
     describe_best=lambda score: f"best loss on held-out pairs {format_number(score, 4)}",
     step=preference_step,
 )
@@ -230,7 +231,6 @@ KTO = replace(
     is_chosen=lambda config: config.align.loss == "kto",
     load=load_answers,
     objective=lambda config, _: kto_objective(config.align),
-    evaluate=evaluate_answers,
     describe_best=lambda score: f"best loss on held-out answers {format_number(score, 4)}",
     step=kto_step,
 )

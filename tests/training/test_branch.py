@@ -1,6 +1,5 @@
 """`branch`: a run from a checkpoint of another, with other knobs."""
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -98,12 +97,6 @@ def test_text_of_another_tokenizer_is_refused(stem, tmp_path, capsys):
     assert main(argv(line, stem.path, tmp_path / "new", tmp_path / "data")) == 2
     assert "data: has another tokenizer than " in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
-
-
-def test_damaged_checkpoint_is_one_line(stem, refused, tmp_path):
-    run = RunFolder(shutil.copytree(stem.path, tmp_path / "run"))
-    (run.checkpoint(4) / "state.json").write_text("{}")
-    assert "state.json" in refused("branch", run.path, "--at", 4, "--run-dir", tmp_path / "new")
 
 
 def read_recipe_knob(run: RunFolder, key: str):

@@ -11,15 +11,15 @@ from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 
 from assertions import load_newest
-from nanogpt_hf.checkpoint import reader, writer
+from nanogpt_hf.checkpoint import reader
 from nanogpt_hf.config.load import config_to_yaml, load_config
 from nanogpt_hf.config.schema import OptimSection
 from nanogpt_hf.errors import RunFolderError
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM
 from nanogpt_hf.optim.optimizer import build_optimizer
-from nanogpt_hf.runs import files, folder
+from nanogpt_hf.runs import folder
 from nanogpt_hf.runs.folder import RunFolder
-from nanogpt_hf.runs.state import MeasuredLoss, TrainState
+from nanogpt_hf.runs.state import TrainState
 
 
 @pytest.fixture
@@ -56,33 +56,6 @@ def log_records(caplog) -> list[tuple[str, str]]:
     ]
 
 
-def test_resume_from_loaded_checkpoint_is_exact(run, caplog, save_checkpoint):
-    first = build_training()
-    train_steps(*first, 3)
-    evaluation = MeasuredLoss(loss=1.25, tokens=7, bytes_per_token=1.5)
-    state = TrainState(
-        step=3, tokens=24, seconds=1.5, evaluation=evaluation, evaluated_step=3, best_loss=1.25
-    )
-    save_checkpoint(*first, state, run, keep=2)
-    second = build_training(seed=1)
-    caplog.set_level("INFO", "nanogpt_hf")
-    assert load_newest(run, *second) == state
-    assert [message for _, message in log_records(caplog)] == [f"resuming from {run.checkpoint(3)}"]
-    for _, model, optimizer in (first, second):
-        train_steps(first[0], model, optimizer, 3)
-    pairs = list(zip(first[1].parameters(), second[1].parameters(), strict=True))
-    assert len(pairs) > 5
-    assert all(torch.equal(a, b) for a, b in pairs)
-
-
-def test_only_newest_checkpoints_are_kept(run, save_checkpoint):
-    parts = build_training()
-    for step in (1, 2, 10, 11):
-        save_checkpoint(*parts, TrainState(step=step), run, keep=2)
-    assert run.checkpoint_folders() == [run.checkpoint(10), run.checkpoint(11)]
-    assert sorted(path.name for path in run.checkpoint(11).iterdir()) == FILES
-
-
 FILES = ["checksums.json", "model.safetensors", "optimizer.safetensors", "state.json"]
 
 
@@ -117,26 +90,6 @@ def test_damaged_checkpoint_is_named_and_older_one_loaded(
     damage_file(run.checkpoint(4) / file, damage)
     with pytest.raises(RunFolderError, match="all checkpoints are damaged"):
         load_newest(run, *parts)
-
-
-@pytest.mark.parametrize(
-    ("module", "step"),
-    [(writer, "write_tensors"), (files, "flush"), (writer, "file_digest")],
-)
-def test_save_on_full_disk_keeps_older_checkpoints(run, monkeypatch, module, step, save_checkpoint):
-    parts = build_training()
-    save_checkpoint(*parts, TrainState(step=4), run, keep=1)
-
-    def full(*arguments):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(module, step, full)
-    with pytest.raises(RunFolderError, match=r"older ones are intact: .*No space left") as caught:
-        save_checkpoint(*parts, TrainState(step=8), run, keep=1)
-    assert "\n" not in str(caught.value)
-    assert [path.name for path in run.checkpoints.iterdir()] == ["step_00000004"]
-    monkeypatch.undo()
-    assert load_newest(run, *parts).step == 4
 
 
 def rewrite(folder, file: str, content) -> None:
@@ -254,17 +207,6 @@ def test_resume_may_change_steps_but_not_model_data_or_seed(write_recipe, tmp_pa
             run.changes(load_config(write_recipe(**other)))
 
 
-def test_lock_repairs_what_a_killed_process_left(run, save_checkpoint):
-    run.best.mkdir()
-    run.best.rename(run.path / ".best.old")  # killed between the two renames
-    (run.checkpoints / ".step_00000008.partial").mkdir()
-    save_checkpoint(*build_training(), TrainState(step=4), run, keep=2)
-    run.lock()
-    assert run.best.exists()
-    assert [path.name for path in run.checkpoints.iterdir()] == ["step_00000004"]
-    run.unlock()
-
-
 def test_run_folder_lock_is_exclusive(tmp_path):
     first, second = (RunFolder(tmp_path / "new" / "run") for _ in range(2))
     first.lock()
@@ -277,24 +219,3 @@ def test_run_folder_lock_is_exclusive(tmp_path):
     second.start("model: {}\n")
     second.unlock()
     assert second.recipe.exists()
-
-
-def test_folder_without_run_is_never_overwritten(tmp_path):
-    (tmp_path / "thesis.tex").write_text("years of work")
-    for overwrite in (False, True):
-        with pytest.raises(RunFolderError, match="is not empty and holds no run"):
-            RunFolder(tmp_path).check(resume=False, overwrite=overwrite)
-    with pytest.raises(RunFolderError, match="is a file; choose another"):
-        RunFolder(tmp_path / "thesis.tex").lock()
-    (tmp_path / "empty").mkdir()
-    RunFolder(tmp_path / "empty").check(resume=False, overwrite=False)
-
-
-def test_start_keeps_other_files(run):
-    (run.path / "notes.txt").write_text("mine")
-    run.metrics.write_text("{}\n")
-    run.best.mkdir()
-    run.start("model: {}\n")
-    assert (run.path / "notes.txt").exists()
-    assert not run.metrics.exists()
-    assert not run.best.exists()

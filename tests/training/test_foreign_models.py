@@ -180,23 +180,3 @@ def test_default_block_is_not_as_long_as_all_rotary_positions(base, finetune, te
     assert "n_positions: 2048" in out
     finetune("--model.n_positions", "512", status=2)
     assert "model.n_positions" in capsys.readouterr().err
-
-
-def test_experts_above_a_dense_block_are_finetuned(base, finetune, tmp_path):
-    hf = transformers.AutoTokenizer.from_pretrained(base)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16}
-    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 3}
-    sizes |= {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2}
-    sizes |= {"first_k_dense_replace": 1, "vocab_size": len(hf), "eos_token_id": hf.eos_token_id}
-    model = transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**sizes))
-    biases = {n: b.normal_() for n, b in model.named_buffers() if n.endswith("correction_bias")}
-    model.save_pretrained(tmp_path / "experts")
-    hf.save_pretrained(tmp_path / "experts")
-    finetune("--from", str(tmp_path / "experts"), "--optim.balance_loss", "0.1")
-    final = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "final")
-    assert len(biases) == 2
-    for name, bias in biases.items():
-        assert torch.equal(final.get_buffer(name), bias)
-    before, after = (dict(m.named_parameters()) for m in (model, final))
-    assert before.keys() == after.keys()
-    assert not any(torch.equal(before[name], after[name]) for name in before if "experts" in name)

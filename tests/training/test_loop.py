@@ -16,11 +16,10 @@ import torch
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from assertions import at_step, column, copy_at, replace_step, same_weights, weights
+from assertions import at_step, column, copy_at, numbers, replace_step, same_weights, weights
 from nanogpt_hf.checkpoint.reader import read_checkpoint
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.data.blocks import TokenBlocks
-from nanogpt_hf.data.prepare import prepare
 from nanogpt_hf.data.prepared import load_prepared
 from nanogpt_hf.distributed import signals
 from nanogpt_hf.errors import Stopped, UserError
@@ -173,52 +172,32 @@ def test_saved_model_has_logged_validation_loss(start, write_recipe):
     assert column(run, "val/loss")[20] == pytest.approx(total / (len(stream) - 1), abs=1e-5)
 
 
-def test_seed_determines_the_run(start, uninterrupted):
-    options = {"model__dropout": 0.1}
-    first, second = uninterrupted(**options), start("second", **options)
-    other = start("other", train__seed=7, **options)
-    assert same_weights(first, second)
-    assert column(first, "train/loss") == column(second, "train/loss")
-    assert not same_weights(first, other)
-
-
-@pytest.mark.parametrize(
-    ("order", "stop_at"),
-    [("shuffled", 5), pytest.param("random", 1, marks=pytest.mark.slow)],
-)
-def test_resume_after_stop_is_exact(start, uninterrupted, monkeypatch, order, stop_at):
+def test_resume_after_stop_is_exact(start, uninterrupted, monkeypatch):
     options = {
         "model__dropout": 0.2,
-        "data__order": order,
+        "data__order": "shuffled",
         "train__max_steps": 9,
         "train__tokens_per_step": 16 * 16 * 8,
         "train__micro_batch_size": 16,
-        "tracking__every": 2,  # some stops are between two reports
+        "tracking__every": 2,  # the stop is between two reports
         "optim__max_grad_norm": 0.5,
     }
     whole = uninterrupted(**options)
     blocks = (len(load_prepared(load_config(whole.recipe)).train.stream) - 1) // 16
-    # the epoch ends after every stop, so a resumed run draws the next order
+    # the epoch ends after the stop, so the resumed run draws the next order
     assert 6 * 128 < blocks < 9 * 128
     before = signal.getsignal(signal.SIGTERM)
     with monkeypatch.context() as patch:
-        at_step(patch, stop_at - 1, lambda: os.kill(os.getpid(), signal.SIGTERM))
-        with pytest.raises(Stopped, match=f"stopped at step {stop_at}, saved"):
+        at_step(patch, 4, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        with pytest.raises(Stopped, match="stopped at step 5, saved"):
             start("stopped", **options)
     assert signal.getsignal(signal.SIGTERM) is before
     stopped = start("stopped", resume=True, **options)
     assert same_weights(whole, stopped)
-    for name in (
-        "train/loss",
-        "train/grad_norm",
-        "train/clipped_share",
-        "train/learning_rate",
-        "val/loss",
-    ):
-        assert column(whole, name) == column(stopped, name)
+    assert numbers(whole) == numbers(stopped)
 
 
-def signal_in_evaluation_of_step_3(monkeypatch, name: str) -> None:
+def signal_in_evaluation_of_step_3(monkeypatch) -> None:
     forward = GPTForCausalLM.forward
     calls = itertools.count(1)
 
@@ -226,7 +205,7 @@ def signal_in_evaluation_of_step_3(monkeypatch, name: str) -> None:
         # 512 tokens in batches of 4 × 16: the 12th forward on validation text is in the evaluation
         # of step 3
         if not model.training and next(calls) == 12:
-            os.kill(os.getpid(), getattr(signal, name))
+            os.kill(os.getpid(), signal.SIGINT)
         return forward(model, *arguments, **options)
 
     monkeypatch.setattr(GPTForCausalLM, "forward", interrupted)
@@ -241,76 +220,37 @@ def files(folder) -> dict[str, tuple[int, int]]:
     return identities
 
 
-@pytest.mark.parametrize("case", ["train", "stop at once", "finished"])
-def test_resume_does_not_rewrite_its_checkpoint(start, finished, monkeypatch, case):
+@pytest.mark.parametrize("steps", [6, 9])
+def test_resume_does_not_rewrite_its_checkpoint(start, finished, steps):
     run = finished(optim__schedule="constant", checkpoint__keep=9)
     before = files(run.checkpoint(6))
-    if case == "stop at once":
-        monkeypatch.setattr(signals.StopRequest, "on_any_process", lambda self, accelerator: True)
-        with pytest.raises(Stopped, match="stopped at step 6, saved"):
-            start(resume=True, train__max_steps=9, optim__schedule="constant")
-    else:
-        steps = 9 if case == "train" else 6
-        start(resume=True, train__max_steps=steps, optim__schedule="constant", checkpoint__keep=9)
-        assert list(column(run, "train/loss")) == list(range(1, steps + 1))
-        assert load_config(run.recipe).train.max_steps == steps
+    start(resume=True, train__max_steps=steps, optim__schedule="constant", checkpoint__keep=9)
+    assert list(column(run, "train/loss")) == list(range(1, steps + 1))
+    assert load_config(run.recipe).train.max_steps == steps
     assert files(run.checkpoint(6)) == before
 
 
-@pytest.mark.parametrize(
-    ("every", "name"), [pytest.param(1, "SIGTERM", marks=pytest.mark.slow), (100, "SIGINT")]
-)
-def test_signal_in_evaluation_saves_and_resume_logs_it_once(
-    start, uninterrupted, tmp_path, monkeypatch, every, name
-):
-    options = {"train__max_steps": 6, "checkpoint__every": every, "checkpoint__keep": 9}
+def test_signal_in_evaluation_saves_and_resume_logs_it_once(start, uninterrupted, monkeypatch):
+    options = {"train__max_steps": 6, "checkpoint__every": 100, "checkpoint__keep": 9}
     whole = uninterrupted(**options)
 
     class Killed(BaseException):
         pass
 
-    with monkeypatch.context() as patch:
-        signal_in_evaluation_of_step_3(patch, name)
-        with pytest.raises(Stopped, match=f"stopped at step 3, saved .received {name}"):
-            start("killed", **options)
-    killed = RunFolder(tmp_path / "killed")
-
-    def evaluated_step() -> int:
-        return json.loads((killed.checkpoint(3) / "state.json").read_text())["evaluated_step"]
-
-    assert evaluated_step() == 0
-
     def kill() -> None:
         raise Killed
 
+    with monkeypatch.context() as patch:
+        signal_in_evaluation_of_step_3(patch)
+        with pytest.raises(Stopped, match=r"stopped at step 3, saved .received SIGINT"):
+            start("killed", **options)
     with monkeypatch.context() as patch:  # killed in the step after the evaluation
         at_step(patch, 3, kill)
         with pytest.raises(Killed):
             start("killed", resume=True, **options)
-    assert 3 in column(killed, "val/loss")
-    # a due checkpoint is written with the evaluation in it; else the resumed run evaluates again
-    assert evaluated_step() == (3 if every == 1 else 0)
-    start("killed", resume=True, **options)
+    killed = start("killed", resume=True, **options)  # evaluates again
     assert column(killed, "val/loss") == column(whole, "val/loss")
     assert same_weights(whole, killed)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        ({"tracking__trackers": ["wandbb"]}, "no tracker 'wandbb'; did you mean wandb"),
-        ({"tracking__trackers": ["comet_ml"]}, "comet_ml is not installed"),
-        (
-            {"data__block_size": 8, "data__validation_fraction": 0.2},
-            "prepared with data.validation_fraction 0.1",
-        ),
-    ],
-)
-def test_config_error_writes_nothing(start, tmp_path, write_recipe, overrides, message):
-    prepare(load_config(write_recipe()))
-    with pytest.raises(UserError, match=message):
-        start("never", **overrides)
-    assert not (tmp_path / "never").exists()
 
 
 def poison(monkeypatch, steps: range) -> None:

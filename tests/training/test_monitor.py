@@ -8,7 +8,7 @@ import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file
 
-from assertions import column, replace_step, same_weights
+from assertions import column, replace_step
 from nanogpt_hf.checkpoint.writer import CheckpointWriter
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.schema import Config, replace_knobs
@@ -61,21 +61,6 @@ def test_spike_rolls_back_to_checkpoint_and_skips_its_data(pretrain, patched_ste
 
 def state_at(run: RunFolder, step: int) -> dict:
     return json.loads((run.checkpoint(step) / "state.json").read_text())
-
-
-@pytest.mark.long
-# before the spike; after it, before a checkpoint. Later: distributed/test_equalities.py
-@pytest.mark.parametrize("crash_at", [pytest.param(7, marks=pytest.mark.slow), 10])
-def test_resume_after_rollback_is_exact(pretrain, patched_steps, crash_at):
-    _, spikes, crashes = patched_steps
-    spikes.add(7)
-    uninterrupted = pretrain(name="whole").run
-    crashes.add(crash_at)
-    with pytest.raises(SystemError, match="crash"):
-        pretrain()
-    killed = pretrain("--resume").run
-    assert same_weights(uninterrupted, killed)
-    assert column(uninterrupted, "train/loss") == column(killed, "train/loss")
 
 
 @pytest.mark.long

@@ -80,22 +80,6 @@ def test_stopped_and_resumed_run_ends_with_the_same_bytes(undisturbed, start, mo
     assert numbers(run) == numbers(undisturbed)
 
 
-@pytest.mark.slow
-def test_run_lost_before_its_first_checkpoint_of_a_stage_ends_with_the_same_bytes(
-    undisturbed, start, monkeypatch
-):
-    def fail():
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        at_step(patch, 3, fail)
-        with pytest.raises(KeyboardInterrupt):
-            start()
-    run = start(resume=True)
-    assert tensors(run) == tensors(undisturbed)
-    assert numbers(run) == numbers(undisturbed)
-
-
 def test_stage_is_the_branch_with_its_knobs(undisturbed, tmp_path, forget_accelerate):
     """Without stages: from the checkpoint of step 3 on, of a run that is cut off there."""
     new = RunFolder(tmp_path / "new")
