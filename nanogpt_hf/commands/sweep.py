@@ -41,12 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
-    from nanogpt_hf.planning.placement import read_placement
     from nanogpt_hf.training import sweep as grid
 
-    machine = arguments.config_file
-    dp_size = read_placement(machine).dp if machine else 1
-    runs = grid.build_grid(arguments.recipe, overrides, dp_size)
+    machine, runs = arguments.config_file, grid.build_grid(arguments.recipe, overrides)
     knobs = "-".join(key.rpartition(".")[2] for key in runs[0].values)
     folder = Path(arguments.sweep_dir or Path("runs") / f"{runs[0].config.name}-{knobs}")
     launcher = ("launch", "--config_file", machine) if machine else ()

@@ -172,9 +172,9 @@ def _start_or_resume(
     if resume:
         continue_on(folder, accelerator.device, processes)
         checkpoint = find_checkpoint(accelerator, folder, run_facts)
-        if checkpoint.step > config.train.max_steps:
+        if checkpoint.state.step > config.train.max_steps:
             raise UserError(
-                f"{folder.path}: its step {checkpoint.step:,} is past train.max_steps "
+                f"{folder.path}: its step {checkpoint.state.step:,} is past train.max_steps "
                 f"{config.train.max_steps:,}"
             )
     run = build_run(config, accelerator, data, folder, checkpoint)
@@ -266,7 +266,7 @@ def _build(
     folder: RunFolder | None,
     checkpoint: Checkpoint | None,
 ) -> Run:
-    mesh, step = mesh_of(accelerator), checkpoint.step if checkpoint else 0
+    mesh, step = mesh_of(accelerator), checkpoint.state.step if checkpoint else 0
     config = config_at(config, step)
     if config.whole:
         blocks = load_prepared(config)

@@ -1,6 +1,5 @@
-"""Train a grid of runs, each by `pretrain` in its own process; write their table and plot.
-
-So nothing of a run is left for the next, and a run that fails ends alone.
+"""Train a grid of runs, each by `pretrain` in its own process, so that nothing of one is left for the
+next; write their table and plot.
 """
 
 import itertools
@@ -21,13 +20,12 @@ from typing import Any
 import numpy as np
 
 import nanogpt_hf
-from nanogpt_hf.config.checks import accumulation_steps
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.schema import KNOBS, Config, get_value
 from nanogpt_hf.config.values import convert, parse_flow_list
 from nanogpt_hf.data.manifest import DECIDING_KNOBS
 from nanogpt_hf.distributed.signals import StopRequest, stop_on_signals
-from nanogpt_hf.errors import EXIT_STOPPED, ConfigError, RunFolderError, UserError
+from nanogpt_hf.errors import EXIT_STOPPED, RunFolderError, UserError
 from nanogpt_hf.formatting import align, format_duration
 from nanogpt_hf.planning.estimate import estimate
 from nanogpt_hf.planning.placement import Placement
@@ -63,9 +61,6 @@ class Sweep:
     overwrite: bool = False
     log_level: str | None = None  # for the runs' processes
 
-    def run_folder(self, run: GridRun) -> RunFolder:
-        return RunFolder(self.folder / run.name)
-
     def planned(self, started: Container[str] = ()) -> list[Row]:
         """The runs as they would be; of those that `started` the vocabulary is known."""
         return [dict(_planned(run, run.name in started)) for run in self.runs]
@@ -75,12 +70,11 @@ class Sweep:
 def _planned(run: GridRun, started: bool) -> Row:
     """The row of a run, estimated once before and once after its data is prepared."""
     sizes = estimate(run.config, Placement(on_cpu=True))
-    row = {"run": run.name, "status": "planned", **run.values}
-    row["steps"] = run.config.train.max_steps
+    row = {"run": run.name, "status": "planned", "steps": run.config.train.max_steps} | run.values
     return row | {name: getattr(sizes, name) for name in ("parameters", "tokens", "flops")}
 
 
-def build_grid(recipe: str, overrides: Texts, dp_size: int = 1) -> list[GridRun]:
+def build_grid(recipe: str, overrides: Texts) -> list[GridRun]:
     """The runs of all combinations of values, the last knob varying fastest. Raises UserError."""
     axes = {key: _values(key, text) for key, text in dict(overrides).items()}
     swept = [key for key, texts in axes.items() if len(texts) > 1]
@@ -89,10 +83,6 @@ def build_grid(recipe: str, overrides: Texts, dp_size: int = 1) -> list[GridRun]
     runs = {}
     for texts in itertools.product(*axes.values()):
         run = _grid_run(recipe, dict(zip(axes, texts, strict=True)), swept)
-        try:
-            accumulation_steps(run.config, dp_size)
-        except ValueError as error:  # the micro-batch does not divide the step
-            raise ConfigError([f"{recipe}: {error}"]) from None
         if run.config.finetune.model or run.config.hub.push:
             raise UserError("cli.py sweep: leave out finetune.model and hub.push")
         if run.name in runs:
@@ -135,14 +125,12 @@ def _label(values: Row, keys: list[str]) -> str:
 
 @contextmanager
 def locked(sweep: Sweep) -> Iterator[None]:
-    """Context in which no other sweep may train in the folder. Raises UserError if a process trains
-    in it or in one of its runs, or if a run's folder holds another experiment.
-    """
+    """Context in which nothing else trains in the folder or in its runs, which have these knobs."""
     whole = RunFolder(sweep.folder)
     try:
         whole.lock()
         for run in sweep.runs:
-            folder = sweep.run_folder(run)
+            folder = RunFolder(sweep.folder / run.name)
             folder.check_unlocked()
             kept = folder.recipe.is_file() and not sweep.overwrite
             if changes := folder.differences(run.config) if kept else ():
@@ -158,7 +146,7 @@ def train_runs(sweep: Sweep) -> tuple[dict[str, str], int]:
     statuses: dict[str, str] = {}
     with stop_on_signals(message="") as stop:  # a run prints it
         for number, run in enumerate(sweep.runs, 1):
-            folder, last = sweep.run_folder(run), run.config.train.max_steps
+            folder, last = RunFolder(sweep.folder / run.name), run.config.train.max_steps
             has_model = not sweep.overwrite and (folder.final / "config.json").is_file()
             if has_model and folder.newest_checkpoint() == folder.checkpoint(last):
                 statuses[run.name] = "done"
@@ -177,12 +165,12 @@ def train_runs(sweep: Sweep) -> tuple[dict[str, str], int]:
 
 
 def _command(sweep: Sweep, run: GridRun) -> list[str]:
-    words = [word for key, text in run.overrides for word in (f"--{key}", text)]
-    words += ["--run-dir", str(sweep.run_folder(run).path)]
+    knobs = [*run.overrides, ("run-dir", str(sweep.folder / run.name))]
+    words = [word for key, text in knobs for word in (f"--{key}", text)]
     words += ["--log-level", sweep.log_level] if sweep.log_level else []
     words.append("--overwrite" if sweep.overwrite else "--auto-resume")
-    command = [sys.executable, "-P", "-m", "nanogpt_hf", *sweep.launcher, "pretrain"]
-    return [*command, sweep.recipe, *words]
+    python = [sys.executable, "-P", "-m", "nanogpt_hf"]
+    return [*python, *sweep.launcher, "pretrain", sweep.recipe, *words]
 
 
 def run_process(command: list[str], stop: StopRequest) -> int:
@@ -227,9 +215,7 @@ def seed_means(rows: Sequence[Row], knobs: Sequence[str]) -> list[str]:
 
 
 def fit_scaling(rows: Sequence[Row]) -> dict[str, float] | None:
-    """loss = coefficient × FLOPs^exponent: least squares in logarithms over the best run of each
-    depth, if there are three.
-    """
+    """loss = coefficient × FLOPs^exponent, by least squares over the best runs of three depths."""
     measured = [row for row in rows if row["status"] == "done" and row["val_loss"]]
     measured.sort(key=lambda row: row["val_loss"], reverse=True)
     best = {row.get("model.depth"): (row["flops"], row["val_loss"]) for row in measured}
@@ -246,7 +232,7 @@ def write_results(sweep: Sweep, statuses: dict[str, str]) -> dict[str, Any]:
     events_of, rows = {}, sweep.planned(statuses)
     other_tokens = {"data.tokenizer", "data.source"} & sweep.runs[0].values.keys()
     for run, row in zip(sweep.runs, rows, strict=True):
-        events = events_of[run.name] = read_metrics(sweep.run_folder(run))
+        events = events_of[run.name] = read_metrics(RunFolder(sweep.folder / run.name))
         last = {"step": 0, "tokens": 0, "seconds": None} | (events[-1] if events else {})
         row["flops"] *= last["tokens"] / row["tokens"]
         row |= {"status": statuses.get(run.name, "not started"), "steps": last["step"]}
@@ -259,6 +245,6 @@ def write_results(sweep: Sweep, statuses: dict[str, str]) -> dict[str, Any]:
     tree["seed_means"] = seed_means(rows, list(sweep.runs[0].values))
     sweep.folder.mkdir(parents=True, exist_ok=True)
     write_json(sweep.folder / "sweep.json", tree)
-    metric = "val/bits_per_byte" if other_tokens else "val/loss"
-    draw_comparison(events_of, metric, "tokens", sweep.folder / "sweep.png")
+    metric = "bits_per_byte" if other_tokens else "loss"
+    draw_comparison(events_of, f"val/{metric}", "tokens", sweep.folder / "sweep.png")
     return tree

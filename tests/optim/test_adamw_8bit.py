@@ -210,28 +210,18 @@ def test_8bit_state_converts_to_float32_and_back_exactly(stepped, kind):
 
 
 @pytest.mark.parametrize(
-    ("lack", "line"),
-    [
-        ("torchao", "optim.state 8bit: torchao is not installed; run `pip install torchao`"),
-        (
-            "compiler",
-            "optim.state 8bit: torchao compiles its step, and c-plus-plus is not installed",
-        ),
-    ],
+    ("lack", "reason"),
+    [("torchao", "torchao is not installed"), ("compiler", "c-plus-plus is not")],
 )
-def test_8bit_on_unsupported_machine_is_one_line(recipe, tmp_path, monkeypatch, capsys, lack, line):
+def test_8bit_on_unsupported_machine_is_one_line(
+    recipe, tmp_path, monkeypatch, capsys, lack, reason
+):
     if lack == "torchao":
         monkeypatch.setattr(adamw_8bit, "find_spec", lambda name: None)
     else:
         monkeypatch.setenv("CXX", "c-plus-plus")
-    words = [
-        "pretrain",
-        str(recipe),
-        "--tracking.layers",
-        "false",
-        "--run-dir",
-        str(tmp_path / "never"),
-    ]
-    assert main(words) == 2
-    assert capsys.readouterr().err.startswith(line)
+    assert main(["pretrain", str(recipe), "--run-dir", str(tmp_path / "never")]) == 2
+    line = capsys.readouterr().err
+    assert line.startswith("optim.state 8bit: ")
+    assert reason in line
     assert not (tmp_path / "never").exists()

@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 
 from assertions import load_newest
 from nanogpt_hf.checkpoint import reader
-from nanogpt_hf.config.load import config_to_yaml, load_config
 from nanogpt_hf.config.schema import OptimSection
 from nanogpt_hf.errors import RunFolderError
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM
@@ -144,13 +143,9 @@ def test_checkpoint_of_another_version_is_refused(run, save_checkpoint):
     for step in (4, 8):
         save_checkpoint(*parts, TrainState(step=step), run, keep=2)
     state = json.loads((run.checkpoint(8) / "state.json").read_text())
-    for other, reason in (
-        ({"version": 2}, "was written by version 2 of the run folder's format; .* version 1;"),
-        ({"version": None}, "was written by version None of"),
-        ({"field": 0}, r"its state\.json has other fields than this code expects;"),
-    ):
+    for other in ({"version": 2}, {"version": None}, {"field": 0}):
         rewrite(run.checkpoint(8), "state.json", state | other)
-        with pytest.raises(RunFolderError, match=f"step_00000008: {reason}"):
+        with pytest.raises(RunFolderError, match="step_00000008: was written by other code: "):
             load_newest(run, *parts)
 
 
@@ -185,26 +180,6 @@ def test_checkpoint_that_cannot_be_removed(run, monkeypatch, caplog, removed, sa
     monkeypatch.undo()
     save_checkpoint(*parts, TrainState(step=9), run, keep=1)
     assert run.checkpoint_folders() == [run.checkpoint(9)]
-
-
-def test_existing_run_needs_resume_or_overwrite(run):
-    with pytest.raises(RunFolderError, match="holds a run; add --resume"):
-        run.check(resume=False, overwrite=False)
-    run.check(resume=False, overwrite=True)
-    with pytest.raises(RunFolderError, match="no checkpoint to resume from"):
-        run.check(resume=True, overwrite=False)
-
-
-def test_resume_may_change_steps_but_not_model_data_or_seed(write_recipe, tmp_path):
-    before = load_config(write_recipe())
-    run = RunFolder(tmp_path / "run")
-    run.start(config_to_yaml(before))
-    assert run.changes(before) == []
-    longer = load_config(write_recipe(train__max_steps=9, train__micro_batch_size=2))
-    assert run.changes(longer) == ["train.max_steps: 6 -> 9", "train.micro_batch_size: 4 -> 2"]
-    for other in ({"train__seed": 3}, {"model__n_layer": 3}, {"data__order": "random"}):
-        with pytest.raises(RunFolderError, match="the recipe has changed: "):
-            run.changes(load_config(write_recipe(**other)))
 
 
 def test_run_folder_lock_is_exclusive(tmp_path):

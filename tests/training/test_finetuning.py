@@ -132,9 +132,8 @@ def test_unfrozen_parameters_have_their_own_step_count(uninterrupted):
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 def test_adapter_opens_with_peft_and_merged_as_plain_gpt2(start, uninterrupted, tiny_base):
     run, merged = uninterrupted("lora"), start("merged", LORA | {"lora.merge": "true"})
-    tokens = torch.arange(20)[None]
     with_adapter, saved_adapter, plain, base = (
-        kind.from_pretrained(folder).eval()(input_ids=tokens).logits
+        kind.from_pretrained(folder).eval()(input_ids=torch.arange(20)[None]).logits
         for kind, folder in (
             (AutoPeftModelForCausalLM, run.final),
             (AutoPeftModelForCausalLM, merged.final / "adapter"),
@@ -145,11 +144,3 @@ def test_adapter_opens_with_peft_and_merged_as_plain_gpt2(start, uninterrupted, 
     assert (base - plain).abs().max() > 1e-3
     torch.testing.assert_close(with_adapter, plain, atol=2e-5, rtol=0)
     assert torch.equal(with_adapter, saved_adapter)
-    # the base weights did not change
-    weights = read_checkpoint(run.newest_checkpoint())[0]
-    before = load_model(str(tiny_base)).state_dict()
-    base_weights = {
-        name.replace(".base_layer.", "."): w for name, w in weights.items() if ".lora_" not in name
-    }
-    assert len(base_weights) > 40
-    assert all(torch.equal(weight, before[name]) for name, weight in base_weights.items())

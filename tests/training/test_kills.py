@@ -59,7 +59,7 @@ def answer(tmp_path_factory):
 def train(answer):
     """A function that trains a recipe to its end despite kills, and returns their number."""
 
-    def train(recipe: Path, folder: Path, kill: str | int | None = None) -> int:
+    def train(recipe: Path, folder: Path, kill: str | None = None) -> int:
         kills, status = answer(recipe, folder, kill=kill)
         assert status == 0
         return kills

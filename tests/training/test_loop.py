@@ -16,7 +16,7 @@ import torch
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from assertions import at_step, column, copy_at, numbers, replace_step, same_weights, weights
+from assertions import at_step, column, numbers, replace_step, same_weights, weights
 from nanogpt_hf.checkpoint.reader import read_checkpoint
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.data.blocks import TokenBlocks
@@ -140,17 +140,15 @@ def test_train_lowers_loss_and_writes_all_files(start, loss_plots):
         assert event["tokens"] == event["step"] * 128
     assert column(run, "val/perplexity")[60] == pytest.approx(math.exp(losses[60]))
     assert [f.name for f in run.checkpoint_folders()] == ["step_00000040", "step_00000060"]
-    for folder in (run.best, run.final):
-        model, tokenizer = (
-            AutoModelForCausalLM.from_pretrained(folder),
-            AutoTokenizer.from_pretrained(folder),
-        )
-        assert type(model).__name__ == "GPT2LMHeadModel"
-        assert len(tokenizer) == model.config.vocab_size
-        assert tokenizer.model_max_length == 16
-        card = (folder / "README.md").read_text()
-        assert "pipeline_tag: text-generation" in card
-        assert f"{min(losses.values()):.4f} nats" in card
+    model, tokenizer = (
+        kind.from_pretrained(run.best) for kind in (AutoModelForCausalLM, AutoTokenizer)
+    )
+    assert type(model).__name__ == "GPT2LMHeadModel"
+    assert len(tokenizer) == model.config.vocab_size
+    assert tokenizer.model_max_length == 16
+    card = (run.best / "README.md").read_text()
+    assert "pipeline_tag: text-generation" in card
+    assert f"{min(losses.values()):.4f} nats" in card
     assert run.loss_plot.read_bytes().startswith(b"\x89PNG")
     assert not [p for p in run.path.rglob("*") if "partial" in p.name or p.name.endswith(".old")]
     resolved = load_config(run.recipe)
@@ -297,32 +295,12 @@ def test_max_time_saves_and_stops(start, uninterrupted, monkeypatch):
     assert same_weights(whole, start("timed", resume=True, train__max_steps=8))
 
 
-def test_accelerate_config_compiles_blocks(start, uninterrupted, monkeypatch):
-    plain = uninterrupted(train__max_steps=6)
-    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "AOT_EAGER")
-    graphs = []
-    compile_block = torch.nn.Module.compile
-    monkeypatch.setattr(
-        torch.nn.Module, "compile", lambda m, **o: graphs.append(o) or compile_block(m, **o)
-    )
-    compiled = start("compiled")
-    torch.compiler.reset()
-    # one per block, nothing else
-    assert [options["backend"] for options in graphs] == ["aot_eager"] * 2
-    assert weights(plain).keys() == weights(compiled).keys()
-    assert column(compiled, "train/loss") == pytest.approx(column(plain, "train/loss"), abs=1e-4)
-
-
-def test_bf16_keeps_float32_weights_learns_and_resumes_exactly(start, monkeypatch):
+def test_bf16_keeps_float32_weights_and_learns(start, monkeypatch):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    options = {"eval__every": 20, "checkpoint__every": 20, "optim__name": "muon"}
-    half = start("half", train__max_steps=40, **options)
+    half = start(train__max_steps=40, eval__every=20, optim__name="muon")
     assert all(weight.dtype == torch.float32 for weight in weights(half).values())
     losses = column(half, "val/loss")
     assert losses[40] < losses[0] - 0.5
-    resumed = RunFolder(copy_at(half, 20, half.path.with_name("resumed")).path)
-    start("resumed", resume=True, train__max_steps=40, **options)
-    assert same_weights(half, resumed)
 
 
 def test_bf16_without_instructions_for_it_is_float32(start, uninterrupted, monkeypatch, caplog):
