@@ -1,5 +1,5 @@
-"""Train a grid of runs, each by `pretrain` in its own process, so that nothing of one is left for the
-next; write their table and plot.
+"""Train a grid of runs, each by `pretrain` in a process of its own, so that nothing of one is left
+for the next; write their table and plot.
 """
 
 import itertools

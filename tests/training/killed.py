@@ -2,8 +2,9 @@
 finishes.
 
 Reads orders as lines of JSON: the arguments of `pretrain`, and `kill`: a name of PLACES, at
-which the first child kills itself; "anywhere", for kills at random times; or null. Answers with
-the number of kills and the last exit status. Children are forks: torch is imported once.
+which the first child kills itself; "anywhere", for kills at random times; a number n, for a kill
+at the nth change to the run folder; or null. Answers with the number of kills and the last exit
+status. Children are forks: torch is imported once.
 
 With `fault`, a folder, a number n and an error, the nth operation on files in the folder fails in
 one child. The answer is its exit status and output, the operation that failed, and the number of
@@ -65,20 +66,24 @@ def kill_at(place: str) -> None:
     setattr(owner, name, killing)
 
 
-def train(arguments: list[str], kill: str | None) -> tuple[int, int]:
+def train(arguments: list[str], kill: str | int | None) -> tuple[int, int]:
     run = arguments[arguments.index("--run-dir") + 1]
     checkpoints, kills, draw = os.path.join(run, "checkpoints"), 0, random.Random(0)
     while True:
         saved = os.path.isdir(checkpoints) and any(
             not name.startswith(".") for name in os.listdir(checkpoints)
         )
+        flag = "--auto-resume" if isinstance(kill, int) else "--resume" if saved else "--overwrite"
         child = os.fork()
         if child == 0:
             os.dup2(2, 1)
-            live.draw_run = lambda *_: None  # the plot takes longer than the training
-            if kills == 0 and kill in PLACES:
+            if not isinstance(kill, int):
+                live.draw_run = lambda *_: None  # the plot takes longer than the training
+            if kills == 0 and isinstance(kill, int):
+                operations.kill_at(run, kill)
+            elif kills == 0 and kill in PLACES:
                 kill_at(kill)
-            os._exit(main([*arguments, "--resume" if saved else "--overwrite"]))
+            os._exit(main([*arguments, flag]))
         if kill == "anywhere" and kills < 6:
             time.sleep(draw.uniform(0.1, 0.7))
             os.kill(child, signal.SIGKILL)

@@ -3,6 +3,7 @@ one bit for bit.
 """
 
 import errno
+import itertools
 import json
 import os
 import shutil
@@ -59,7 +60,7 @@ def answer(tmp_path_factory):
 def train(answer):
     """A function that trains a recipe to its end despite kills, and returns their number."""
 
-    def train(recipe: Path, folder: Path, kill: str | None = None) -> int:
+    def train(recipe: Path, folder: Path, kill: str | int | None = None) -> int:
         kills, status = answer(recipe, folder, kill=kill)
         assert status == 0
         return kills
@@ -136,6 +137,24 @@ def test_resume_after_random_kills_is_exact(train, uninterrupted, tmp_path):
     recipe, expected = uninterrupted
     assert train(recipe, tmp_path / "killed", "anywhere") >= 3
     assert_same(tmp_path / "killed", expected)
+
+
+@pytest.mark.slow
+def test_resume_after_kill_at_file_changes_is_exact(train, tmp_path, make_recipe):
+    """Every 29th change of a run; test_every_operation.py tests each change of a save and of a
+    replacement.
+    """
+    recipe = make_recipe(
+        tmp_path / "recipe.yaml", model__dropout=0.1, train__max_steps=6, train__micro_batch_size=8
+    )
+    assert train(recipe, tmp_path / "uninterrupted") == 0
+    for change in itertools.count(3, 29):
+        killed = train(recipe, tmp_path / "killed", change)
+        assert_same(tmp_path / "killed", tmp_path / "uninterrupted")
+        if not killed:
+            break
+        shutil.rmtree(tmp_path / "killed")
+    assert change > 4 * 29
 
 
 @pytest.mark.slow
