@@ -166,7 +166,8 @@ def find_checkpoint(
     tensors: Any = saved[:2] if saved else (None, None)
     if not sharded and accelerator.num_processes > 1:
         tensors = (SentTensors(accelerator, *pair) for pair in zip(layouts, tensors, strict=True))
-    return Checkpoint(*tensors, folder, state, scaler)
+    weights, optimizer_state = tensors
+    return Checkpoint(weights, optimizer_state, folder, state, scaler)
 
 
 @contextlib.contextmanager

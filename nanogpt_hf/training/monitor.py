@@ -200,11 +200,14 @@ class LayerStats:
             return {}
         # undo the scaling of nn.utils.clip_grad_norm_
         scale = min(1.0, self.max_grad_norm / (grad_norm + 1e-6)) if self.max_grad_norm else 1.0
-        gradients, weights, updates = (
-            dict(zip(of, torch.stack([*of.values()]).tolist() if of else (), strict=True))
-            for of in self._norms
-        )
-        values = {f"layers/{name}/grad_norm": norm / scale for name, norm in gradients.items()}
+        found = []
+        for of in self._norms:
+            numbers = torch.stack([*of.values()]).tolist() if of else []
+            found.append(dict(zip(of, numbers, strict=True)))
+        gradients, weights, updates = found
+        values: dict[str, float] = {
+            f"layers/{name}/grad_norm": norm / scale for name, norm in gradients.items()
+        }
         for name, norm in weights.items():
             values[f"layers/{name}/weight_norm"] = norm
             if norm:

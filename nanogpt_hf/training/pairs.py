@@ -128,8 +128,10 @@ def _load(
             if left_out := len(rows) - len(blocks):
                 line += f"; {left_out:,} are longer than data.block_size, left out"
             logger.info(line)
+    train, validation = splits
     return in_memory(
-        *splits,
+        train,
+        validation,
         tokenizer,
         source=data.source,
         revision=documents.revision,
