@@ -25,7 +25,6 @@ PLACES = {
     "RUN": lambda fixture, folder: write_run(folder / "run", fixture("write_recipe")()),
     "MACHINES": lambda fixture, folder: fixture("root") / "accelerate_configs",
     "BAD": lambda fixture, folder: write_llama(folder / "bad", attention_dropout=-1.0),
-    "NUMBERS": lambda fixture, folder: ",".join(map(str, range(1, 41))),
     "LONG": lambda fixture, folder: "a" * 300,
 }
 FILES = {

@@ -49,16 +49,13 @@ class Checkpoint(NamedTuple):
     state: TrainState
     scaler: dict[str, float] | None  # the state of fp16's loss scaler
 
-    @property
-    def step(self) -> int:
-        return self.state.step
 
-
-class SentTensors:
+class SentTensors(NamedTuple):
     """Tensors that only the main process finds; `read` is a collective, which sends one to all."""
 
-    def __init__(self, accelerator: Accelerator, layout: Layout, files: Any):
-        self.accelerator, self.layout, self.files = accelerator, layout, files
+    accelerator: Accelerator
+    layout: Layout
+    files: Any
 
     def read(self, name: str, box: Box) -> torch.Tensor:
         shape, dtype = self.layout[name]
@@ -75,7 +72,6 @@ def read_checkpoint(folder: Path, index: int = 0, count: int = 1) -> Checkpoint:
     """Open a checkpoint whose files are as written; of those with tensors, the `index`th of `count`
     shares is verified. Raises DamagedError, and OtherFormatError for another version or fields.
     """
-    remedy = "continue with the code that wrote it, or start again with --overwrite"
     fields = {field.name for field in dataclasses.fields(TrainState)}
     try:
         checksums = json.loads((folder / CHECKSUMS).read_text(encoding="utf-8"))
@@ -89,14 +85,11 @@ def read_checkpoint(folder: Path, index: int = 0, count: int = 1) -> Checkpoint:
             for kind in (MODEL, OPTIMIZER)
         )
         version, scaler = facts.pop("version", None), facts.pop("scaler", None)
-        if version != VERSION:
+        if version != VERSION or facts.keys() != fields:
             raise OtherFormatError(
-                f"{folder}: was written by version {version} of the run folder's format; this "
-                f"code reads version {VERSION}; {remedy}"
-            )
-        if facts.keys() != fields:
-            raise OtherFormatError(
-                f"{folder}: its {STATE} has other fields than this code expects; {remedy}"
+                f"{folder}: was written by other code: version {version} of the run folder's "
+                f"format and {len(facts)} fields, here {VERSION} and {len(fields)}; continue with "
+                "the code that wrote it, or start again with --overwrite"
             )
         state = read_state(facts)
         if state.step != step_of(folder):
@@ -152,10 +145,8 @@ def find_checkpoint(
         raise RunFolderError(
             f"{run.checkpoints}: all checkpoints are damaged; start again with --overwrite"
         )
-    head: list[Any] = [None]
-    if saved:
-        layouts = saved.weights.layout, saved.optimizer_state.layout
-        head = [(saved.state, saved.scaler, layouts, run.best.is_dir())]
+    layouts = saved and [files.layout for files in saved[:2]]
+    head: list[Any] = [saved and (saved.state, saved.scaler, layouts, run.best.is_dir())]
     state, scaler, layouts, has_best = broadcast_object_list(head, from_process=0)[0]
     try:
         differ = identity and differences(state.identity, identity)
@@ -172,23 +163,23 @@ def find_checkpoint(
         state = dataclasses.replace(state, best_loss=None, best_step=None, evaluated_step=-1)
     if is_main:
         logger.info(f"resuming from {folder}")
-    weights, optimizer_state = saved[:2] if saved else (None, None)
+    tensors: Any = saved[:2] if saved else (None, None)
     if not sharded and accelerator.num_processes > 1:
-        weights = SentTensors(accelerator, layouts[0], weights)
-        optimizer_state = SentTensors(accelerator, layouts[1], optimizer_state)
-    return Checkpoint(cast(Any, weights), cast(Any, optimizer_state), folder, state, scaler)
+        tensors = (SentTensors(accelerator, *pair) for pair in zip(layouts, tensors, strict=True))
+    weights, optimizer_state = tensors
+    return Checkpoint(weights, optimizer_state, folder, state, scaler)
 
 
 @contextlib.contextmanager
 def _errors_of_all() -> Iterator[None]:
     """Context that raises RunFolderError on all processes if one does; a collective at its end."""
-    error = None
+    errors = []
     try:
         yield
-    except RunFolderError as caught:
-        error = caught
-    if errors := [error for error in gather_object([error]) if error is not None]:
-        raise errors[0]
+    except RunFolderError as error:
+        errors.append(error)
+    for error in gather_object(errors):
+        raise error
 
 
 def load_checkpoint(

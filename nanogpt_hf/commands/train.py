@@ -240,12 +240,9 @@ def run_sweep(arguments: argparse.Namespace, overrides: Overrides) -> int:
 
     Values with commas are quoted as in YAML: --data.text_column '"a,b", c'. A list is one value.
     """
-    from nanogpt_hf.planning.placement import read_placement
     from nanogpt_hf.training import sweep as grid
 
-    machine = arguments.config_file
-    dp_size = read_placement(machine).dp if machine else 1
-    runs = grid.build_grid(arguments.recipe, overrides, dp_size)
+    machine, runs = arguments.config_file, grid.build_grid(arguments.recipe, overrides)
     knobs = "-".join(key.rpartition(".")[2] for key in runs[0].values)
     folder = Path(arguments.sweep_dir or Path("runs") / f"{runs[0].config.name}-{knobs}")
     launcher = ("launch", "--config_file", machine) if machine else ()

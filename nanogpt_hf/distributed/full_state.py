@@ -22,7 +22,7 @@ from nanogpt_hf.distributed.deepspeed import full_shape, is_zero
 from nanogpt_hf.distributed.pipeline import pipeline_of
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.model.architecture import saved_buffers
-from nanogpt_hf.optim.optimizer import OptimizerKind, set_learning_rate
+from nanogpt_hf.optim.optimizer import set_learning_rate
 from nanogpt_hf.optim.state import Item, local_part, state_items
 from nanogpt_hf.runs.tensor_files import Box, Layout
 
@@ -93,10 +93,7 @@ class FullState:
         self.accelerator, self.model, self.optimizer = accelerator, model, optimizer
         self.is_zero, self.parameters = is_zero(accelerator), named_tensors(accelerator, model)
         self.trained = {name: p for name, p in self.parameters.items() if p.requires_grad}
-
-    @property
-    def _kind(self) -> OptimizerKind:
-        return cast(Any, self.optimizer.optimizer).kind
+        self._kind: Any = getattr(optimizer.optimizer, "kind", None)  # none of ZeRO
 
     def _items(self) -> dict[str, Item]:
         """The state that the optimizer has, as `<parameter>.<key>`; not under ZeRO."""

@@ -11,7 +11,7 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -61,15 +61,6 @@ class NotFiniteError(ValueError):
     """A tensor has an infinite or NaN value; the message is its name."""
 
 
-def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether a tensor on the CPU has no infinite and no NaN value, computed in the calling
-    thread only.
-    """
-    if not tensor.is_floating_point() or tensor.element_size() == 1:
-        return True
-    return all(bool(chunk.isfinite().all()) for chunk in tensor.reshape(-1).split(_SERIAL))
-
-
 def write_tensors(path: Path, parts: Mapping[str, Part]) -> str:
     """Write parts of tensors as a safetensors file and flush it to the disk; return its checksum.
 
@@ -105,9 +96,11 @@ def write_tensors(path: Path, parts: Mapping[str, Part]) -> str:
 def _contents(head: bytes, parts: Mapping[str, Part]) -> Iterator[memoryview]:
     yield from _chunks(memoryview(head))
     for name, part in parts.items():
-        if not is_finite(part.values):
+        values: Any = part.values.reshape(-1)
+        is_float = values.is_floating_point() and values.element_size() > 1
+        if is_float and not all(bool(chunk.isfinite().all()) for chunk in values.split(_SERIAL)):
             raise NotFiniteError(name)
-        yield from _chunks(memoryview(cast(Any, part.values.reshape(-1).view(torch.uint8).numpy())))
+        yield from _chunks(memoryview(values.view(torch.uint8).numpy()))
 
 
 def _chunks(data: memoryview) -> Iterator[memoryview]:

@@ -18,6 +18,7 @@ from nanogpt_hf.tasks.names import check_name, is_generated
 
 # tokens of a block; a model of 131,072 positions should not start with blocks of as many
 _LONGEST_DEFAULT = 1024
+_TEXTS = (".txt", ".md", ".json", ".jsonl", ".parquet", ".csv")
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -55,19 +56,17 @@ def finetune_config(
         lora=_stated_value(stated, "lora.rank") is not None,
         method=method,
     )
-    defaults["data.tokenizer"] = tokenizer
     targets = architecture.lora_targets(base)
-    defaults["lora.targets"] = list(targets)
+    defaults |= {"data.tokenizer": tokenizer, "lora.targets": list(targets)}
     source = task if generated else _stated_value(stated, "data.source") or ""
-    sources = source if isinstance(source, list) else [source]
-    text = "-".join(
-        _short(str(entry.get("source") if isinstance(entry, dict) else entry)) for entry in sources
-    )[:60]
+    entries = source if isinstance(source, list) else [{"source": source}]
+    text = "-".join(_short(str(entry.get("source"))) for entry in entries)[:60]
     name = f"{_short(start)}-{text}"
     config = load_config(recipe, overrides, defaults, name)
+    sizes = knobs | {"model.pad_vocab_to_multiple_of": 1}
     wrong = [
         f"{key}: {start} has {value}; leave it out, fine-tuning changes no sizes"
-        for key, value in knobs.items()
+        for key, value in sizes.items()
         if key != "model.n_positions" and get_value(config, key) != value
     ]
     if not set(config.lora.targets) <= set(targets):
@@ -76,8 +75,6 @@ def finetune_config(
         architecture.check_positions(base, config.model.n_positions, config.finetune.rope_theta)
     except ValueError as error:
         wrong.append(f"model.n_positions: {error}")
-    if config.model.pad_vocab_to_multiple_of != 1:
-        wrong.append("model.pad_vocab_to_multiple_of: fine-tuning changes no sizes; leave it out")
     if wrong:
         raise ConfigError(wrong)
     if config.model.n_positions > positions or config.finetune.rope_theta is not None:
@@ -134,11 +131,7 @@ def _short(name: str) -> str:
     path = Path(name)
     if path.name in ("best", "final"):
         path = path.resolve().parent
-    word = (
-        path.stem
-        if path.suffix in (".txt", ".md", ".json", ".jsonl", ".parquet", ".csv")
-        else path.name
-    )
+    word = path.name.removesuffix(path.suffix if path.suffix in _TEXTS else "")
     return re.sub(r"[^\w.-]+", "-", word).strip("-.") or "text"
 
 
@@ -161,20 +154,17 @@ def check_tokenizer(config: Config, base: "PreTrainedConfig") -> str:
                 f"{start}: has no tokenizer beside it; give the one that it was trained with, as a "
                 "folder or Hub id: --data.tokenizer NAME"
             ) from None
-    if name in ("char", "bpe"):
+    if name in ("char", "bpe"):  # a vocabulary of the new text
+        given = None
+    else:
+        given = own if name == start and own is not None else build_tokenizer(name, ()).hf
+    learned = own.get_vocab() if own is not None else {}
+    if given is None or not learned.items() <= given.get_vocab().items():
         raise UserError(
-            f"data.tokenizer: {name} would build a vocabulary from the new text that does not "
-            "match the model's; leave it out to use the model's own"
+            f"data.tokenizer: {name} is not the tokenizer of {start}, whose tokens the model "
+            "has learned; leave it out, or add tokens to that one"
         )
-    given = own if name == start and own is not None else build_tokenizer(name, ()).hf
-    new = 0
-    if own is not None:
-        new = len(given) - len(own)
-        if new < 0 or not own.get_vocab().items() <= given.get_vocab().items():
-            raise UserError(
-                f"data.tokenizer: {name} is not the tokenizer of {start}, whose tokens the model "
-                "has learned; leave it out, or add tokens to that one"
-            )
+    new = len(given) - len(learned) if learned else 0
     if len(given) - new > base.vocab_size:
         raise UserError(
             f"data.tokenizer: {name} has {len(given):,} tokens, {start} only {base.vocab_size:,}; "

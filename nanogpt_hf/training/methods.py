@@ -5,28 +5,24 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-import numpy as np
-import torch
-
 from nanogpt_hf.config import finetune
 from nanogpt_hf.config.compatibility import FSDP2, Rule, check_settings
 from nanogpt_hf.config.schema import Config, get_value
 from nanogpt_hf.config.seeds import derive_seed
 from nanogpt_hf.data.prepare import prepare
 from nanogpt_hf.data.prepared import PreparedData, load_prepared, repetition_warnings, summary_lines
-from nanogpt_hf.distributed.accelerator import sum_over_ranks
-from nanogpt_hf.evaluation.answers import Answers
 from nanogpt_hf.evaluation.loss import evaluate_data
 from nanogpt_hf.formatting import format_number
 from nanogpt_hf.model.architecture import Objective, next_token_loss
 from nanogpt_hf.rl.data import load_questions
 from nanogpt_hf.rl.objective import policy_objective
-from nanogpt_hf.rl.rollouts import Rollouts, answer_log_probs
+from nanogpt_hf.rl.rollouts import Rollouts
 from nanogpt_hf.training.distillation import distillation_objective, load_with_teacher
-from nanogpt_hf.training.kto import evaluate_answers, kto_objective, kto_step, load_answers
+from nanogpt_hf.training.pairs import load_answers, load_pairs
 from nanogpt_hf.training.preferences import (
-    evaluate_pairs,
-    load_pairs,
+    evaluate_preferences,
+    kto_objective,
+    kto_step,
     preference_objective,
     preference_step,
 )
@@ -160,7 +156,7 @@ def evaluate_policy(run: Run, stopping: Callable[[], bool]) -> Evaluated:
             questions, rollouts.sampler.texts(answers, rows), rows, strict=False
         )
     ]
-    metrics = {**answers.metrics(), **answers.pass_rates(), "kl": _kl_to_start(run, answers)}
+    metrics = {**answers.metrics(), **answers.pass_rates()}
     shown = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
     return Evaluated(
         -metrics["reward"],
@@ -169,32 +165,6 @@ def evaluate_policy(run: Run, stopping: Callable[[], bool]) -> Evaluated:
         [f"held-out questions: {shown}"],
         examples,
     )
-
-
-def _kl_to_start(run: Run, answers: Answers) -> float:
-    """The KL divergence per token from the model that the run started from: the mean log-ratio of
-    the answers' tokens.
-
-    Unlike `kl_estimate` it has no exponential, which a few tokens would dominate when the models
-    are far apart.
-    """
-    size, rows = rollouts_of(run).sampler.batch_size, len(answers.rewards)
-    total = torch.zeros((), dtype=torch.float64)
-    for first in range(0, rows, size * run.mesh.dp_size):
-        # Every process takes as many forward passes; rows past the end count nothing.
-        numbers = np.arange(first + run.mesh.dp_rank * size, first + (run.mesh.dp_rank + 1) * size)
-        real = torch.from_numpy(numbers < rows)
-        numbers = numbers.clip(max=rows - 1)
-        policy, start = (
-            answer_log_probs(model, answers, numbers, run.accelerator, run.config.rl.temperature)
-            for model in (run.model, start_model_of(run))
-        )
-        total += ((policy - start).sum(1) * real).sum()
-    if run.mesh.world_size > 1:
-        total = sum_over_ranks(
-            run.accelerator, run.mesh, total.float().to(run.accelerator.device)
-        ).cpu()
-    return total.item() / int(answers.completions.lengths.sum())
 
 
 TEXT = Method(
@@ -220,7 +190,7 @@ PREFERENCES = Method(
     is_chosen=lambda config: bool(get_value(config, finetune.PREFERENCES.knob)),
     load=load_pairs,
     objective=lambda config, _: preference_objective(config.align),
-    evaluate=evaluate_pairs,
+    evaluate=evaluate_preferences,
     describe_best=lambda score: f"best loss on held-out pairs {format_number(score, 4)}",
     step=preference_step,
 )
@@ -230,7 +200,6 @@ KTO = replace(
     is_chosen=lambda config: config.align.loss == "kto",
     load=load_answers,
     objective=lambda config, _: kto_objective(config.align),
-    evaluate=evaluate_answers,
     describe_best=lambda score: f"best loss on held-out answers {format_number(score, 4)}",
     step=kto_step,
 )

@@ -21,11 +21,7 @@ from nanogpt_hf.config.checks import divisors
 from nanogpt_hf.config.schema import Config, replace_knobs
 from nanogpt_hf.data.batches import Batches, blocks_read
 from nanogpt_hf.data.blocks import Blocks
-from nanogpt_hf.distributed.accelerate_config import (
-    requested_checkpointing,
-    requested_machine,
-    requested_precision,
-)
+from nanogpt_hf.distributed.accelerate_config import requested_checkpointing, requested_precision
 from nanogpt_hf.distributed.accelerator import is_sharded, mesh_of, micro_batches_not_counted
 from nanogpt_hf.distributed.deepspeed import is_zero, set_batch_sizes
 from nanogpt_hf.distributed.full_state import (
@@ -38,14 +34,7 @@ from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import NotEnoughMemoryError, UserError, is_out_of_memory
 from nanogpt_hf.formatting import format_bytes
 from nanogpt_hf.model.build import build_config, meta_model
-from nanogpt_hf.model.recompute import SELECTIVE
-from nanogpt_hf.optim.optimizer import OPTIMIZERS, kind_of
-from nanogpt_hf.planning.counts import Counts
-from nanogpt_hf.planning.footprint import (
-    footprint,
-    saved_bytes_per_token,
-    useless_checkpointing,
-)
+from nanogpt_hf.planning.footprint import footprint, useless_checkpointing
 from nanogpt_hf.planning.hardware import USABLE_MEMORY, free_memory
 from nanogpt_hf.planning.placement import Placement
 from nanogpt_hf.training.run import Run
@@ -142,17 +131,9 @@ def check_memory(config: Config, accelerator: Accelerator, mesh: Mesh, vocab_siz
     """
     model = meta_model(config, build_config(config.model, vocab_size))
     on_cpu = accelerator.device.type == "cpu"
-    place = Placement(
-        precision=str(accelerator.mixed_precision),
-        on_cpu=on_cpu,
-        checkpointing=requested_checkpointing(),
-    )
-    step: dict[str, Any] = {
-        "micro_batch_size": config.train.min_micro_batch_size,
-        "block_size": config.data.block_size,
-        "accumulates": False,
-        "optim": config.optim,
-    }
+    precision, checkpointing = str(accelerator.mixed_precision), requested_checkpointing()
+    place = Placement(precision=precision, on_cpu=on_cpu, checkpointing=checkpointing)
+    step = _one_micro_batch(config)
     if mesh.is_main and (line := useless_checkpointing(model, place, **step)):
         logger.warning(line)
     # whose frozen weights are not counted in 8 bits
@@ -168,8 +149,17 @@ def check_memory(config: Config, accelerator: Accelerator, mesh: Mesh, vocab_siz
         raise UserError(
             f"the run needs about {format_bytes(needed)} of memory and {format_bytes(free)} are "
             f"free{each}; train a smaller model, or on a machine with more memory: "
-            f"{memory_advice(config, vocab_size, place.precision)}"
+            f"{memory_advice(config, vocab_size, place)}"
         )
+
+
+def _one_micro_batch(config: Config) -> dict[str, Any]:
+    return {
+        "micro_batch_size": config.train.min_micro_batch_size,
+        "block_size": config.data.block_size,
+        "accumulates": False,
+        "optim": config.optim,
+    }
 
 
 def largest_micro_batch(
@@ -260,57 +250,28 @@ def peak_memory(device: torch.device) -> int:
 
 @contextlib.contextmanager
 def one_line_for_too_little_memory(config: Config, vocab_size: int) -> Iterator[None]:
-    """Context that turns an out-of-memory error into one line: what needs the memory, and knobs
-    that reduce it.
-    """
+    """Context that turns an out-of-memory error into one line of `memory_advice`."""
     try:
         yield
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        advice = memory_advice(config, vocab_size, requested_precision())
+        place = Placement(precision=requested_precision(), checkpointing=requested_checkpointing())
+        advice = memory_advice(config, vocab_size, place)
         raise NotEnoughMemoryError(f"out of memory: {advice}") from error
 
 
-def memory_advice(config: Config, vocab_size: int, precision: str) -> str:
-    """What takes the memory and how to save some, estimated by footprint.py."""
+def memory_advice(config: Config, vocab_size: int, place: Placement) -> str:
+    """What takes the memory of a step, as estimated, and knobs that reduce it."""
     model = meta_model(config, build_config(config.model, vocab_size))
-    block_size, micro = config.data.block_size, config.train.min_micro_batch_size
-    counts, optimizer = Counts.of(model), kind_of(config.optim)
-    state = (4 * counts.total + 4 * counts.trainable + optimizer.state_bytes(model, 1)) / 1e9
-    tokens = block_size * counts.backward_blocks
-    machine = requested_machine()
-    # GB of a sequence's activations with each level of checkpointing
-    activations = {
-        level: tokens * saved_bytes_per_token(model, block_size, place) / 1e9
-        for level in (machine.checkpoints, *[SELECTIVE] * (not machine.compiles), "true")
-        for place in [Placement(precision=precision, checkpointing=level)]
-    }
-    whole = activations[machine.checkpoints]
-    remedies = []
-    if micro > 1:
-        saved = whole * (micro - micro // 2)
-        remedies.append(
-            f"train.micro_batch_size {micro // 2} saves {saved:.1f} GB (same tokens per step, by "
-            "more accumulation)"
-        )
-    if optimizer is OPTIMIZERS["adamw"]:
-        saved = optimizer.state_bytes(model, 1) - OPTIMIZERS["adamw_8bit"].state_bytes(model, 1)
-        remedies.append(
-            f"optim.state 8bit saves {saved / 1e9:.1f} GB (needs torchao; not under DeepSpeed)"
-        )
-    levels = [
-        f"{level} saves about {micro * (whole - left):.1f} GB"
-        for level, left in activations.items()
-        if left < whole
-    ]
-    if levels:
-        name = "fsdp_activation_checkpointing in the accelerate config"
-        remedies.append(f"{name}: {', '.join(levels)}")
-    remedies.append(
-        f"an accelerate config that shards over N devices saves {state:.1f} × (1 - 1/N) GB"
-    )
-    return (
-        f"weights, gradients and optimizer state take {state:.1f} GB, activations of {micro} "
-        f"sequences about {micro * whole:.1f} GB. {'; '.join(remedies)}"
-    )
+    needed = footprint(model, place, **_one_micro_batch(config))
+    parts = needed.phases[needed.peak_phase].items()
+    sizes = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts if size)
+    remedies = ["an accelerate config that shards the model over devices"]
+    if not place.checkpointing:
+        remedies.insert(0, "fsdp_activation_checkpointing in the accelerate config")
+    if config.optim.name == "adamw" and config.optim.state != "8bit":
+        remedies.insert(0, "optim.state 8bit")
+    if (size := config.train.min_micro_batch_size) > 1:
+        remedies.insert(0, f"train.micro_batch_size {size // 2} (same tokens per step)")
+    return f"{sizes}; less with {', '.join(remedies)}; `cli.py estimate` shows how much"

@@ -1,14 +1,12 @@
-"""Preference training: pairs of a chosen and a rejected answer, their losses (DPO, IPO, hinge,
-SimPO, ORPO), and their evaluation.
+"""Preference training: losses of pairs (DPO, IPO, hinge, SimPO, ORPO) and of answers that are
+labeled alone (KTO), their steps and their evaluation.
 
-A block is a pair, padded at the end; a step's loss is the mean over its pairs.
+A step's loss is the mean over its pairs or answers.
 """
 
-import dataclasses
+import contextlib
 import logging
-import tempfile
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,154 +15,20 @@ from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch.nn import functional as F
-from transformers import PreTrainedTokenizerBase
 
-from nanogpt_hf.config.schema import AlignSection, Config
-from nanogpt_hf.config.sources import is_mixture
+from nanogpt_hf.config.schema import AlignSection
 from nanogpt_hf.data.blocks import Blocks
-from nanogpt_hf.data.chat_template import ChatFormat
-from nanogpt_hf.data.conversations import Conversation, Pair, pair_of
-from nanogpt_hf.data.prepare import split_documents
-from nanogpt_hf.data.prepared import PreparedData, in_memory
-from nanogpt_hf.data.source import load_documents
-from nanogpt_hf.data.tokenizer import (
-    build_tokenizer,
-    encode_ordinary,
-    end_of_text_id_of,
-    prompt_ids,
-    unknown_characters_named,
-)
 from nanogpt_hf.distributed.accelerator import sum_over_ranks
-from nanogpt_hf.errors import DataError
 from nanogpt_hf.evaluation.loss import eval_mode, evaluation_indices, rank_batches
 from nanogpt_hf.formatting import format_number
 from nanogpt_hf.model.architecture import Metrics, Objective
 from nanogpt_hf.runs.files import written_whole
+from nanogpt_hf.training.pairs import NO_TARGET, LabeledAnswers
 from nanogpt_hf.training.run import Evaluated, Run, StepResult, start_model_of
 from nanogpt_hf.training.step import train_step
 
 logger = logging.getLogger(__name__)
-_NO_TARGET = -100
-Encoded = tuple[list[int], int]  # token ids, and how many of them are the prompt
-
-
-class Pairs(Blocks):
-    """Preference pairs as blocks: input_ids and shift_labels (n, 2, T), the chosen answer first,
-    and `reference` (n, 2), the log-probabilities of the answers under the model before training.
-    """
-
-    def __init__(self, pairs: list[tuple[Encoded, Encoded]], block_size: int):
-        self.pairs, self.block_size = pairs, block_size
-        self.width = max(len(ids) for pair in pairs for ids, _ in pair) - 1
-        self.reference = torch.zeros(len(pairs), 2)
-
-    def __len__(self) -> int:
-        return len(self.pairs)
-
-    def num_targets(self, indices: np.ndarray) -> int:
-        """The pairs at `indices`: each counts the same, however long its answers are."""
-        return len(indices)
-
-    def batch(self, indices: np.ndarray) -> dict[str, torch.Tensor]:
-        """The pairs at `indices`; shift_labels is -100 but for the tokens of the answers."""
-        inputs = torch.zeros(len(indices), 2, self.width, dtype=torch.int64)
-        labels = torch.full_like(inputs, _NO_TARGET)
-        for row, index in enumerate(indices.tolist()):
-            for side, (ids, prompt) in enumerate(self.pairs[index]):
-                inputs[row, side, : len(ids) - 1] = torch.tensor(ids[:-1])
-                labels[row, side, prompt - 1 : len(ids) - 1] = torch.tensor(ids[prompt:])
-        reference = self.reference[torch.from_numpy(indices)]
-        return {"input_ids": inputs, "shift_labels": labels, "reference": reference}
-
-
-def load_pairs(config: Config) -> PreparedData:
-    """The preference pairs of data.source, split and encoded, with the model's tokenizer.
-
-    Raises UserError if they cannot be read, or none fits into a block.
-    """
-    return load_rows(config, pair_of, _encoded, "preference pairs")
-
-
-def load_rows(
-    config: Config,
-    parse: Callable[..., Any],
-    encode: Callable[..., tuple[Pairs | None, int]],
-    noun: str,
-) -> PreparedData:
-    """The rows of data.source as `parse` reads each and `encode` makes blocks of those that fit,
-    or None, and the number of others.
-
-    Raises UserError if they cannot be read, or none fits into a block.
-    """
-    data = dataclasses.replace(config.data, format="chat")
-    if is_mixture(data):
-        raise DataError(f"data.source: {noun} come from one source; a list is not supported")
-    tokenizer = build_tokenizer(data.tokenizer, ()).hf
-    chat = ChatFormat(tokenizer, fixed_day=True) if tokenizer.chat_template else None
-    with tempfile.TemporaryDirectory() as scratch:
-        documents = load_documents(data, Path(scratch), parse)
-        splits = [
-            encode(rows, tokenizer, chat, data.block_size)
-            for rows in split_documents(documents, data)
-        ]
-    found = []
-    for name, (blocks, left_out) in zip(("train", "validation"), splits, strict=True):
-        if not blocks:
-            raise DataError(
-                f"data.block_size: {data.block_size} tokens are too few for all {noun} of {name}"
-            )
-        line = f"  {name:<10} {len(blocks):,} {noun}"
-        if left_out:
-            line += f"; {left_out:,} are longer than data.block_size {data.block_size}, left out"
-        logger.info(line)
-        found.append(blocks)
-    train, validation = found
-    return in_memory(
-        train,
-        validation,
-        tokenizer,
-        source=data.source,
-        revision=documents.revision,
-        end_of_turn_id=chat and chat.end_of_turn_id(),
-    )
-
-
-def _encoded(
-    pairs: list[Pair], tokenizer: PreTrainedTokenizerBase, chat: ChatFormat | None, block_size: int
-) -> tuple[Pairs | None, int]:
-    """The blocks of the pairs, and how many are left out: a pair without the end of an answer would
-    prefer one that never ends.
-    """
-    kept = []
-    for pair in pairs:
-        answers = [encode_answer(messages, tokenizer, chat) for messages in pair]
-        if all(len(ids) <= block_size + 1 for ids, _ in answers):
-            kept.append(tuple(answers))
-    return Pairs(kept, block_size) if kept else None, len(pairs) - len(kept)
-
-
-def encode_answer(messages: Conversation, tokenizer: Any, chat: ChatFormat | None) -> Encoded:
-    """The token ids of a conversation whose last answer is trained, and where that begins.
-
-    Without a chat template the answer continues the last question as text, and the token that
-    ends a text ends it.
-    """
-    if chat is None:
-        if len(messages) > 2:
-            raise DataError(
-                "the model has no chat template, so a pair is one question with two answers; "
-                f"the one that starts {messages[0]['content']!r:.40} has more messages"
-            )
-        prompt = prompt_ids(tokenizer, messages[0]["content"])
-        end = end_of_text_id_of(tokenizer)
-        answer = encode_ordinary(tokenizer, messages[1]["content"])
-        return [*prompt, *answer, *([] if end is None else [end])], len(prompt)
-    with unknown_characters_named(tokenizer, [message["content"] for message in messages]):
-        example = chat.examples([messages])[-1]
-    counts = np.array([0, *example.assistant_mask])
-    begins = np.flatnonzero(np.diff(counts) == 1)
-    end = int(np.flatnonzero(counts)[-1])
-    return example.input_ids[:end], int(begins[-1])
+Batch = dict[str, torch.Tensor]
 
 
 class PairLoss(NamedTuple):
@@ -218,16 +82,13 @@ def preference_objective(align: AlignSection) -> Objective:
     """
     row = LOSSES[align.loss or "dpo"]
 
-    def objective(
-        model: torch.nn.Module, batch: dict[str, torch.Tensor]
-    ) -> tuple[torch.Tensor, Metrics]:
-        labels = batch["shift_labels"]
-        scores, lengths = pair_log_probs(model, batch["input_ids"], labels)
+    def objective(model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, Metrics]:
+        scores, lengths = pair_log_probs(model, batch["input_ids"], batch["shift_labels"])
         if row.uses_reference:
             scores = scores - batch["reference"]
         if row.per_token:
             scores = scores / lengths.clamp(min=1)
-        is_pair = lengths[:, 0] > 0  # evaluations pad batches by empty rows
+        is_pair = lengths[:, 0] > 0
         chosen, rejected = torch.where(is_pair[:, None], scores, -1.0).unbind(1)
         values = {
             "loss": row.loss(align, chosen, rejected),
@@ -235,10 +96,43 @@ def preference_objective(align: AlignSection) -> Objective:
             "reward_chosen": align.beta * chosen,
             "reward_rejected": align.beta * rejected,
         }
-        sums = {name: torch.where(is_pair, value, 0.0).sum() for name, value in values.items()}
-        return sums.pop("loss"), sums
+        return _summed(values, is_pair)
 
     return objective
+
+
+def kto_objective(align: AlignSection) -> Objective:
+    """The summed loss of the answers of a batch: w·(1 - σ(±β·(r - kl))), r being the log-ratio of
+    the answer to the model before training, and w and the sign those of its label (Ethayarajh et
+    al. 2024, arXiv:2402.01306).
+
+    Metrics: rewards β·r of both labels, and whether the reward is on the right side of the
+    estimate.
+    """
+
+    def objective(model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, Metrics]:
+        scores, lengths = pair_log_probs(
+            model, batch["input_ids"][:, :1], batch["shift_labels"][:, :1]
+        )
+        scores, good = (scores - batch["reference"][:, :1])[:, 0], batch["desirable"]
+        margin = torch.where(good, scores - batch["kl"], batch["kl"] - scores)
+        weight = torch.where(good, align.desirable_weight, align.undesirable_weight)
+        values = {
+            "loss": weight * (1 - torch.sigmoid(align.beta * margin)),
+            "accuracy": (margin.sign() + 1) / 2,
+            "desirable": good.float(),
+            "reward_desirable": align.beta * scores * good,
+            "reward_undesirable": align.beta * scores * ~good,
+        }
+        return _summed(values, lengths[:, 0] > 0)
+
+    return objective
+
+
+def _summed(values: Batch, is_row: torch.Tensor) -> tuple[torch.Tensor, Metrics]:
+    """The sums of loss and metrics; evaluations pad batches by empty rows."""
+    sums = {name: torch.where(is_row, value, 0.0).sum() for name, value in values.items()}
+    return sums.pop("loss"), sums
 
 
 def pair_log_probs(
@@ -251,7 +145,7 @@ def pair_log_probs(
     """
     rows, labels = input_ids.flatten(0, 1), shift_labels.flatten(0, 1)
     logits = model(input_ids=rows, use_cache=False).logits.float()
-    counts = labels != _NO_TARGET
+    counts = labels != NO_TARGET
     chosen = logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
     shape = input_ids.shape[:2]
     return (chosen * counts).sum(1).view(shape), counts.sum(1).view(shape)
@@ -264,46 +158,82 @@ def preference_step(run: Run, step: int, learning_rate: float) -> StepResult:
     return train_step(run, step, learning_rate)
 
 
-def evaluate_pairs(run: Run, stopping: Callable[[], bool]) -> Evaluated | None:
-    """The loss on held-out pairs, the share whose chosen answer has the higher reward, and the
-    margin; the same on all processes.
+def kto_step(run: Run, step: int, learning_rate: float) -> StepResult:
+    """Estimate the KL divergence on the answers of `step`, and take an optimizer step on them."""
+    blocks: Any = run.data.train
+    with run.batches.waiting():
+        fill_reference(run, lambda: False)
+        blocks.kl = divergence(run, blocks, run.batches.indices(step))
+    result = train_step(run, step, learning_rate)
+    accuracy = {"accuracy": result.metrics["accuracy"]}
+    return result._replace(metrics=accuracy, figures={"kl": blocks.kl})
+
+
+def evaluate_preferences(run: Run, stopping: Callable[[], bool]) -> Evaluated | None:
+    """The loss on held-out pairs or answers, the share whose rewards are on the right side, and the
+    margin between the mean rewards of both sides, if both occur; the same on all processes.
     """
     if not fill_reference(run, stopping):
         return None
-    indices = evaluation_indices(run.data.validation, run.config.eval.tokens)
-    means = mean_metrics(run, indices, stopping)
+    blocks = run.data.validation
+    indices, sides = evaluation_indices(blocks, run.config.eval.tokens), ("chosen", "rejected")
+    if labeled := isinstance(blocks, LabeledAnswers):
+        blocks.kl, sides = divergence(run, blocks, indices), ("desirable", "undesirable")
+    means = _mean_metrics(run, blocks, indices, stopping)
     if means is None:
         return None
-    means["margin"] = means["reward_chosen"] - means["reward_rejected"]
-    line = (
-        f"held-out pairs: loss {format_number(means['loss'], 4)}, accuracy "
-        f"{means['accuracy']:.3f}, margin {format_number(means['margin'], 4)}"
-    )
+    if labeled:
+        means["kl"], share = blocks.kl, means.pop("desirable")
+        for side, part in zip(sides, (share, 1 - share), strict=True):
+            reward = means.pop(f"reward_{side}")
+            means |= {f"reward_{side}": reward / part} if part > 0 else {}
+    rewards = [means[f"reward_{side}"] for side in sides if f"reward_{side}" in means]
+    line = f"held-out {'answers' if labeled else 'pairs'}: loss {format_number(means['loss'], 4)}, "
+    line += f"accuracy {means['accuracy']:.3f}"
+    if len(rewards) == 2:
+        means["margin"] = rewards[0] - rewards[1]
+        line += f", margin {format_number(means['margin'], 4)}"
     metrics = {f"val/{name}": value for name, value in means.items()}
     return Evaluated(means["loss"], None, metrics, [line], [])
 
 
-def mean_metrics(
-    run: Run, indices: np.ndarray, stopping: Callable[[], bool]
+def _batches(run: Run, blocks: Blocks, indices: np.ndarray) -> Iterator[tuple[np.ndarray, Batch]]:
+    """Batches of this process; all have equally many."""
+    size = run.batches.micro_batch_size
+    return rank_batches(run.accelerator, run.mesh, blocks, indices, size, pad=True)
+
+
+def _mean_metrics(
+    run: Run, blocks: Blocks, indices: np.ndarray, stopping: Callable[[], bool]
 ) -> dict[str, float] | None:
-    """The means of the objective's loss and metrics over validation blocks; None if `stopping()`
-    has ended it.
+    """The means of the objective's loss and metrics over blocks; None if `stopping()` has ended
+    it.
     """
-    blocks, accelerator = run.data.validation, run.accelerator
     totals: Metrics = {}
     with torch.no_grad(), eval_mode(run.model):
-        for _, batch in rank_batches(
-            accelerator, run.mesh, blocks, indices, run.batches.micro_batch_size, pad=True
-        ):
+        for _, batch in _batches(run, blocks, indices):
             loss, metrics = run.objective(run.model, batch)
             for name, value in {"loss": loss, **metrics}.items():
                 totals[name] = totals.get(name, 0) + value.float()
             if stopping():
                 return None
     return {
-        name: sum_over_ranks(accelerator, run.mesh, total).item() / len(indices)
+        name: sum_over_ranks(run.accelerator, run.mesh, total).item() / len(indices)
         for name, total in totals.items()
     }
+
+
+@torch.no_grad()
+def divergence(run: Run, blocks: LabeledAnswers, indices: np.ndarray) -> float:
+    """The mean log-ratio of the mismatched pairs of all processes, or 0 if it is negative."""
+    total = torch.zeros((), device=run.accelerator.device)
+    with eval_mode(run.model):
+        for _, batch in _batches(run, blocks, indices):
+            sums, lengths = pair_log_probs(
+                run.model, batch["input_ids"][:, 1:], batch["shift_labels"][:, 1:]
+            )
+            total += torch.where(lengths > 0, sums - batch["reference"][:, 1:], 0.0).sum()
+    return max(0.0, sum_over_ranks(run.accelerator, run.mesh, total).item() / len(indices))
 
 
 @torch.no_grad()
@@ -317,18 +247,20 @@ def fill_reference(run: Run, stopping: Callable[[], bool]) -> bool:
     row = LOSSES.get(run.config.align.loss or "dpo")  # none of KTO
     if (row and not row.uses_reference) or splits["train"].reference.any():
         return True
-    file, accelerator, mesh = run.folder.reference, run.accelerator, run.mesh
-    saved = _read_reference(file, splits) if mesh.is_main else {}
+    accelerator, mesh, saved, filled = run.accelerator, run.mesh, {}, {}
+    if mesh.is_main:
+        with contextlib.suppress(OSError, SafetensorError):  # there is none, or it is damaged
+            saved = load_file(run.folder.reference)
+        if any(len(saved.get(name, ())) != len(blocks) for name, blocks in splits.items()):
+            saved = {}  # of other rows
     is_saved: list[bool] = broadcast_object_list([bool(saved)], from_process=0)
-    filled = {}
     for name, blocks in splits.items():
         found = saved.get(name, torch.zeros(len(blocks), 2)).to(accelerator.device)
         if not is_saved[0]:
             logger.info(f"log-probabilities of {len(blocks):,} {name} rows before training ...")
             model = run.model if run.state.step == 0 else start_model_of(run)
-            every, size = np.arange(len(blocks)), run.batches.micro_batch_size
             with eval_mode(model):
-                for rows, batch in rank_batches(accelerator, mesh, blocks, every, size, pad=True):
+                for rows, batch in _batches(run, blocks, np.arange(len(blocks))):
                     with accelerator.autocast():
                         sums, _ = pair_log_probs(model, batch["input_ids"], batch["shift_labels"])
                     found[torch.from_numpy(rows).to(found.device)] = sums[: len(rows)].float()
@@ -337,18 +269,8 @@ def fill_reference(run: Run, stopping: Callable[[], bool]) -> bool:
         filled[name] = sum_over_ranks(accelerator, mesh, found).cpu()
     run.start_model = None  # frees its memory
     if mesh.is_main and not is_saved[0]:
-        with written_whole(file) as partial:
+        with written_whole(run.folder.reference) as partial:
             partial.write_bytes(save(filled))
     for name, reference in filled.items():
         splits[name].reference = reference
     return True
-
-
-def _read_reference(file: Path, splits: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """The saved log-probabilities; {} if there are none, or they are damaged or of other pairs."""
-    try:
-        saved = load_file(file)
-    except (OSError, SafetensorError):
-        return {}
-    shapes = {name: (len(blocks), 2) for name, blocks in splits.items()}
-    return saved if {name: tuple(t.shape) for name, t in saved.items()} == shapes else {}

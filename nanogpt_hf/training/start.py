@@ -123,21 +123,18 @@ def prepare_run(
 
 
 def check_folders(config: Config, folder: RunFolder) -> None:
-    """Raises UserError if run folder and prepared data are inside each other, or the teacher in
-    the run folder.
-    """
-    teacher = config.distill.teacher
-    if teacher and Path(teacher).expanduser().resolve().is_relative_to(folder.path.resolve()):
-        raise UserError(
-            f"distill.teacher: {teacher} is in --run-dir {folder.path}, which the run writes; "
-            "choose another folder for the run"
-        )
-    for data in (config.data.dir, *(source.data.dir for source in sources_of(config.data))):
-        paths = folder.path.resolve(), Path(data).resolve()
-        if paths[0].is_relative_to(paths[1]) or paths[1].is_relative_to(paths[0]):
+    """Raises UserError if the run folder and prepared data or the teacher are inside each other."""
+    dirs = [config.data.dir, *(source.data.dir for source in sources_of(config.data))]
+    others = [("data.dir", path) for path in dirs]
+    if config.distill.teacher:
+        others.append(("distill.teacher", config.distill.teacher))
+    run = folder.path.resolve()
+    for knob, path in others:
+        other = Path(path).expanduser().resolve()
+        if run.is_relative_to(other) or other.is_relative_to(run):
             raise UserError(
-                f"--run-dir {folder.path} and --data.dir {data}: one is inside the other; choose "
-                "two separate folders"
+                f"--run-dir {folder.path} and --{knob} {path}: one is inside the other; choose two "
+                "separate folders"
             )
 
 
@@ -175,9 +172,9 @@ def _start_or_resume(
     if resume:
         continue_on(folder, accelerator.device, processes)
         checkpoint = find_checkpoint(accelerator, folder, run_facts)
-        if checkpoint.step > config.train.max_steps:
+        if checkpoint.state.step > config.train.max_steps:
             raise UserError(
-                f"{folder.path}: its step {checkpoint.step:,} is past train.max_steps "
+                f"{folder.path}: its step {checkpoint.state.step:,} is past train.max_steps "
                 f"{config.train.max_steps:,}"
             )
     run = build_run(config, accelerator, data, folder, checkpoint)
@@ -269,7 +266,7 @@ def _build(
     folder: RunFolder | None,
     checkpoint: Checkpoint | None,
 ) -> Run:
-    mesh, step = mesh_of(accelerator), checkpoint.step if checkpoint else 0
+    mesh, step = mesh_of(accelerator), checkpoint.state.step if checkpoint else 0
     config = config_at(config, step)
     if config.whole:
         blocks = load_prepared(config)
@@ -326,11 +323,8 @@ def _record_end_ids(model: PreTrainedModel, end_of_turn_id: int | None) -> None:
     """
     own = model.config.eos_token_id
     first = own if isinstance(own, list) else [own]
-    ends = [
-        end
-        for end in dict.fromkeys([*first, *sorted(end_ids_of(model)), end_of_turn_id])
-        if end is not None
-    ]
+    found = dict.fromkeys([*first, *sorted(end_ids_of(model)), end_of_turn_id])
+    ends = [end for end in found if end is not None]
     if ends:
         model.config.eos_token_id = ends[0] if len(ends) == 1 else ends
 

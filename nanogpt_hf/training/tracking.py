@@ -1,32 +1,47 @@
-"""Logging of a run: metrics.jsonl, console lines and Accelerate's trackers."""
+"""Logging of a run: metrics.jsonl, console lines and accelerate's trackers (wandb, tensorboard,
+...), whose runs continue when a run is resumed.
+"""
 
 import json
 import logging
 import math
+import os
+import secrets
 import shlex
+import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 from tqdm import tqdm
 
-from nanogpt_hf.config.schema import Config
+from nanogpt_hf.config.schema import KNOBS, Config, get_value
 from nanogpt_hf.config.sources import is_mixture, sources_of
 from nanogpt_hf.config.stages import planned_tokens, stage_lines
 from nanogpt_hf.distributed.accelerator import describe_device, describe_machine, precision_of
-from nanogpt_hf.errors import RunFolderError
+from nanogpt_hf.errors import RunFolderError, UserError
 from nanogpt_hf.formatting import format_duration, format_number, shows_bars
 from nanogpt_hf.model.architecture import count_parameters
 from nanogpt_hf.planning.hardware import peak_flops
 from nanogpt_hf.runs.files import written_whole
 from nanogpt_hf.runs.metrics import read_metrics
 from nanogpt_hf.runs.provenance import add_start, describe_start
+from nanogpt_hf.runs.redact import redact, redact_tree
 from nanogpt_hf.training.methods import method_of
 from nanogpt_hf.training.run import Evaluated, Run
-from nanogpt_hf.training.trackers import start_trackers
 
 logger = logging.getLogger(__name__)
 
 _SECONDS_BETWEEN_LINES = 10.0  # in the plain log; a terminal has a progress bar instead
+# To continue a tracker's own run: the option that names it, and how to read its value from a
+# started run. tensorboard's run is its folder. Trackers that are not here start a new run at a
+# resume.
+_RUN_ID: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "wandb": ("id", lambda run: run.id),
+    "trackio": ("name", lambda run: run.name),
+    "aim": ("run_hash", lambda run: run.hash),
+    "mlflow": ("run_id", lambda run: run.info.run_id),
+}
 
 
 class Tracking:
@@ -50,9 +65,8 @@ class Tracking:
                 device=run.accelerator.device,
             )
             if run.accelerator.log_with:
-                start_trackers(run.accelerator, run.config.recipe, run.folder, start)
-            data = run.state.identity and run.state.identity["data"]
-            add_start(run.folder, start | {"data": data})
+                _start_trackers(run, start)
+            add_start(run.folder, start | {"data": (run.state.identity or {}).get("data")})
         self.bar = tqdm(
             total=run.config.train.max_steps,
             initial=run.state.step,
@@ -61,6 +75,16 @@ class Tracking:
             disable=not (self.main and shows_bars()),
         )
         self._last_line = 0.0
+        config, log = run.config, logger.info if self.main else logger.debug
+        log(
+            f"{config.name}: {count_parameters(run.model_config):,} parameters; "
+            f"{config.train.max_steps:,} steps of {config.train.tokens_per_step:,} tokens = "
+            f"{config.train.micro_batch_size} sequences × {config.data.block_size} × "
+            f"{run.mesh.data_parallel} × {run.accelerator.gradient_accumulation_steps} "
+            f"accumulated; {describe_machine(run.accelerator)}"
+        )
+        for line in stage_lines(config):
+            log(line)
 
     @property
     def config(self) -> Config:
@@ -182,25 +206,83 @@ class Tracking:
         self._log(f"{first}{' -> best/' if is_best else ''}", *others)
         self._show(first.partition(" (")[0])
 
-    def __enter__(self) -> "Tracking":
-        train = self.config.train
-        log = logger.info if self.main else logger.debug
-        log(
-            f"{self.config.name}: {count_parameters(self.run.model_config):,} parameters; "
-            f"{train.max_steps:,} steps of {train.tokens_per_step:,} tokens = "
-            f"{train.micro_batch_size} sequences × {self.config.data.block_size} × "
-            f"{self.run.mesh.data_parallel} × {self.accelerator.gradient_accumulation_steps} "
-            f"accumulated; {describe_machine(self.accelerator)}"
-        )
-        for line in stage_lines(self.config):
-            log(line)
-        return self
-
-    def __exit__(self, *error: object) -> None:
+    def close(self) -> None:
         """Close the bar and the trackers."""
         self.bar.close()
         if self.accelerator.log_with:
             self.accelerator.end_training()
+
+
+def _start_trackers(run: Run, start: dict[str, Any]) -> None:
+    """Start the recipe's trackers, with the resolved recipe and `start` (see provenance.py) as
+    their configuration, secrets redacted.
+
+    The ids of their runs are stored in the run folder, so that a resumed run continues them;
+    steps after `start["step"]` are logged again. Only the main process calls it. Raises
+    UserError if a tracker does not start; a new run folder is then removed.
+    """
+    accelerator, config, folder = run.accelerator, run.config.recipe, run.folder
+    ids_file = folder.trackers / "runs.json"
+    ids = json.loads(ids_file.read_text(encoding="utf-8")) if ids_file.exists() else {}
+    values = {key: get_value(config, key) for key in KNOBS}
+    values |= {f"start.{name}": value for name, value in start.items() if name != "versions"}
+    values |= {f"start.versions.{name}": value for name, value in start["versions"].items()}
+    values = {name: _as_scalar(redact_tree(v)) for name, v in values.items() if v is not None}
+    try:
+        options: dict[str, dict[str, Any]] = {
+            name: _tracker_options(run, name, start["step"]) for name in config.tracking.trackers
+        }
+        for name, value in ids.items():
+            options.setdefault(name, {})[_RUN_ID[name][0]] = value
+        accelerator.init_trackers(config.tracking.project, init_kwargs=options)
+        for tracker in accelerator.trackers:
+            # it refuses to change a value
+            if not (tracker.name == "mlflow" and tracker.name in ids):
+                tracker.store_init_configuration(values)
+    except Exception as error:  # trackers raise errors of any kind
+        names = [str(getattr(t, "name", t)).lower() for t in accelerator.log_with]
+        if not folder.checkpoint_folders():
+            folder.undo_start()
+        reason = " ".join(str(error).split())
+        raise UserError(
+            f"tracking.trackers: {', '.join(names)} did not start "
+            f"({type(error).__name__}: {reason}); repair that, or leave it out"
+        ) from error
+    ids |= {
+        t.name: _RUN_ID[t.name][1](t.tracker) for t in accelerator.trackers if t.name in _RUN_ID
+    }
+    folder.trackers.mkdir(exist_ok=True)
+    with written_whole(ids_file) as partial:
+        partial.write_text(json.dumps(ids) + "\n", encoding="utf-8")
+
+
+def _as_scalar(value: Any) -> Any:
+    """Lists and mappings as text: TensorBoard accepts nothing else."""
+    if isinstance(value, list) and all(isinstance(item, str) for item in value):
+        return ", ".join(value)
+    return json.dumps(value) if isinstance(value, list | dict) else value
+
+
+def _tracker_options(run: Run, name: str, step: int) -> dict[str, Any]:
+    """The options with which a tracker starts a run of its own."""
+    title = run.config.name
+    if name == "trackio":  # its runs are identified by name only
+        return {"name": f"{title}-{secrets.token_hex(4)}", "resume": "allow"}
+    if name != "wandb":
+        known = {"mlflow": {"run_name": title}, "tensorboard": {"purge_step": step + 1}}
+        return known.get(name, {})
+    import wandb
+
+    options: dict[str, Any] = {"name": title, "dir": str(run.folder.path), "resume": "allow"}
+    if any(redact(word) != word for word in sys.argv):
+        # it would store the command line, with the password of a URL in it
+        options["settings"] = wandb.Settings(x_disable_meta=True)
+    if "WANDB_MODE" not in os.environ and not wandb.login(prompt=False):
+        options["mode"] = "offline"
+        logger.warning(
+            "wandb: no login found, so the run is stored offline; `wandb sync` uploads it later"
+        )
+    return options
 
 
 def log_summary(run: Run) -> None:
@@ -215,10 +297,7 @@ def log_summary(run: Run) -> None:
     if state.seconds:
         rate = state.tokens / state.seconds
         duration += f" ({rate:,.0f} tokens/s, evaluations included)"
-    lines = [
-        f"\ndone: {state.step:,} steps, {state.tokens:,} tokens in {duration}",
-        f"  {best}",
-    ]
+    lines = [f"\ndone: {state.step:,} steps, {state.tokens:,} tokens in {duration}", f"  {best}"]
     if state.step < config.train.max_steps:
         lines.append(
             f"  stopped early: no better in {config.eval.patience} evaluations (eval.patience)"

@@ -137,7 +137,7 @@ def test_model_without_tokenizer_needs_one(tiny_base, working_folder, capsys):
     assert main(argv("finetune --from bare --data my.txt")) == 2
     assert "has no tokenizer beside it" in capsys.readouterr().err
     assert main(argv("finetune --from bare --data my.txt --data.tokenizer char")) == 2
-    assert "would build a vocabulary" in capsys.readouterr().err
+    assert "char is not the tokenizer of" in capsys.readouterr().err
     char_tokenizer([chr(c) for c in range(32, 127)]).hf.save_pretrained("large")
     assert main(argv("finetune --from bare --data my.txt --data.tokenizer large")) == 2
     assert "large has 95 tokens, bare only" in capsys.readouterr().err

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from assertions import column, copy_at
+from assertions import column, copy_at, numbers, same_weights
 from nanogpt_hf.commands import main
 from nanogpt_hf.config.schema import OptimSection
 from nanogpt_hf.errors import UserError
@@ -77,28 +77,11 @@ def half(uninterrupted, folder):
     return copy
 
 
-def assert_same_bits(a: RunFolder, b: RunFolder) -> None:
-    assert (a.final / "model.safetensors").read_bytes() == (
-        b.final / "model.safetensors"
-    ).read_bytes()
-    optimizer_state = [(run.checkpoint(6) / "optimizer.safetensors").read_bytes() for run in (a, b)]
-    assert optimizer_state[0] == optimizer_state[1]
-    for name in ("train/loss", "train/grad_norm", "val/loss"):
-        assert len(column(a, name)) >= 3
-        assert column(a, name) == column(b, name)
-
-
 def test_8bit_losses_are_near_float32(uninterrupted, train, recipe):
     exact = column(train("float32", "pretrain", recipe, "--optim.state", "float32"), "val/loss")
     assert column(uninterrupted, "val/loss") == pytest.approx(exact, abs=2e-3)
     assert column(uninterrupted, "val/loss") != exact
     assert exact[6] < exact[0] - 0.2
-
-
-def test_8bit_run_resumes_exactly(uninterrupted, half, train, recipe):
-    assert_same_bits(
-        train(half("resumed").path.name, "pretrain", recipe, "--resume"), uninterrupted
-    )
 
 
 def test_run_switches_between_8bit_and_float32_state(uninterrupted, half, train, recipe):
@@ -109,7 +92,12 @@ def test_run_switches_between_8bit_and_float32_state(uninterrupted, half, train,
         column(uninterrupted, "val/loss"), abs=2e-3
     )
     back = train(half("back", of=switched).path.name, "pretrain", recipe, "--resume")
-    assert_same_bits(back, uninterrupted)
+    assert same_weights(back, uninterrupted)
+    states = [
+        (run.checkpoint(6) / "optimizer.safetensors").read_bytes() for run in (back, uninterrupted)
+    ]
+    assert states[0] == states[1]
+    assert numbers(back) == numbers(uninterrupted)
 
 
 @pytest.fixture(scope="module")
@@ -216,28 +204,18 @@ def test_8bit_state_converts_to_float32_and_back_exactly(stepped, kind):
 
 
 @pytest.mark.parametrize(
-    ("lack", "line"),
-    [
-        ("torchao", "optim.state 8bit: torchao is not installed; run `pip install torchao`"),
-        (
-            "compiler",
-            "optim.state 8bit: torchao compiles its step, and c-plus-plus is not installed",
-        ),
-    ],
+    ("lack", "reason"),
+    [("torchao", "torchao is not installed"), ("compiler", "c-plus-plus is not")],
 )
-def test_8bit_on_unsupported_machine_is_one_line(recipe, tmp_path, monkeypatch, capsys, lack, line):
+def test_8bit_on_unsupported_machine_is_one_line(
+    recipe, tmp_path, monkeypatch, capsys, lack, reason
+):
     if lack == "torchao":
         monkeypatch.setattr(adamw_8bit, "find_spec", lambda name: None)
     else:
         monkeypatch.setenv("CXX", "c-plus-plus")
-    words = [
-        "pretrain",
-        str(recipe),
-        "--tracking.layers",
-        "false",
-        "--run-dir",
-        str(tmp_path / "never"),
-    ]
-    assert main(words) == 2
-    assert capsys.readouterr().err.startswith(line)
+    assert main(["pretrain", str(recipe), "--run-dir", str(tmp_path / "never")]) == 2
+    line = capsys.readouterr().err
+    assert line.startswith("optim.state 8bit: ")
+    assert reason in line
     assert not (tmp_path / "never").exists()

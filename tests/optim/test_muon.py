@@ -8,12 +8,9 @@ from accelerate import Accelerator
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from nanogpt_hf.config.checks import find_conflicts
-from nanogpt_hf.config.schema import Config, ModelSection, OptimSection, replace_knobs
+from nanogpt_hf.config.schema import OptimSection
 from nanogpt_hf.distributed import accelerator
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM
-from nanogpt_hf.model.architecture import GPT2, architecture_of
-from nanogpt_hf.model.build import build_config, build_model
 from nanogpt_hf.optim.muon import Muon, matrices, orthogonalization_flops, orthogonalize
 from nanogpt_hf.optim.optimizer import build_optimizer, set_learning_rate, skip_step_unless_finite
 
@@ -83,15 +80,6 @@ def test_ten_steps_equal_torch_optim_muon(scale, rank):
         )
 
 
-def test_orthogonalize_brings_singular_values_near_one():
-    torch.manual_seed(0)
-    for shape in SHAPES.values():
-        values = torch.linalg.svdvals(orthogonalize(torch.randn(3, *shape)))
-        assert values.min() > 0.6
-        assert values.max() < 1.25
-    assert torch.equal(orthogonalize(torch.zeros(1, 4, 4)), torch.zeros(1, 4, 4))
-
-
 def test_muon_updates_block_matrices_and_adamw_the_rest():
     model = tiny_model(bias=True)
     optim = OptimSection(
@@ -99,64 +87,39 @@ def test_muon_updates_block_matrices_and_adamw_the_rest():
     )
     optimizer = build_optimizer(model, optim)
     names = {id(p): name for name, p in model.named_parameters()}
-    muon, *others = optimizer.param_groups
+    muon, decayed, plain = optimizer.param_groups
     assert [group["muon"] for group in optimizer.param_groups] == [True, False, False]
     layers = ("attn.q_proj", "attn.k_proj", "attn.v_proj", "attn.o_proj", "mlp.fc", "mlp.proj")
     wanted = {f"transformer.h.{i}.{layer}.weight" for i in range(2) for layer in layers}
     assert {names[id(p)] for p in muon["params"]} == wanted
-    decayed, plain = others
-    assert {names[id(p)] for p in decayed["params"]} == {
-        "transformer.wte.weight",
-        "transformer.wpe.weight",
-    }
-    assert len(muon["params"]) + len(decayed["params"]) + len(plain["params"]) == len(names)
+    embeddings = {"transformer.wte.weight", "transformer.wpe.weight"}
+    assert {names[id(p)] for p in decayed["params"]} == embeddings
     assert (muon["weight_decay"], decayed["weight_decay"], plain["weight_decay"]) == (0.3, 0.3, 0.0)
     set_learning_rate(optimizer, 0.001)  # a quarter of the peak
     assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.005, 0.001, 0.001])
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen3", "olmo2", "nanochat"])
-def test_muon_updates_the_linear_weights_of_each_decoder(architecture):
-    section = ModelSection(
-        architecture=architecture, n_layer=2, n_head=4, n_kv_head=2, n_embd=32, n_positions=8
-    )
-    model = build_model(build_config(section, 11), seed=0)
-    optimizer = build_optimizer(model, OptimSection(name="muon", weight_decay=0.0))
-    blocks = architecture_of(model).blocks(model)
-    linear = [m.weight for m in blocks.modules() if isinstance(m, torch.nn.Linear)]
-    muon = [p for group in optimizer.param_groups if group["muon"] for p in group["params"]]
-    assert {id(p) for p in muon} == {id(weight) for weight in linear}
-
-
-def test_layer_decay_scales_learning_rates_of_muon():
-    optim = OptimSection(name="muon", learning_rate=0.004, muon_learning_rate=0.02)
-    optimizer = build_optimizer(tiny_model(), optim, layer_decay=0.5)
-    set_learning_rate(optimizer, 0.004)
-    rates = [group["lr"] for group in optimizer.param_groups if group["muon"]]
-    assert rates == pytest.approx([0.02 * 0.25, 0.02 * 0.5])
-
-
-def test_muon_skips_frozen_matrices():
-    model = tiny_model()
-    GPT2.blocks(model)[0].requires_grad_(False)
-    optimizer = build_optimizer(model, OptimSection(name="muon"))
-    assert len(optimizer.param_groups[0]["params"]) == 6
-
-
-@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
-def test_non_finite_gradient_changes_nothing_in_muon(wrong):
+@pytest.mark.parametrize("scaled", [False, True])
+def test_non_finite_gradient_changes_nothing_in_muon(monkeypatch, scaled):
     model = tiny_model()
     optimizer = build_optimizer(model, OptimSection(name="muon"))
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=scaled)  # as in fp16
+    # the path of optimizers that cannot skip by themselves, which waits for the device
+    monkeypatch.setattr(scaler, "_maybe_opt_step", None)
 
-    def step(step: int, spoil: bool = False) -> None:
-        backward(model, step)
-        if spoil:
-            for p in model.parameters():
-                p.grad[0] = wrong
-        skip_step_unless_finite(
-            optimizer, torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
-        )
-        optimizer.step()
+    def step(step: int, wrong: float | None = None) -> None:
+        torch.manual_seed(step)
+        tokens = torch.randint(0, 11, (4, 8))
+        scaler.scale(model(tokens, labels=tokens).loss).backward()
+        if wrong is not None:
+            model.transformer.h[0].mlp.fc.weight.grad[0] = wrong
+        if scaled:
+            scaler.unscale_(optimizer)
+        else:
+            norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
+            skip_step_unless_finite(optimizer, norm)
+        scaler.step(optimizer)
+        scaler.update()
         optimizer.zero_grad()
 
     def values() -> list[torch.Tensor]:
@@ -165,36 +128,11 @@ def test_non_finite_gradient_changes_nothing_in_muon(wrong):
 
     step(0)
     before = values()
-    step(1, spoil=True)
+    step(1, float("inf"))
+    step(2, float("nan"))
     assert all(map(torch.equal, before, values()))
-    step(2)
+    step(3)
     assert not any(map(torch.equal, before, values()))
-
-
-def test_fp16_scaler_skips_muon_step_without_synchronization(monkeypatch):
-    model = tiny_model()
-    optimizer = build_optimizer(model, OptimSection(name="muon"))
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    # the path of optimizers that cannot skip by themselves
-    monkeypatch.setattr(scaler, "_maybe_opt_step", None)
-
-    def step(number: int, spoil: bool) -> None:
-        optimizer.zero_grad()
-        torch.manual_seed(number)
-        tokens = torch.randint(0, 11, (4, 8))
-        scaler.scale(model(tokens, labels=tokens).loss).backward()
-        if spoil:
-            model.transformer.h[0].mlp.fc.weight.grad[0] = float("inf")
-        scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-        scaler.update()
-
-    step(0, spoil=False)
-    before = copy.deepcopy(model.state_dict())
-    step(1, spoil=True)
-    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
-    step(2, spoil=False)
-    assert not any(torch.equal(before[name], p) for name, p in model.named_parameters())
 
 
 def flops_of_orthogonalize(*shape: int, dtype: torch.dtype = torch.float32) -> int:
@@ -209,13 +147,6 @@ def test_flops_of_orthogonalization_count_its_products():
             3, *shape, dtype=torch.bfloat16
         ) == 3 * orthogonalization_flops(*shape)
     assert flops_of_orthogonalize(3, 16, 16) == 3 * orthogonalization_flops(16, 16)
-
-
-def test_learning_rate_0_is_refused():
-    values = {"optim.name": "muon", "optim.learning_rate": 0, "optim.min_learning_rate": 0}
-    config = replace_knobs(Config(), {"data.source": "python-docs"} | values)
-    (conflict,) = find_conflicts(config)
-    assert conflict.keys == ["optim.learning_rate", "optim.name"]
 
 
 def test_muon_step_stacks_matrices_without_synchronization(counted):

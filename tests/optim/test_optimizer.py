@@ -16,12 +16,10 @@ def test_weight_decay_applies_to_matrices():
     assert (decayed["weight_decay"], plain["weight_decay"]) == (0.3, 0.0)
     assert decayed["betas"] == plain["betas"] == (0.8, 0.9)
     names = {id(p): name for name, p in model.named_parameters()}
-    in_groups = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
-    assert sorted(in_groups[0] + in_groups[1]) == sorted(names.values())
-    assert all(name.endswith("weight") and "ln_" not in name for name in in_groups[0])
-    assert all(name.endswith("bias") or "ln_" in name for name in in_groups[1])
-    assert len(in_groups[0]) == 2 + 2 * 6
-    assert len(in_groups[1]) == 2 * (6 + 4) + 2
+    matrices, vectors = ([names[id(p)] for p in group["params"]] for group in (decayed, plain))
+    assert sorted(matrices + vectors) == sorted(names.values())
+    assert all(name.endswith("weight") and "ln_" not in name for name in matrices)
+    assert all(name.endswith("bias") or "ln_" in name for name in vectors)
 
 
 def test_optimizer_skips_frozen_parameters():
@@ -32,37 +30,38 @@ def test_optimizer_skips_frozen_parameters():
     assert trained == len(list(model.parameters())) - len(list(model.transformer.h[0].parameters()))
 
 
+# of a module: its family, and how many layers are above it, but for those of blocks
+KINDS = {
+    "k_proj": ("query_key_value", None),
+    "o_proj": ("attention_output", None),
+    **dict.fromkeys(("fc", "gate_proj"), ("mlp_in", None)),
+    **dict.fromkeys(("proj", "down_proj"), ("mlp_out", None)),
+    **dict.fromkeys(("wte", "embed_tokens"), ("tokens", 3)),
+    "wpe": ("positions", 3),
+    **dict.fromkeys(("ln_f", "norm"), ("vectors", 0)),
+    "lm_head": ("head", 0),
+}
+
+
 @pytest.mark.parametrize("name", ["adamw", "muon"])
-@pytest.mark.parametrize("architecture", ["gpt2", "llama"])
-def test_families_have_rates_of_their_own(name, architecture):
+@pytest.mark.parametrize(("architecture", "without"), [("gpt2", "head"), ("llama", "positions")])
+def test_families_have_rates_of_their_own(name, architecture, without):
     section = ModelSection(architecture=architecture, n_layer=2, n_head=2, n_embd=8, n_positions=8)
     model = build_model(build_config(section, 11), 1)
     rates = {family: 2.0 + index for index, family in enumerate(FAMILIES)}
     optim = OptimSection(name=name, rates=rates, learning_rate=0.25, muon_learning_rate=0.5)
     optimizer = build_optimizer(model, optim, layer_decay=0.5)
     set_learning_rate(optimizer, 0.25)
-    names = {id(p): name for name, p in model.named_parameters()}
-    rate = {names[id(p)]: g["lr"] for g in optimizer.param_groups for p in g["params"]}
-    last = f"{'transformer.h' if architecture == 'gpt2' else 'model.layers'}.1."
-    muon = 0.25 if name == "muon" else 0.125  # of the last block, and half of it
-    layers = {
-        "gpt2": ("attn.k_proj", "attn.o_proj", "mlp.fc", "mlp.proj"),
-        "llama": ("self_attn.k_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj"),
-    }[architecture]
-    families = ("query_key_value", "attention_output", "mlp_in", "mlp_out")
-    for layer, family in zip(layers, families, strict=True):
-        assert rate[f"{last}{layer}.weight"] == muon * rates[family]
-        assert rate[f"{last}{layer}.weight".replace(".1.", ".0.")] == muon / 2 * rates[family]
-    others = {
-        "gpt2": {"transformer.wte": "tokens", "transformer.wpe": "positions"},
-        "llama": {"model.embed_tokens": "tokens"},
-    }[architecture]
-    for layer, family in others.items():
-        assert rate[f"{layer}.weight"] == 0.25 / 8 * rates[family]
-    norm, head = ("transformer.ln_f", None) if architecture == "gpt2" else ("model.norm", "lm_head")
-    assert rate[f"{norm}.weight"] == 0.25 * rates["vectors"]
-    if head:
-        assert rate[f"{head}.weight"] == 0.25 * rates["head"]
+    rate, found = {p: g["lr"] for g in optimizer.param_groups for p in g["params"]}, set()
+    for key, parameter in model.named_parameters():
+        *path, kind, end = key.split(".")
+        if end == "weight" and kind in KINDS:
+            family, above = KINDS[kind]
+            peak = 0.5 if name == "muon" and above is None else 0.25
+            above = 2 - int(path[2]) if above is None else above
+            assert rate[parameter] == peak * 0.5**above * rates[family], key
+            found.add(family)
+    assert found == set(FAMILIES) - {without}
 
 
 def test_an_adapter_has_the_rate_of_its_layer():

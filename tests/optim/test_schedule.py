@@ -29,31 +29,20 @@ def test_cosine_equals_nanogpt():
     assert rates("cosine") == pytest.approx([expected(step) for step in range(101)])
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant", "wsd"])
-def test_warmup_is_linear_to_the_peak(schedule):
-    values = rates(schedule)
-    assert values[0] == pytest.approx(1 / 11)
-    assert [b - a for a, b in itertools.pairwise(values[:11])] == pytest.approx([1 / 11] * 10)
-    assert values[10] == pytest.approx(1.0)
-    assert max(values) == pytest.approx(1.0)
-
-
 @pytest.mark.parametrize(
     ("schedule", "last"), [("cosine", 0.1), ("linear", 0.1), ("constant", 1.0), ("wsd", 0.1)]
 )
-def test_schedule_never_rises_after_warmup(schedule, last):
-    values = rates(schedule)[10:]
-    assert all(a >= b - 1e-12 for a, b in itertools.pairwise(values))
+def test_warmup_is_linear_to_the_peak_and_the_rate_never_rises_again(schedule, last):
+    values = rates(schedule)
+    assert [b - a for a, b in itertools.pairwise([0, *values[:11]])] == pytest.approx([1 / 11] * 11)
+    assert values[10] == pytest.approx(1.0)
+    assert all(a >= b - 1e-12 for a, b in itertools.pairwise(values[10:]))
     assert values[-1] == pytest.approx(last)
+    assert rates(schedule, warmup_steps=0)[0] == pytest.approx(1.0)
+    assert len(rates(schedule, max_steps=10, warmup_steps=10)) == 11
 
 
 def test_wsd_is_constant_then_linear():
     values = rates("wsd", decay_fraction=0.2)
     assert values[10:81] == pytest.approx([1.0] * 71)
     assert values[90] == pytest.approx(0.55)
-
-
-@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant", "wsd"])
-def test_no_warmup_and_only_warmup(schedule):
-    assert rates(schedule, warmup_steps=0)[0] == pytest.approx(1.0)
-    assert len(rates(schedule, max_steps=10, warmup_steps=10)) == 11

@@ -120,8 +120,6 @@ def test_run_reports_rewards_lengths_entropy_and_pass_rates(plain):
     assert all(0 < event["train/entropy"] < 5.6 for event in trained)
     evaluated = [event for event in events if "val/reward" in event]
     assert [event["step"] for event in evaluated] == [0, 3, 6]
-    assert evaluated[0]["val/kl"] == pytest.approx(0, abs=1e-5)
-    assert evaluated[-1]["val/kl"] > 1e-4
     assert all(0 <= event["val/pass@1"] <= event["val/pass@2"] <= 1 for event in evaluated)
     samples = [event["samples"] for event in events if "samples" in event]
     assert [len(answers) for answers in samples] == [3, 3, 3]
@@ -151,7 +149,7 @@ def test_run_resumes_exactly_in_the_middle(full, train, monkeypatch):
     resumed = train("parts", "--resume", **MORE)
     theirs = weights(full)
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in weights(resumed).items())
-    for name in ("train/loss", "train/reward", "val/reward", "val/kl", "layers/0/update_ratio"):
+    for name in ("train/loss", "train/reward", "val/reward", "layers/0/update_ratio"):
         assert column(resumed, name) == column(full, name)
 
 
@@ -170,7 +168,7 @@ def test_two_processes_equal_one(full, folder, arguments, launch_warm, machine):
     assert column(run, "train/reward") == column(full, "train/reward")
     for name in ("train/completion_tokens", "samples"):
         assert column(run, name) == column(full, name)
-    for name in ("train/loss", "train/kl", "train/entropy", "val/kl", "train/grad_norm"):
+    for name in ("train/loss", "train/kl", "train/entropy", "train/grad_norm"):
         tolerance = 1e-4 if "grad" in name else 1e-5
         assert column(run, name) == pytest.approx(column(full, name), abs=tolerance, rel=3e-5), name
     # after 12 of AdamW's updates at 0.01, whose size rounding can decide

@@ -14,7 +14,6 @@ from nanogpt_hf.checkpoint import writer
 from nanogpt_hf.checkpoint.reader import read_checkpoint
 from nanogpt_hf.runs.folder import RunFolder, step_of
 from nanogpt_hf.runs.metrics import read_metrics
-from nanogpt_hf.training import loop
 
 write_tensors = writer.write_tensors
 
@@ -138,21 +137,3 @@ def test_second_interrupt_does_not_wait_for_the_write(pretrain, run, monkeypatch
     for thread in threading.enumerate():
         if thread.name == "checkpoint":
             thread.join()
-
-
-def test_rollback_waits_for_the_write(pretrain, run, monkeypatch):
-    event, losses = hold_writes(monkeypatch), []
-    summed = loop.sum_over_ranks
-
-    def spiking(accelerator, mesh, loss):
-        losses.append(loss)
-        if len(losses) == 5:
-            threading.Timer(0.3, event.set).start()
-            return summed(accelerator, mesh, loss) * 10
-        return summed(accelerator, mesh, loss)
-
-    monkeypatch.setattr(loop, "sum_over_ranks", spiking)
-    knobs = {"train__rollback_ratio": 2.0, "tracking__every": 1}
-    assert pretrain(train__max_steps=8, **knobs).status == 0
-    assert len(losses) == 5 + 5  # steps 1 to 5, and 4 to 8 again
-    assert steps_of(run) == [3, 6, 8]

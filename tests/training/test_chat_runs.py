@@ -12,13 +12,10 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from assertions import column
-from nanogpt_hf.commands import main
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.data.prepare import prepare
 from nanogpt_hf.data.prepared import load_prepared
 from nanogpt_hf.model.build import build_config, build_model
-from nanogpt_hf.runs.folder import RunFolder
-from nanogpt_hf.training.tracking import read_metrics
 
 pytestmark = pytest.mark.long
 
@@ -136,30 +133,3 @@ def test_pretrain_on_chats_names_the_chat_command(pretrain):
     ended = pretrain("--resume", "--data.packing", "padded", train__max_steps=4)
     assert ended.status == 2
     assert "data.packing: packed -> padded" in ended.err
-
-
-def test_finetune_with_chat_recipe_logs_samples(
-    start, chat_file, byte_tokenizer, root, tmp_path, monkeypatch, forget_accelerate, capsys
-):
-    base = start("base", train__max_steps=2)
-    forget_accelerate()
-    monkeypatch.chdir(tmp_path)
-    knobs = {
-        "data.source": chat_file,
-        "data.sha256": "null",
-        "data.block_size": 128,
-        "train.tokens_per_step": 512,
-    }
-    knobs |= {"train.max_steps": 4, "eval.sample_tokens": 5, "eval.samples": "red blue"}
-    options = [str(value) for key, value in knobs.items() for value in (f"--{key}", value)]
-    recipe = str(root / "recipes" / "sft_instructions.yaml")
-    assert main(["finetune", recipe, "--from", str(base.path), "--run-dir", "tuned", *options]) == 0
-    assert "next: python cli.py chat tuned" in capsys.readouterr().out
-    events = read_metrics(RunFolder(tmp_path / "tuned"))
-    assert [
-        (event["step"], event["samples"][0]["prompt"]) for event in events if "samples" in event
-    ] == [
-        (0, "red blue"),
-        (3, "red blue"),
-        (4, "red blue"),
-    ]

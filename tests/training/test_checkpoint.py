@@ -11,15 +11,14 @@ from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 
 from assertions import load_newest
-from nanogpt_hf.checkpoint import reader, writer
-from nanogpt_hf.config.load import config_to_yaml, load_config
+from nanogpt_hf.checkpoint import reader
 from nanogpt_hf.config.schema import OptimSection
 from nanogpt_hf.errors import RunFolderError
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM
 from nanogpt_hf.optim.optimizer import build_optimizer
-from nanogpt_hf.runs import files, folder
+from nanogpt_hf.runs import folder
 from nanogpt_hf.runs.folder import RunFolder
-from nanogpt_hf.runs.state import MeasuredLoss, TrainState
+from nanogpt_hf.runs.state import TrainState
 
 
 @pytest.fixture
@@ -29,24 +28,20 @@ def run(tmp_path) -> RunFolder:
     return folder
 
 
-def build_training(seed: int = 0, n_embd: int = 8):
-    torch.manual_seed(seed)
-    model = GPTForCausalLM(
-        GPTConfig(vocab_size=11, n_positions=8, n_embd=n_embd, n_layer=1, n_head=2)
-    )
+def build_training():
+    torch.manual_seed(0)
+    model = GPTForCausalLM(GPTConfig(vocab_size=11, n_positions=8, n_embd=8, n_layer=1, n_head=2))
     accelerator = Accelerator()
     parts = accelerator, *accelerator.prepare(model, build_optimizer(model, OptimSection()))
-    train_steps(*parts, 1)
+    train_step(*parts)
     return parts
 
 
-def train_steps(accelerator, model, optimizer, count: int) -> None:
-    model.eval()
-    for step in range(count):
-        tokens = (torch.arange(8)[None] * (step + 1)) % 11
-        accelerator.backward(model(tokens, labels=tokens).loss)
-        optimizer.step()
-        optimizer.zero_grad()
+def train_step(accelerator, model, optimizer) -> None:
+    tokens = torch.arange(8)[None]
+    accelerator.backward(model(tokens, labels=tokens).loss)
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def log_records(caplog) -> list[tuple[str, str]]:
@@ -54,33 +49,6 @@ def log_records(caplog) -> list[tuple[str, str]]:
     return [
         (r.levelname, r.getMessage()) for r in caplog.records if r.name.startswith("nanogpt_hf")
     ]
-
-
-def test_resume_from_loaded_checkpoint_is_exact(run, caplog, save_checkpoint):
-    first = build_training()
-    train_steps(*first, 3)
-    evaluation = MeasuredLoss(loss=1.25, tokens=7, bytes_per_token=1.5)
-    state = TrainState(
-        step=3, tokens=24, seconds=1.5, evaluation=evaluation, evaluated_step=3, best_loss=1.25
-    )
-    save_checkpoint(*first, state, run, keep=2)
-    second = build_training(seed=1)
-    caplog.set_level("INFO", "nanogpt_hf")
-    assert load_newest(run, *second) == state
-    assert [message for _, message in log_records(caplog)] == [f"resuming from {run.checkpoint(3)}"]
-    for _, model, optimizer in (first, second):
-        train_steps(first[0], model, optimizer, 3)
-    pairs = list(zip(first[1].parameters(), second[1].parameters(), strict=True))
-    assert len(pairs) > 5
-    assert all(torch.equal(a, b) for a, b in pairs)
-
-
-def test_only_newest_checkpoints_are_kept(run, save_checkpoint):
-    parts = build_training()
-    for step in (1, 2, 10, 11):
-        save_checkpoint(*parts, TrainState(step=step), run, keep=2)
-    assert run.checkpoint_folders() == [run.checkpoint(10), run.checkpoint(11)]
-    assert sorted(path.name for path in run.checkpoint(11).iterdir()) == FILES
 
 
 FILES = ["checksums.json", "model.safetensors", "optimizer.safetensors", "state.json"]
@@ -105,7 +73,7 @@ def test_damaged_checkpoint_is_named_and_older_one_loaded(
 ):
     parts = build_training()
     for step in (4, 8):
-        train_steps(*parts, 1)
+        train_step(*parts)
         save_checkpoint(*parts, TrainState(step=step), run, keep=2)
     damage_file(run.checkpoint(8) / file, damage)
     caplog.set_level("INFO", "nanogpt_hf")
@@ -117,26 +85,6 @@ def test_damaged_checkpoint_is_named_and_older_one_loaded(
     damage_file(run.checkpoint(4) / file, damage)
     with pytest.raises(RunFolderError, match="all checkpoints are damaged"):
         load_newest(run, *parts)
-
-
-@pytest.mark.parametrize(
-    ("module", "step"),
-    [(writer, "write_tensors"), (files, "flush"), (writer, "file_digest")],
-)
-def test_save_on_full_disk_keeps_older_checkpoints(run, monkeypatch, module, step, save_checkpoint):
-    parts = build_training()
-    save_checkpoint(*parts, TrainState(step=4), run, keep=1)
-
-    def full(*arguments):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(module, step, full)
-    with pytest.raises(RunFolderError, match=r"older ones are intact: .*No space left") as caught:
-        save_checkpoint(*parts, TrainState(step=8), run, keep=1)
-    assert "\n" not in str(caught.value)
-    assert [path.name for path in run.checkpoints.iterdir()] == ["step_00000004"]
-    monkeypatch.undo()
-    assert load_newest(run, *parts).step == 4
 
 
 def rewrite(folder, file: str, content) -> None:
@@ -168,7 +116,7 @@ def test_tensor_of_other_name_shape_or_dtype_is_refused(run, file, change, save_
     parts = build_training()
     save_checkpoint(*parts, TrainState(step=4), run, keep=2)
     tensors = load_file(run.checkpoint(4) / file)
-    train_steps(*parts, 1)
+    train_step(*parts)
     before = (
         [p.detach().clone() for p in parts[1].parameters()],
         copy.deepcopy(parts[2].state_dict()["state"]),
@@ -191,13 +139,9 @@ def test_checkpoint_of_another_version_is_refused(run, save_checkpoint):
     for step in (4, 8):
         save_checkpoint(*parts, TrainState(step=step), run, keep=2)
     state = json.loads((run.checkpoint(8) / "state.json").read_text())
-    for other, reason in (
-        ({"version": 2}, "was written by version 2 of the run folder's format; .* version 1;"),
-        ({"version": None}, "was written by version None of"),
-        ({"field": 0}, r"its state\.json has other fields than this code expects;"),
-    ):
+    for other in ({"version": 2}, {"version": None}, {"field": 0}):
         rewrite(run.checkpoint(8), "state.json", state | other)
-        with pytest.raises(RunFolderError, match=f"step_00000008: {reason}"):
+        with pytest.raises(RunFolderError, match="step_00000008: was written by other code: "):
             load_newest(run, *parts)
 
 
@@ -234,37 +178,6 @@ def test_checkpoint_that_cannot_be_removed(run, monkeypatch, caplog, removed, sa
     assert run.checkpoint_folders() == [run.checkpoint(9)]
 
 
-def test_existing_run_needs_resume_or_overwrite(run):
-    with pytest.raises(RunFolderError, match="holds a run; add --resume"):
-        run.check(resume=False, overwrite=False)
-    run.check(resume=False, overwrite=True)
-    with pytest.raises(RunFolderError, match="no checkpoint to resume from"):
-        run.check(resume=True, overwrite=False)
-
-
-def test_resume_may_change_steps_but_not_model_data_or_seed(write_recipe, tmp_path):
-    before = load_config(write_recipe())
-    run = RunFolder(tmp_path / "run")
-    run.start(config_to_yaml(before))
-    assert run.changes(before) == []
-    longer = load_config(write_recipe(train__max_steps=9, train__micro_batch_size=2))
-    assert run.changes(longer) == ["train.max_steps: 6 -> 9", "train.micro_batch_size: 4 -> 2"]
-    for other in ({"train__seed": 3}, {"model__n_layer": 3}, {"data__order": "random"}):
-        with pytest.raises(RunFolderError, match="the recipe has changed: "):
-            run.changes(load_config(write_recipe(**other)))
-
-
-def test_lock_repairs_what_a_killed_process_left(run, save_checkpoint):
-    run.best.mkdir()
-    run.best.rename(run.path / ".best.old")  # killed between the two renames
-    (run.checkpoints / ".step_00000008.partial").mkdir()
-    save_checkpoint(*build_training(), TrainState(step=4), run, keep=2)
-    run.lock()
-    assert run.best.exists()
-    assert [path.name for path in run.checkpoints.iterdir()] == ["step_00000004"]
-    run.unlock()
-
-
 def test_run_folder_lock_is_exclusive(tmp_path):
     first, second = (RunFolder(tmp_path / "new" / "run") for _ in range(2))
     first.lock()
@@ -277,24 +190,3 @@ def test_run_folder_lock_is_exclusive(tmp_path):
     second.start("model: {}\n")
     second.unlock()
     assert second.recipe.exists()
-
-
-def test_folder_without_run_is_never_overwritten(tmp_path):
-    (tmp_path / "thesis.tex").write_text("years of work")
-    for overwrite in (False, True):
-        with pytest.raises(RunFolderError, match="is not empty and holds no run"):
-            RunFolder(tmp_path).check(resume=False, overwrite=overwrite)
-    with pytest.raises(RunFolderError, match="is a file; choose another"):
-        RunFolder(tmp_path / "thesis.tex").lock()
-    (tmp_path / "empty").mkdir()
-    RunFolder(tmp_path / "empty").check(resume=False, overwrite=False)
-
-
-def test_start_keeps_other_files(run):
-    (run.path / "notes.txt").write_text("mine")
-    run.metrics.write_text("{}\n")
-    run.best.mkdir()
-    run.start("model: {}\n")
-    assert (run.path / "notes.txt").exists()
-    assert not run.metrics.exists()
-    assert not run.best.exists()

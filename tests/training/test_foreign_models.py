@@ -125,44 +125,21 @@ def test_chat_finetuning_keeps_the_template_and_records_the_end_of_a_turn(
     assert json.loads((final / "generation_config.json").read_text())["eos_token_id"] == ends
 
 
-def test_lora_and_unfreezing_of_a_llama(base, finetune, tmp_path):
-    weights = load_file(base / "model.safetensors")
-    finetune("--freeze-layers", "2", "--unfreeze-every", "2")
-    final = load_file(tmp_path / "run" / "final" / "model.safetensors")
-    same = {name for name in weights if torch.equal(final[name], weights[name].float())}
-    assert same == {name for name in weights if "embed" in name or ".layers.0." in name}
-    finetune("--lora", "2", "--lora.merge", "true", "--overwrite")
-    merged = load_file(tmp_path / "run" / "final" / "model.safetensors")
-    changed = {name for name in weights if not torch.equal(merged[name], weights[name].float())}
-    assert changed == {name for name in weights if "_proj" in name}
-
-
-@pytest.mark.parametrize("rows", [1, 3])
-def test_new_tokens_get_the_mean_of_the_others_and_are_trained(
-    base, finetune, tmp_path, rows, capsys
-):
+def test_new_tokens_get_the_mean_of_the_others_and_are_trained(base, finetune, tmp_path, capsys):
     hf = transformers.AutoTokenizer.from_pretrained(base)
     before = len(hf)
-    hf.add_special_tokens({"additional_special_tokens": [f"<|tool{n}|>" for n in range(rows)]})
+    hf.add_special_tokens({"additional_special_tokens": [f"<|tool{n}|>" for n in range(3)]})
     hf.save_pretrained(tmp_path / "more")
     more = ["--data.tokenizer", str(tmp_path / "more")]
     final = finetune(*more, "--optim.learning_rate", "0", "--optim.min_learning_rate", "0")
     weights, trained = (load_file(folder / "model.safetensors") for folder in (base, final))
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         old = weights[name].float()
-        torch.testing.assert_close(trained[name], torch.cat([old, old.mean(0).expand(rows, -1)]))
-    assert json.loads((final / "config.json").read_text())["vocab_size"] == before + rows
-    logits_of(final, torch.tensor([[before + rows - 1]]))
-    capsys.readouterr()
-    for option, named in (
-        (["--lora", "2"], "lora.rank 2"),
-        (["--freeze-layers", "1"], "finetune.freeze_layers 1"),
-    ):
-        finetune(*more, *option, "--overwrite", status=2)
-        error = capsys.readouterr().err
-        assert named in error
-        assert str(tmp_path / "more") in error
-        assert f"{rows} new tokens" in error
+        torch.testing.assert_close(trained[name], torch.cat([old, old.mean(0).expand(3, -1)]))
+    assert json.loads((final / "config.json").read_text())["vocab_size"] == before + 3
+    finetune(*more, "--lora", "2", "--overwrite", status=2)
+    error = capsys.readouterr().err
+    assert all(word in error for word in ("lora.rank 2", str(tmp_path / "more"), "3 new tokens"))
 
 
 def test_a_tokenizer_with_other_ids_is_refused(base, finetune, byte_tokenizer, capsys):
@@ -180,23 +157,3 @@ def test_default_block_is_not_as_long_as_all_rotary_positions(base, finetune, te
     assert "n_positions: 2048" in out
     finetune("--model.n_positions", "512", status=2)
     assert "model.n_positions" in capsys.readouterr().err
-
-
-def test_experts_above_a_dense_block_are_finetuned(base, finetune, tmp_path):
-    hf = transformers.AutoTokenizer.from_pretrained(base)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16}
-    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 3}
-    sizes |= {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2}
-    sizes |= {"first_k_dense_replace": 1, "vocab_size": len(hf), "eos_token_id": hf.eos_token_id}
-    model = transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**sizes))
-    biases = {n: b.normal_() for n, b in model.named_buffers() if n.endswith("correction_bias")}
-    model.save_pretrained(tmp_path / "experts")
-    hf.save_pretrained(tmp_path / "experts")
-    finetune("--from", str(tmp_path / "experts"), "--optim.balance_loss", "0.1")
-    final = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "final")
-    assert len(biases) == 2
-    for name, bias in biases.items():
-        assert torch.equal(final.get_buffer(name), bias)
-    before, after = (dict(m.named_parameters()) for m in (model, final))
-    assert before.keys() == after.keys()
-    assert not any(torch.equal(before[name], after[name]) for name in before if "experts" in name)

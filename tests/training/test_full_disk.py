@@ -2,19 +2,14 @@
 when there is space.
 """
 
-import errno
-import json
 import os
 import re
-from types import SimpleNamespace
 
 import pytest
 
 from assertions import numbers
 from nanogpt_hf.commands import main
-from nanogpt_hf.data.tokenizer import char_tokenizer, save_tokenizer
 from nanogpt_hf.runs.folder import RunFolder
-from nanogpt_hf.training import tracking
 
 pytestmark = pytest.mark.long
 
@@ -104,34 +99,3 @@ def test_plot_without_space_does_not_end_the_run(reference, volume, capsys):
     assert warnings
     assert not errors("\n".join(warnings))
     assert all(line.count("cannot be written: No space left on device") == 1 for line in warnings)
-
-
-def test_partial_metrics_line_is_rewritten_on_resume(reference, tmp_path, monkeypatch, capsys):
-    complete, arguments = reference
-    run = RunFolder(tmp_path / "run")
-    monkeypatch.setattr(tracking, "json", SimpleNamespace(dumps=truncating_dumps(run, at=5)))
-    assert main([*arguments, str(run.path)]) == 2
-    assert capsys.readouterr().err == f"{run.metrics}: cannot be written: No space left on device\n"
-    assert run.metrics.read_text().endswith('{"step"')
-    monkeypatch.undo()
-    assert main([*arguments, str(run.path), "--resume"]) == 0
-    assert numbers(run) == numbers(complete)
-
-
-def truncating_dumps(run: RunFolder, at: int):
-    """A json.dumps whose event of step `at` is written in part before the disk is full."""
-
-    class Truncated(str):
-        def __add__(self, rest):
-            with run.metrics.open("a", encoding="utf-8") as file:
-                file.write(self[:7])
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    return lambda event: (Truncated if event["step"] == at else str)(json.dumps(event))
-
-
-def test_tokenizer_write_error_is_an_oserror(tmp_path):
-    hf = char_tokenizer(list("abc")).hf
-    (tmp_path / "tokenizer.json").mkdir()
-    with pytest.raises(OSError, match="Is a directory"):
-        save_tokenizer(hf, tmp_path)

@@ -16,11 +16,10 @@ import torch
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from assertions import at_step, column, copy_at, replace_step, same_weights, weights
+from assertions import at_step, column, numbers, replace_step, same_weights, weights
 from nanogpt_hf.checkpoint.reader import read_checkpoint
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.data.blocks import TokenBlocks
-from nanogpt_hf.data.prepare import prepare
 from nanogpt_hf.data.prepared import load_prepared
 from nanogpt_hf.distributed import signals
 from nanogpt_hf.errors import Stopped, UserError
@@ -141,17 +140,15 @@ def test_train_lowers_loss_and_writes_all_files(start, loss_plots):
         assert event["tokens"] == event["step"] * 128
     assert column(run, "val/perplexity")[60] == pytest.approx(math.exp(losses[60]))
     assert [f.name for f in run.checkpoint_folders()] == ["step_00000040", "step_00000060"]
-    for folder in (run.best, run.final):
-        model, tokenizer = (
-            AutoModelForCausalLM.from_pretrained(folder),
-            AutoTokenizer.from_pretrained(folder),
-        )
-        assert type(model).__name__ == "GPT2LMHeadModel"
-        assert len(tokenizer) == model.config.vocab_size
-        assert tokenizer.model_max_length == 16
-        card = (folder / "README.md").read_text()
-        assert "pipeline_tag: text-generation" in card
-        assert f"{min(losses.values()):.4f} nats" in card
+    model, tokenizer = (
+        kind.from_pretrained(run.best) for kind in (AutoModelForCausalLM, AutoTokenizer)
+    )
+    assert type(model).__name__ == "GPT2LMHeadModel"
+    assert len(tokenizer) == model.config.vocab_size
+    assert tokenizer.model_max_length == 16
+    card = (run.best / "README.md").read_text()
+    assert "pipeline_tag: text-generation" in card
+    assert f"{min(losses.values()):.4f} nats" in card
     assert run.loss_plot.read_bytes().startswith(b"\x89PNG")
     assert not [p for p in run.path.rglob("*") if "partial" in p.name or p.name.endswith(".old")]
     resolved = load_config(run.recipe)
@@ -173,52 +170,32 @@ def test_saved_model_has_logged_validation_loss(start, write_recipe):
     assert column(run, "val/loss")[20] == pytest.approx(total / (len(stream) - 1), abs=1e-5)
 
 
-def test_seed_determines_the_run(start, uninterrupted):
-    options = {"model__dropout": 0.1}
-    first, second = uninterrupted(**options), start("second", **options)
-    other = start("other", train__seed=7, **options)
-    assert same_weights(first, second)
-    assert column(first, "train/loss") == column(second, "train/loss")
-    assert not same_weights(first, other)
-
-
-@pytest.mark.parametrize(
-    ("order", "stop_at"),
-    [("shuffled", 5), pytest.param("random", 1, marks=pytest.mark.slow)],
-)
-def test_resume_after_stop_is_exact(start, uninterrupted, monkeypatch, order, stop_at):
+def test_resume_after_stop_is_exact(start, uninterrupted, monkeypatch):
     options = {
         "model__dropout": 0.2,
-        "data__order": order,
+        "data__order": "shuffled",
         "train__max_steps": 9,
         "train__tokens_per_step": 16 * 16 * 8,
         "train__micro_batch_size": 16,
-        "tracking__every": 2,  # some stops are between two reports
+        "tracking__every": 2,  # the stop is between two reports
         "optim__max_grad_norm": 0.5,
     }
     whole = uninterrupted(**options)
     blocks = (len(load_prepared(load_config(whole.recipe)).train.stream) - 1) // 16
-    # the epoch ends after every stop, so a resumed run draws the next order
+    # the epoch ends after the stop, so the resumed run draws the next order
     assert 6 * 128 < blocks < 9 * 128
     before = signal.getsignal(signal.SIGTERM)
     with monkeypatch.context() as patch:
-        at_step(patch, stop_at - 1, lambda: os.kill(os.getpid(), signal.SIGTERM))
-        with pytest.raises(Stopped, match=f"stopped at step {stop_at}, saved"):
+        at_step(patch, 4, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        with pytest.raises(Stopped, match="stopped at step 5, saved"):
             start("stopped", **options)
     assert signal.getsignal(signal.SIGTERM) is before
     stopped = start("stopped", resume=True, **options)
     assert same_weights(whole, stopped)
-    for name in (
-        "train/loss",
-        "train/grad_norm",
-        "train/clipped_share",
-        "train/learning_rate",
-        "val/loss",
-    ):
-        assert column(whole, name) == column(stopped, name)
+    assert numbers(whole) == numbers(stopped)
 
 
-def signal_in_evaluation_of_step_3(monkeypatch, name: str) -> None:
+def signal_in_evaluation_of_step_3(monkeypatch) -> None:
     forward = GPTForCausalLM.forward
     calls = itertools.count(1)
 
@@ -226,7 +203,7 @@ def signal_in_evaluation_of_step_3(monkeypatch, name: str) -> None:
         # 512 tokens in batches of 4 × 16: the 12th forward on validation text is in the evaluation
         # of step 3
         if not model.training and next(calls) == 12:
-            os.kill(os.getpid(), getattr(signal, name))
+            os.kill(os.getpid(), signal.SIGINT)
         return forward(model, *arguments, **options)
 
     monkeypatch.setattr(GPTForCausalLM, "forward", interrupted)
@@ -241,76 +218,37 @@ def files(folder) -> dict[str, tuple[int, int]]:
     return identities
 
 
-@pytest.mark.parametrize("case", ["train", "stop at once", "finished"])
-def test_resume_does_not_rewrite_its_checkpoint(start, finished, monkeypatch, case):
+@pytest.mark.parametrize("steps", [6, 9])
+def test_resume_does_not_rewrite_its_checkpoint(start, finished, steps):
     run = finished(optim__schedule="constant", checkpoint__keep=9)
     before = files(run.checkpoint(6))
-    if case == "stop at once":
-        monkeypatch.setattr(signals.StopRequest, "on_any_process", lambda self, accelerator: True)
-        with pytest.raises(Stopped, match="stopped at step 6, saved"):
-            start(resume=True, train__max_steps=9, optim__schedule="constant")
-    else:
-        steps = 9 if case == "train" else 6
-        start(resume=True, train__max_steps=steps, optim__schedule="constant", checkpoint__keep=9)
-        assert list(column(run, "train/loss")) == list(range(1, steps + 1))
-        assert load_config(run.recipe).train.max_steps == steps
+    start(resume=True, train__max_steps=steps, optim__schedule="constant", checkpoint__keep=9)
+    assert list(column(run, "train/loss")) == list(range(1, steps + 1))
+    assert load_config(run.recipe).train.max_steps == steps
     assert files(run.checkpoint(6)) == before
 
 
-@pytest.mark.parametrize(
-    ("every", "name"), [pytest.param(1, "SIGTERM", marks=pytest.mark.slow), (100, "SIGINT")]
-)
-def test_signal_in_evaluation_saves_and_resume_logs_it_once(
-    start, uninterrupted, tmp_path, monkeypatch, every, name
-):
-    options = {"train__max_steps": 6, "checkpoint__every": every, "checkpoint__keep": 9}
+def test_signal_in_evaluation_saves_and_resume_logs_it_once(start, uninterrupted, monkeypatch):
+    options = {"train__max_steps": 6, "checkpoint__every": 100, "checkpoint__keep": 9}
     whole = uninterrupted(**options)
 
     class Killed(BaseException):
         pass
 
-    with monkeypatch.context() as patch:
-        signal_in_evaluation_of_step_3(patch, name)
-        with pytest.raises(Stopped, match=f"stopped at step 3, saved .received {name}"):
-            start("killed", **options)
-    killed = RunFolder(tmp_path / "killed")
-
-    def evaluated_step() -> int:
-        return json.loads((killed.checkpoint(3) / "state.json").read_text())["evaluated_step"]
-
-    assert evaluated_step() == 0
-
     def kill() -> None:
         raise Killed
 
+    with monkeypatch.context() as patch:
+        signal_in_evaluation_of_step_3(patch)
+        with pytest.raises(Stopped, match=r"stopped at step 3, saved .received SIGINT"):
+            start("killed", **options)
     with monkeypatch.context() as patch:  # killed in the step after the evaluation
         at_step(patch, 3, kill)
         with pytest.raises(Killed):
             start("killed", resume=True, **options)
-    assert 3 in column(killed, "val/loss")
-    # a due checkpoint is written with the evaluation in it; else the resumed run evaluates again
-    assert evaluated_step() == (3 if every == 1 else 0)
-    start("killed", resume=True, **options)
+    killed = start("killed", resume=True, **options)  # evaluates again
     assert column(killed, "val/loss") == column(whole, "val/loss")
     assert same_weights(whole, killed)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        ({"tracking__trackers": ["wandbb"]}, "no tracker 'wandbb'; did you mean wandb"),
-        ({"tracking__trackers": ["comet_ml"]}, "comet_ml is not installed"),
-        (
-            {"data__block_size": 8, "data__validation_fraction": 0.2},
-            "prepared with data.validation_fraction 0.1",
-        ),
-    ],
-)
-def test_config_error_writes_nothing(start, tmp_path, write_recipe, overrides, message):
-    prepare(load_config(write_recipe()))
-    with pytest.raises(UserError, match=message):
-        start("never", **overrides)
-    assert not (tmp_path / "never").exists()
 
 
 def poison(monkeypatch, steps: range) -> None:
@@ -357,32 +295,12 @@ def test_max_time_saves_and_stops(start, uninterrupted, monkeypatch):
     assert same_weights(whole, start("timed", resume=True, train__max_steps=8))
 
 
-def test_accelerate_config_compiles_blocks(start, uninterrupted, monkeypatch):
-    plain = uninterrupted(train__max_steps=6)
-    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "AOT_EAGER")
-    graphs = []
-    compile_block = torch.nn.Module.compile
-    monkeypatch.setattr(
-        torch.nn.Module, "compile", lambda m, **o: graphs.append(o) or compile_block(m, **o)
-    )
-    compiled = start("compiled")
-    torch.compiler.reset()
-    # one per block, nothing else
-    assert [options["backend"] for options in graphs] == ["aot_eager"] * 2
-    assert weights(plain).keys() == weights(compiled).keys()
-    assert column(compiled, "train/loss") == pytest.approx(column(plain, "train/loss"), abs=1e-4)
-
-
-def test_bf16_keeps_float32_weights_learns_and_resumes_exactly(start, monkeypatch):
+def test_bf16_keeps_float32_weights_and_learns(start, monkeypatch):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    options = {"eval__every": 20, "checkpoint__every": 20, "optim__name": "muon"}
-    half = start("half", train__max_steps=40, **options)
+    half = start(train__max_steps=40, eval__every=20, optim__name="muon")
     assert all(weight.dtype == torch.float32 for weight in weights(half).values())
     losses = column(half, "val/loss")
     assert losses[40] < losses[0] - 0.5
-    resumed = RunFolder(copy_at(half, 20, half.path.with_name("resumed")).path)
-    start("resumed", resume=True, train__max_steps=40, **options)
-    assert same_weights(half, resumed)
 
 
 def test_bf16_without_instructions_for_it_is_float32(start, uninterrupted, monkeypatch, caplog):

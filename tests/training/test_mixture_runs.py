@@ -49,10 +49,6 @@ def recipe(write_recipe, knobs):
     return lambda **overrides: write_recipe(**knobs | overrides)
 
 
-def losses(run):
-    return [{key: v for key, v in event.items() if "loss" in key} for event in read_metrics(run)]
-
-
 def test_losses_and_epochs_of_each_source_are_logged_and_compared(start):
     run = start()
     events = read_metrics(run)
@@ -170,21 +166,3 @@ def test_a_source_prepared_by_another_recipe_is_used_where_it_is(
     prepare(config)
     assert not (tmp_path / "data" / "web").exists()
     assert len(load_prepared(config).train.lengths) == 2
-
-
-def test_text_and_conversations_mix(start, recipe, chat_file, texts):
-    source = [
-        {"source": str(chat_file), "weight": 1, "format": "chat"},
-        {"source": f"{texts}/web.txt", "weight": 1},
-    ]
-    sizes = {"model__n_positions": 64, "data__block_size": 64, "train__tokens_per_step": 256}
-    run = start(data__source=source, train__max_steps=2, **sizes)
-    data = load_prepared(load_config(run.recipe))
-    assert data.tokenizer.chat_template
-    chat, text = data.train.parts
-    batch = data.train.batch(np.array([0, len(chat)]))
-    for row, expected in enumerate((chat.batch(np.array([0])), text.batch(np.array([0])))):
-        for name, tensor in expected.items():
-            assert torch.equal(batch[name][row], tensor[0])
-    assert batch["position_ids"][1].tolist() == list(range(64))
-    assert "chat" in (run.final / "README.md").read_text()

@@ -1,5 +1,5 @@
-"""Preference training: losses equal plain formulas and TRL's, runs learn, resume exactly and do not
-depend on processes, rows that are no pairs are refused.
+"""Preference training on pairs and on labeled answers (KTO): losses equal plain formulas and TRL's,
+runs learn, resume exactly and do not depend on processes, rows of other shapes are refused.
 """
 
 import importlib.util
@@ -11,45 +11,44 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from safetensors.torch import load, load_file
 from torch.nn import functional as F
+from transformers import AutoTokenizer
 
-from assertions import replace_step
+from assertions import replace_step, same_weights
 from nanogpt_hf.commands import main
 from nanogpt_hf.config.schema import AlignSection
-from nanogpt_hf.data.conversations import pair_of
+from nanogpt_hf.data.chat_template import chat_template
+from nanogpt_hf.data.conversations import labeled_of, pair_of
+from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import DataError, Stopped
 from nanogpt_hf.evaluation.loss import pad_batch
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM
 from nanogpt_hf.runs.folder import RunFolder
-from nanogpt_hf.training.methods import PREFERENCES
-from nanogpt_hf.training.preferences import LOSSES as LOSS_ROWS
+from nanogpt_hf.runs.metrics import read_metrics
+from nanogpt_hf.training import methods
+from nanogpt_hf.training.pairs import LabeledAnswers, Pairs, encode_answer
 from nanogpt_hf.training.preferences import (
-    Pairs,
-    encode_answer,
+    LOSSES,
+    divergence,
+    kto_objective,
     preference_objective,
-    preference_step,
 )
-from nanogpt_hf.training.tracking import read_metrics
 
-LOSSES = {
+SECTIONS = {
     "dpo": AlignSection(loss="dpo", beta=0.3),
     "dpo, smoothed": AlignSection(loss="dpo", beta=0.3, label_smoothing=0.2),
     "ipo": AlignSection(loss="ipo", beta=0.3),
     "hinge": AlignSection(loss="hinge", beta=0.3),
     "simpo": AlignSection(loss="simpo", beta=2.0, margin=0.4),
     "orpo": AlignSection(loss="orpo", beta=0.3),
+    "kto": AlignSection(loss="kto", beta=0.3, desirable_weight=1.3, undesirable_weight=0.7),
 }
-KNOBS = {
-    "data.block_size": 48,
-    "train.tokens_per_step": 384,  # 8 pairs
-    "train.micro_batch_size": 4,
-    "train.max_steps": 6,
-    "optim.learning_rate": 3e-3,
-    "eval.every": 3,
-    "checkpoint.every": 2,
-    "tracking.every": 1,
-}
+LABELS = [True, False, False, True, True, False]
+needs_trl = pytest.mark.skipif(
+    importlib.util.find_spec("trl") is None, reason="needs trl: pip install trl==1.16.0"
+)
 
 
 def tiny(seed: int) -> GPTForCausalLM:
@@ -58,39 +57,48 @@ def tiny(seed: int) -> GPTForCausalLM:
     return GPTForCausalLM(GPTConfig(**sizes, initializer_range=0.3)).eval()
 
 
-@pytest.fixture
-def pairs() -> Pairs:
-    draw = random.Random(0)
-    ids = lambda count: [draw.randrange(40) for _ in range(count)]  # noqa: E731
-    rows = []
-    for _ in range(6):
-        prompt = ids(draw.randrange(1, 9))
-        answers = (ids(draw.randrange(1, 9)) for _ in range(2))
-        rows.append(tuple((prompt + answer, len(prompt)) for answer in answers))
-    return Pairs(rows, block_size=32)
+def log_prob(model, ids: list[int], prompt: int) -> torch.Tensor:
+    """The log-probability of an answer, without padding."""
+    log_probs = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+    return torch.stack([log_probs[at - 1, ids[at]] for at in range(prompt, len(ids))]).sum()
 
 
-def sums(model, pair) -> tuple[list[torch.Tensor], list[int]]:
-    """The log-probability of each answer, without padding, and its length."""
-    found, lengths = [], []
-    for ids, prompt in pair:
-        log_probs = model(torch.tensor([ids])).logits[0].log_softmax(-1)
-        found.append(
-            sum(log_probs[at - 1, ids[at]] for at in range(prompt, len(ids)))  # pyright: ignore
-        )
-        lengths.append(len(ids) - prompt)
-    return found, lengths
+@pytest.fixture(params=[(1, 2), (2, 1)])
+def blocks(request):
+    """A function that gives the blocks of a loss, a model and the model before training, of other
+    weights, whose log-probabilities the blocks have.
+    """
+    draw, model, reference = random.Random(0), *map(tiny, request.param)
+    ids = lambda: [draw.randrange(40) for _ in range(draw.randrange(1, 9))]  # noqa: E731
+    rows = [(ids(), ids(), ids()) for _ in LABELS]
+
+    def blocks(name: str):
+        pairs = [
+            tuple(
+                (prompt + answer, len(prompt))
+                for answer in (first, rows[number - 1][1] if name == "kto" else second)
+            )
+            for number, (prompt, first, second) in enumerate(rows)
+        ]
+        found = LabeledAnswers(pairs, 32, LABELS) if name == "kto" else Pairs(pairs, 32)
+        with torch.no_grad():
+            for row, pair in enumerate(pairs):
+                found.reference[row] = torch.stack([log_prob(reference, *side) for side in pair])
+        return found, model, reference
+
+    return blocks
 
 
 def plain_loss(align: AlignSection, model, reference, pair) -> torch.Tensor:
-    (chosen, rejected), (n, m) = sums(model, pair)
+    chosen, rejected = (log_prob(model, *side) for side in pair)
+    n, m = (len(ids) - prompt for ids, prompt in pair)
     if align.loss == "simpo":
         return -F.logsigmoid(align.beta * (chosen / n - rejected / m) - align.margin)
     if align.loss == "orpo":
         x, y = (chosen / n).exp(), (rejected / m).exp()
         return -x.log() - align.beta * torch.sigmoid((x / (1 - x) / (y / (1 - y))).log()).log()
     with torch.no_grad():
-        (first, second), _ = sums(reference, pair)
+        first, second = (log_prob(reference, *side) for side in pair)
     a, b = chosen - first, rejected - second
     if align.loss == "ipo":
         return (a / n - b / m - 1 / (2 * align.beta)) ** 2
@@ -100,48 +108,92 @@ def plain_loss(align: AlignSection, model, reference, pair) -> torch.Tensor:
     return -(1 - e) * F.logsigmoid(x) - e * F.logsigmoid(-x)
 
 
-@pytest.mark.parametrize("name", LOSSES)
-def test_loss_and_gradients_equal_plain_formulas(name, pairs):
-    align, model, reference = LOSSES[name], tiny(1), tiny(2)
-    expected = sum(plain_loss(align, model, reference, pair) for pair in pairs.pairs)
-    expected.backward()
-    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
-    model.zero_grad()
+def plain_kto(align: AlignSection, model, reference, pairs) -> torch.Tensor:
     with torch.no_grad():
-        for row, pair in enumerate(pairs.pairs):
-            pairs.reference[row] = torch.stack(sums(reference, pair)[0])
-    objective, loss = preference_objective(align), torch.zeros(())
-    for rows in ([0, 1, 2, 3], [4, 5]):  # the second padded, as evaluations pad
-        batch = pad_batch(pairs.batch(np.array(rows)), 4)
-        part, metrics = objective(model, batch)
+        kl = sum(log_prob(model, *other) - log_prob(reference, *other) for _, other in pairs) / 6
+    loss = torch.zeros(())
+    for (own, _), label in zip(pairs, LABELS, strict=True):
+        ratio = log_prob(model, *own) - log_prob(reference, *own).detach()
+        weight, sign = (1.3, 1) if label else (0.7, -1)
+        loss = loss + weight * (1 - torch.sigmoid(sign * 0.3 * (ratio - kl.clamp(min=0))))
+    return loss
+
+
+def ours(name: str, blocks, model) -> torch.Tensor:
+    """The summed loss over all rows, in two batches; the second is padded, as evaluations pad."""
+    align = SECTIONS[name]
+    objective = kto_objective(align) if name == "kto" else preference_objective(align)
+    if name == "kto":
+        run = SimpleNamespace(model=model, accelerator=Accelerator(cpu=True), mesh=Mesh())
+        run.batches = SimpleNamespace(micro_batch_size=4)
+        blocks.kl = divergence(run, blocks, np.arange(6))
+    total = torch.zeros(())
+    for rows in ([0, 1, 2, 3], [4, 5]):
+        loss, metrics = objective(model, pad_batch(blocks.batch(np.array(rows)), 4))
         assert 0 <= metrics["accuracy"] <= len(rows)
-        loss = loss + part
-    loss.backward()
+        total = total + loss
+    return total
+
+
+def assert_same_gradients(model, loss: torch.Tensor, expected: torch.Tensor) -> None:
+    """Of two losses, which are equal too."""
     torch.testing.assert_close(loss, expected, atol=1e-5, rtol=1e-5)
-    for key, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter.grad, gradients[key], atol=1e-5, rtol=1e-4)
+    parameters = list(model.parameters())
+    gradients = (torch.autograd.grad(value, parameters) for value in (loss, expected))
+    for a, b in zip(*gradients, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", SECTIONS)
+def test_loss_and_gradients_equal_plain_formulas(name, blocks):
+    rows, model, reference = blocks(name)
+    if name == "kto":
+        expected = plain_kto(SECTIONS[name], model, reference, rows.pairs)
+    else:
+        expected = sum(plain_loss(SECTIONS[name], model, reference, pair) for pair in rows.pairs)
+    assert_same_gradients(model, ours(name, rows, model), expected)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    importlib.util.find_spec("trl") is None, reason="needs trl: pip install trl==1.16.0"
-)
-@pytest.mark.parametrize("name", ["dpo", "ipo", "hinge"])
+@needs_trl
+@pytest.mark.parametrize("name", ["dpo", "ipo", "hinge", "kto"])
 @pytest.mark.filterwarnings("default")
-def test_loss_and_gradients_equal_trl(name, pairs, tmp_path, byte_tokenizer):
+def test_loss_and_gradients_equal_trl(name, blocks, tmp_path, byte_tokenizer):
+    import trl
     from datasets import Dataset
-    from transformers import AutoTokenizer
-    from trl import DPOConfig, DPOTrainer
 
-    align, model, reference = LOSSES[name], tiny(1), tiny(2)
-    tokenizer = AutoTokenizer.from_pretrained(byte_tokenizer, pad_token="<|endoftext|>")
-    trainer = DPOTrainer(
+    align, (rows, model, reference) = SECTIONS[name], blocks(name)
+    if name == "kto":
+        kind, configuration = trl.KTOTrainer, trl.KTOConfig
+        options = {"desirable_weight": 1.3, "undesirable_weight": 0.7}
+        data = {"prompt": ["a", "b"], "completion": ["c", "d"], "label": [True, False]}
+        features = [
+            {
+                "prompt_ids": ids[:prompt],
+                "completion_ids": ids[prompt:],
+                "KL_completion_ids": other[prompt:],
+                "label": label,
+            }
+            for ((ids, prompt), (other, _)), label in zip(rows.pairs, LABELS, strict=True)
+        ]
+    else:
+        kind, configuration = trl.DPOTrainer, trl.DPOConfig
+        options = {"loss_type": [{"dpo": "sigmoid"}.get(name, name)]}
+        data = {"prompt": ["a"], "chosen": ["b"], "rejected": ["c"]}
+        features = [
+            {
+                "prompt_ids": chosen[:prompt],
+                "chosen_ids": chosen[prompt:],
+                "rejected_ids": rejected[prompt:],
+            }
+            for (chosen, prompt), (rejected, _) in rows.pairs
+        ]
+    trainer = kind(
         model=model,
         ref_model=reference,
-        args=DPOConfig(
+        args=configuration(
             output_dir=str(tmp_path),
             per_device_train_batch_size=6,
-            loss_type=[{"dpo": "sigmoid"}.get(name, name)],
             beta=align.beta,
             use_cpu=True,
             bf16=False,
@@ -149,43 +201,28 @@ def test_loss_and_gradients_equal_trl(name, pairs, tmp_path, byte_tokenizer):
             save_strategy="no",
             disable_dropout=True,
             gradient_checkpointing=False,
+            **options,
         ),
-        train_dataset=Dataset.from_dict({"prompt": ["a"], "chosen": ["b"], "rejected": ["c"]}),
-        processing_class=tokenizer,
+        train_dataset=Dataset.from_dict(data),
+        processing_class=AutoTokenizer.from_pretrained(byte_tokenizer, pad_token="<|endoftext|>"),
     )
-    features = [
-        {
-            "prompt_ids": chosen[: (at := prompt)],
-            "chosen_ids": chosen[at:],
-            "rejected_ids": rejected[at:],
-        }
-        for (chosen, prompt), (rejected, _) in pairs.pairs
-    ]
     theirs = trainer.compute_loss(trainer.model, trainer.data_collator(features))
-    theirs.backward()
-    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
-    model.zero_grad()
-    with torch.no_grad():
-        for row, pair in enumerate(pairs.pairs):
-            pairs.reference[row] = torch.stack(sums(reference, pair)[0])
-    ours = preference_objective(align)(model, pairs.batch(np.arange(6)))[0] / 6
-    ours.backward()
-    assert ours.item() == pytest.approx(theirs.item(), abs=1e-5)
-    for key, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter.grad, gradients[key], atol=1e-5, rtol=1e-4)
+    assert_same_gradients(model, ours(name, rows, model.eval()) / 6, theirs)
 
 
 @pytest.mark.slow
+@needs_trl
 @pytest.mark.filterwarnings("default")
-def test_odds_ratio_equals_trl(pairs):
-    orpo = pytest.importorskip("trl.experimental.orpo", reason="needs trl: pip install trl==1.16.0")
+def test_odds_ratio_equals_trl():
+    from trl.experimental import orpo
+
     scores = -torch.rand(2, 6) * 3
     scores[0, 0] = -1e-4
     theirs, *_ = orpo.ORPOTrainer.odds_ratio_loss(
         SimpleNamespace(beta=0.3, accelerator=SimpleNamespace(device="cpu")), *scores
     )
-    ours = LOSS_ROWS["orpo"].loss(LOSSES["orpo"], *scores)
-    torch.testing.assert_close(ours, -scores[0] - theirs, atol=1e-5, rtol=1e-5)
+    loss = LOSSES["orpo"].loss(SECTIONS["orpo"], *scores)
+    torch.testing.assert_close(loss, -scores[0] - theirs, atol=1e-5, rtol=1e-5)
 
 
 QUESTION = [{"role": "user", "content": "Why?"}]
@@ -228,15 +265,49 @@ def test_rows_that_are_no_pairs_are_refused(row, words):
         pair_of(row)
 
 
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "Why?", "completion": "No.", "label": False},
+        {"prompt": QUESTION, "completion": [BAD], "label": False},
+        {"completion": [*QUESTION, BAD], "label": False, "score": 3},
+    ],
+)
+def test_rows_of_every_shape_are_labeled_answers(row):
+    assert labeled_of(row) == ([*QUESTION, BAD], False)
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"prompt": "Why?", "chosen": "So.", "rejected": "No."}, "completion and label; it has"),
+        ({"prompt": "Why?", "completion": "So.", "label": 1}, "label: expected true or false"),
+        ({"prompt": "Why?", "completion": " ", "label": True}, "completion: message 2 is empty"),
+    ],
+)
+def test_rows_that_are_no_labeled_answers_are_refused(row, words):
+    with pytest.raises(ValueError, match=words):
+        labeled_of(row)
+
+
+KNOBS = {
+    "data.block_size": 48,
+    "train.tokens_per_step": 384,  # 8 rows
+    "train.micro_batch_size": 4,
+    "train.max_steps": 6,
+    "optim.learning_rate": 3e-3,
+    "eval.every": 3,
+    "checkpoint.every": 2,
+    "tracking.every": 1,
+}
+METHODS = {"dpo": methods.PREFERENCES, "kto": methods.KTO}
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, byte_tokenizer):
-    """A model of random weights with a chat template, pairs that prefer answers of ones, and the
-    runs of the module.
+    """A model of random weights with a chat template; rows in which answers of ones are good, of
+    twos bad; and the runs of the module.
     """
-    from transformers import AutoTokenizer
-
-    from nanogpt_hf.data.chat_template import chat_template
-
     folder = tmp_path_factory.mktemp("preferences")
     tokenizer = AutoTokenizer.from_pretrained(byte_tokenizer)
     tokenizer.chat_template = chat_template(tokenizer)
@@ -246,26 +317,27 @@ def folder(tmp_path_factory, byte_tokenizer):
     model = GPTForCausalLM(GPTConfig(**sizes, vocab_size=len(tokenizer), **end))
     model.save_pretrained(folder / "start")
     tokenizer.save_pretrained(folder / "start")
-    draw = random.Random(0)
-    rows = [
-        {
-            "prompt": str(number),
-            "chosen": "1" * draw.randrange(1, 5),
-            "rejected": "2" * draw.randrange(1, 5),
-        }
-        for number in range(40)
-    ]
-    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    draw, rows = random.Random(0), {"dpo": [], "kto": []}
+    for number in range(40):
+        good, bad = ("12"[n] * draw.randrange(1, 5) for n in range(2))
+        rows["dpo"].append({"prompt": str(number), "chosen": good, "rejected": bad})
+        label = number % 3 > 0
+        answer = {"completion": good if label else bad, "label": label}
+        rows["kto"].append({"prompt": str(number)} | answer)
+    for name, lines in rows.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
     return folder
 
 
 @pytest.fixture(scope="module")
 def arguments(folder):
-    """The command line of a run with other knobs."""
+    """The command line of a run with other knobs, whose loss the first word of its name is."""
 
     def arguments(name: str, **knobs) -> list[str]:
-        values = KNOBS | {key.replace("__", "."): value for key, value in knobs.items()}
-        start = ["--from", folder / "start", "--data", folder / "pairs.jsonl"]
+        loss = name.split()[0]
+        rate = {"optim.learning_rate": 1e-2} if loss == "kto" else {}
+        values = KNOBS | rate | {key.replace("__", "."): value for key, value in knobs.items()}
+        start = ["--from", folder / "start", "--data", folder / f"{loss}.jsonl", "--loss", loss]
         options = (word for key, value in values.items() for word in (f"--{key}", value))
         return [str(word) for word in (*start, "--run-dir", folder / name, *options)]
 
@@ -284,8 +356,10 @@ def align(folder, arguments, forget_accelerate):
 
 
 @pytest.fixture(scope="module")
-def whole(align) -> RunFolder:
-    return align("whole")
+def whole(align):
+    """The run of each loss, trained once."""
+    runs = {}
+    return lambda loss: runs.get(loss) or runs.setdefault(loss, align(f"{loss} whole"))
 
 
 def column(run: RunFolder, name: str) -> list[float]:
@@ -294,75 +368,99 @@ def column(run: RunFolder, name: str) -> list[float]:
     return values
 
 
-def weights(run: RunFolder) -> dict[str, torch.Tensor]:
-    return load_file(run.final / "model.safetensors")
-
-
 @pytest.mark.long
 def test_run_starts_at_its_reference_and_learns_the_preference(whole):
-    assert column(whole, "train/loss")[0] == pytest.approx(math.log(2), abs=1e-5)
-    assert column(whole, "val/margin")[0] == pytest.approx(0, abs=1e-5)
-    assert "mean reward" not in (card := (whole.best / "README.md").read_text())
+    run, kto = whole("dpo"), whole("kto")
+    assert column(run, "train/loss")[0] == pytest.approx(math.log(2), abs=1e-5)
+    assert column(kto, "train/loss")[0] == pytest.approx(0.5, abs=1e-5)
+    for each in (run, kto):
+        assert column(each, "val/margin")[0] == pytest.approx(0, abs=1e-5)
+        assert column(each, "val/accuracy")[-1] == 1
+        assert column(each, "val/loss")[-1] < column(each, "val/loss")[0] - 0.05
+    assert "mean reward" not in (card := (run.best / "README.md").read_text())
     assert "36 preference pairs, loss dpo" in card
     assert "on held-out pairs (step 6)" in card
-    assert column(whole, "val/accuracy")[-1] == 1
-    assert column(whole, "val/loss")[-1] < column(whole, "val/loss")[0] - 0.05
-    assert len(column(whole, "train/reward_chosen")) == 6
+    assert len(column(run, "train/reward_chosen")) == len(column(kto, "train/kl")) == 6
+    assert "36 labeled answers, loss kto" in (kto.best / "README.md").read_text()
 
 
 @pytest.mark.long
-def test_run_resumes_exactly_in_the_middle(whole, align, monkeypatch):
+@pytest.mark.parametrize("loss", ["dpo", pytest.param("kto", marks=pytest.mark.slow)])
+def test_run_resumes_exactly_in_the_middle(loss, whole, align, monkeypatch):
+    method = METHODS[loss]
+
     def stopping(run, step, learning_rate):
         if step == 3:
             raise Stopped("here")
-        return preference_step(run, step, learning_rate)
+        return method.step(run, step, learning_rate)
 
-    replace_step(monkeypatch, stopping, PREFERENCES)
-    with pytest.raises(AssertionError):
-        align("parts")
-    replace_step(monkeypatch, preference_step, PREFERENCES)
-    resumed, theirs = align("parts", "--resume"), weights(whole)
-    assert all(torch.equal(tensor, theirs[name]) for name, tensor in weights(resumed).items())
+    with monkeypatch.context() as patch:
+        replace_step(patch, stopping, method)
+        with pytest.raises(AssertionError):
+            align(f"{loss} parts")
+    resumed = align(f"{loss} parts", "--resume")
+    assert same_weights(resumed, whole(loss))
     for name in ("train/loss", "val/loss", "val/margin"):
-        assert column(resumed, name) == column(whole, name)
+        assert column(resumed, name) == column(whole(loss), name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", METHODS)
+@pytest.mark.parametrize("machine", ["cpu_ddp", "fsdp2", "accumulated"])
+def test_processes_and_accumulation_change_no_number(
+    whole, arguments, align, launch_warm, loss, machine
+):
+    """The reference and the divergence of a step are sums over processes, too."""
+    name = f"{loss} {machine}"
+    if machine == "accumulated":
+        run = align(name, train__micro_batch_size=2)
+    else:
+        run = launch_warm(machine, "align", *arguments(name))
+    for metric in ("train/loss", "val/loss", "val/margin", *["train/kl"] * (loss == "kto")):
+        expected = pytest.approx(column(whole(loss), metric), abs=1e-5, rel=1e-4)
+        assert column(run, metric) == expected, metric
+
+
+@pytest.mark.slow
+def test_labels_of_one_kind_have_no_margin(align, tmp_path):
+    rows = [{"prompt": str(n), "completion": "1", "label": True} for n in range(20)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = align("kto good", data__source=tmp_path / "rows.jsonl", train__max_steps=1)
+    (first, *_) = [event for event in read_metrics(run) if "val/loss" in event]
+    assert "val/reward_desirable" in first
+    assert not {"val/reward_undesirable", "val/margin"} & first.keys()
 
 
 @pytest.mark.long
-def test_run_that_is_overwritten_gets_a_new_reference(align, folder):
-    align("again", data__validation_fraction=0.3)
-    run = align("again", "--overwrite")
+def test_reference_that_is_overwritten_or_damaged_is_computed_again(align):
+    align("dpo again", data__validation_fraction=0.3, train__max_steps=2)
+    knobs = {"train__max_steps": 2, "eval__tokens": 2 * 48}
+    run = align("dpo again", "--overwrite", **knobs)
     assert column(run, "val/margin")[0] == pytest.approx(0, abs=1e-5)
-
-
-@pytest.mark.long
-def test_damaged_reference_is_computed_again_and_the_card_counts_measured_pairs(align):
-    run = align("damaged", train__max_steps=2, eval__tokens=2 * 48)
-    assert "on held-out pairs" in (run.best / "README.md").read_text()
     before = load(run.reference.read_bytes())
     run.reference.write_bytes(b"damaged")
-    align("damaged", "--resume", train__max_steps=4, eval__tokens=2 * 48)
+    align("dpo again", "--resume", **knobs | {"train__max_steps": 4})
     again = load_file(run.reference)
     for name in before:
         torch.testing.assert_close(again[name], before[name], atol=1e-4, rtol=0)
 
 
 @pytest.mark.long
-def test_new_tokens_have_a_reference(align, folder):
-    from transformers import AutoTokenizer
-
+def test_new_tokens_and_adapters_have_a_reference(align, folder):
     tokenizer = AutoTokenizer.from_pretrained(folder / "start")
     tokenizer.add_tokens(["11"])
     tokenizer.save_pretrained(folder / "larger")
     options = {"data__tokenizer": folder / "larger", "train__max_steps": 2}
-    run = align("new", **options)
+    run = align("dpo new", **options)
     run.reference.unlink()
-    align("new", "--resume", **options | {"train__max_steps": 3})
-    assert column(run, "train/loss")[0] == pytest.approx(math.log(2), abs=1e-5)
+    align("dpo new", "--resume", **options | {"train__max_steps": 3})
+    adapted = align("dpo adapted", lora__rank=4, optim__learning_rate=3e-2)
+    for each in (run, adapted):
+        assert column(each, "train/loss")[0] == pytest.approx(math.log(2), abs=1e-5)
+    assert column(adapted, "val/loss")[-1] < column(adapted, "val/loss")[0]
 
 
 def test_answers_without_a_chat_template_are_text(byte_tokenizer):
-    from transformers import AutoTokenizer
-
     tokenizer = AutoTokenizer.from_pretrained(byte_tokenizer)
     messages = pair_of({"prompt": "Why?", "chosen": "No<|endoftext|>", "rejected": "x"})[0]
     ids, prompt = encode_answer(messages, tokenizer, None)
@@ -370,20 +468,3 @@ def test_answers_without_a_chat_template_are_text(byte_tokenizer):
     assert ids.count(tokenizer.eos_token_id) == 1
     with pytest.raises(DataError, match="more messages"):
         encode_answer([*messages, *messages], tokenizer, None)
-
-
-@pytest.mark.long
-def test_accumulation_and_adapters_have_the_same_reference(whole, align):
-    other = align("accumulated", train__micro_batch_size=2)
-    assert column(other, "train/loss") == pytest.approx(column(whole, "train/loss"), abs=1e-5)
-    adapted = align("adapted", lora__rank=4, optim__learning_rate=3e-2)
-    assert column(adapted, "train/loss")[0] == pytest.approx(math.log(2), abs=1e-5)
-    assert column(adapted, "val/loss")[-1] < column(adapted, "val/loss")[0]
-
-
-@pytest.mark.slow  # rl shares its steps and layouts with this method
-@pytest.mark.parametrize("machine", ["cpu_ddp", "fsdp2"])
-def test_two_processes_equal_one(whole, arguments, launch_warm, machine):
-    run = launch_warm(machine, "align", *arguments(machine))
-    for name in ("train/loss", "val/loss", "val/margin"):
-        assert column(run, name) == pytest.approx(column(whole, name), abs=1e-5, rel=3e-5), name

@@ -1,8 +1,6 @@
 """Runs with activation checkpointing: the numbers of the plain run, and what saves nothing."""
 
 import logging
-import shutil
-from importlib.util import find_spec
 
 import pytest
 
@@ -41,25 +39,6 @@ def test_run_equals_the_plain_one_also_resumed_with_another_level(
     train(resumed.path, resume=True, **KNOBS)
     assert same_weights(resumed, plain)
     assert numbers(resumed) == numbers(plain)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("machine", ["cpu_ddp", "fsdp2", "tp", "deepspeed_zero3"])
-def test_launched_run_equals_the_plain_one(machine, launch_warm, make_recipe, tmp_path):
-    if "deepspeed" in machine and (find_spec("deepspeed") is None or shutil.which("g++") is None):
-        pytest.skip("DeepSpeed or g++ is not installed")
-    recipe = make_recipe(tmp_path / "tiny.yaml", **KNOBS)
-    runs = [
-        launch_warm(
-            machine,
-            *("pretrain", recipe, "--run-dir", tmp_path / level),
-            machine_options=[f"--fsdp_activation_checkpointing={level}"],  # for FSDP
-            FSDP_ACTIVATION_CHECKPOINTING=level,
-        )
-        for level in ("false", "true", "selective")
-    ]
-    assert all(same_weights(run, runs[0]) for run in runs[1:])
-    assert all(numbers(run) == numbers(runs[0]) for run in runs[1:])
 
 
 def test_level_that_saves_nothing_is_said(start, monkeypatch, caplog):

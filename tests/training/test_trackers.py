@@ -4,7 +4,6 @@ import json
 import logging
 import re
 import sys
-from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -76,32 +75,24 @@ def pretrain(tmp_path, write_recipe, forget_accelerate, monkeypatch):
     return run
 
 
-def test_tracker_receives_recipe_machine_and_metrics(pretrain, notebook):
-    run = pretrain(tracking__trackers=["notebook"], tracking__project="tiny", train__max_steps=3)
-    (book,) = notebook.books
-    assert book.project == "tiny"
-    assert book.closed
-    lines = [{k: v for k, v in event.items() if "/" in k} for event in read_metrics(run)]
-    assert [values for _, values in book.logged] == lines
-    assert [step for step, _ in book.logged] == [event["step"] for event in read_metrics(run)]
+def test_trackers_receive_recipe_machine_and_metrics(tmp_path, write_recipe, notebook):
+    """One that the recipe names, and an object from Python."""
+    names = {"tracking__trackers": ["notebook"], "tracking__project": "tiny"}
+    config = load_config(write_recipe(**names, train__max_steps=3))
+    mine = Notebook("mine")
+    run = nanogpt_hf.train(nanogpt_hf.prepare_run(config, tmp_path / "run", trackers=[mine]))
     (start,) = read_starts(run)
-    assert book.config["model.n_embd"] == 16
-    assert {f"start.{name}" for name in start if name not in ("versions", "data")} < set(
-        book.config
-    )
-    assert book.config["start.versions.torch"] == start["versions"]["torch"]
-    assert {name for name in book.config if not name.startswith("start.")} < set(KNOBS)
-    assert all(isinstance(value, str | int | float | bool) for value in book.config.values())
-
-
-def test_tracker_object_from_python_receives_metrics(tmp_path, write_recipe):
-    book = Notebook("mine")
-    config = load_config(write_recipe(train__max_steps=2))
-    run = nanogpt_hf.train(nanogpt_hf.prepare_run(config, tmp_path / "run", trackers=[book]))
-    lines = [{k: v for k, v in event.items() if "/" in k} for event in read_metrics(run)]
-    assert [values for _, values in book.logged] == lines
-    assert book.config["train.max_steps"] == 2
-    assert book.closed
+    events = read_metrics(run)
+    assert {book.project for book in notebook.books} == {"mine", "tiny"}
+    for book in notebook.books:
+        assert book.closed
+        steps = [(e["step"], {k: v for k, v in e.items() if "/" in k}) for e in events]
+        assert book.logged == steps
+        assert book.config["model.n_embd"] == 16
+        assert {f"start.{name}" for name in start.keys() - {"versions", "data"}} < set(book.config)
+        assert book.config["start.versions.torch"] == start["versions"]["torch"]
+        assert {name for name in book.config if not name.startswith("start.")} < set(KNOBS)
+        assert all(isinstance(value, str | int | float | bool) for value in book.config.values())
 
 
 def test_metrics_are_documented_and_plausible(pretrain, root):
@@ -128,10 +119,8 @@ def test_machine_json_lists_starts_without_secrets(pretrain):
     for start in starts:
         names = "step time machine processes precision device threads fingerprint versions code"
         assert list(start) == [*names.split(), "command", "data"]
-        assert datetime.fromisoformat(start["time"]).tzinfo is not None
         assert (start["processes"], start["precision"]) == (1, "fp32")
         assert start["versions"]["nanogpt_hf"] == nanogpt_hf.__version__
-        assert start["code"].startswith(nanogpt_hf.__version__)
     assert starts[1]["command"].startswith("cli.py pretrain ")
     assert "--resume" in starts[1]["command"]
     for secret in ("pa55word", "5ignature", "t0ken"):
@@ -234,7 +223,3 @@ def test_code_version_has_commit_in_a_checkout(tmp_path, monkeypatch):
     assert version() == f"{nanogpt_hf.__version__} (commit 1a2b3c4d5e6f)"
     answers["status"] = " M nanogpt_hf/generate.py"
     assert version() == f"{nanogpt_hf.__version__} (commit 1a2b3c4d5e6f, dirty)"
-    monkeypatch.setattr(
-        machine, "_git", lambda *a: machine.subprocess.run(["no-such-git"], check=True)
-    )
-    assert version() == nanogpt_hf.__version__

@@ -1,0 +1,183 @@
+"""Data of preference training: pairs of a chosen and a rejected answer, or answers that are labeled
+alone, in memory.
+
+A block is a pair, padded at the end. That of a labeled answer is the answer, and its prompt with
+the answer of the row before it, which estimates the KL divergence of KTO.
+"""
+
+import dataclasses
+import logging
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from nanogpt_hf.config.schema import Config
+from nanogpt_hf.config.sources import is_mixture
+from nanogpt_hf.data.blocks import Blocks
+from nanogpt_hf.data.chat_template import ChatFormat
+from nanogpt_hf.data.conversations import Conversation, Labeled, Pair, labeled_of, pair_of
+from nanogpt_hf.data.prepare import split_documents
+from nanogpt_hf.data.prepared import PreparedData, in_memory
+from nanogpt_hf.data.source import load_documents
+from nanogpt_hf.data.tokenizer import (
+    build_tokenizer,
+    encode_ordinary,
+    end_of_text_id_of,
+    prompt_ids,
+    unknown_characters_named,
+)
+from nanogpt_hf.errors import DataError
+
+logger = logging.getLogger(__name__)
+NO_TARGET = -100
+Encoded = tuple[list[int], int]  # token ids, and how many of them are the prompt
+Encode = Callable[[Conversation], Encoded]
+
+
+class Pairs(Blocks):
+    """Preference pairs as blocks: input_ids and shift_labels (n, 2, T), the chosen answer first,
+    and `reference` (n, 2), the log-probabilities of the answers under the model before training.
+    """
+
+    def __init__(self, pairs: list[tuple[Encoded, Encoded]], block_size: int):
+        self.pairs, self.block_size = pairs, block_size
+        self.width = max((len(ids) for pair in pairs for ids, _ in pair), default=0) - 1
+        self.reference = torch.zeros(len(pairs), 2)
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def num_targets(self, indices: np.ndarray) -> int:
+        """The pairs at `indices`: each counts the same, however long its answers are."""
+        return len(indices)
+
+    def batch(self, indices: np.ndarray) -> dict[str, torch.Tensor]:
+        """The pairs at `indices`; shift_labels is -100 but for the tokens of the answers."""
+        inputs = torch.zeros(len(indices), 2, self.width, dtype=torch.int64)
+        labels = torch.full_like(inputs, NO_TARGET)
+        for row, index in enumerate(indices.tolist()):
+            for side, (ids, prompt) in enumerate(self.pairs[index]):
+                inputs[row, side, : len(ids) - 1] = torch.tensor(ids[:-1])
+                labels[row, side, prompt - 1 : len(ids) - 1] = torch.tensor(ids[prompt:])
+        reference = self.reference[torch.from_numpy(indices)]
+        return {"input_ids": inputs, "shift_labels": labels, "reference": reference}
+
+
+class LabeledAnswers(Pairs):
+    """Answers as blocks, with the mismatched pair of each; `desirable` (n), and `kl` (n), the
+    estimate for all of them.
+    """
+
+    def __init__(
+        self, pairs: list[tuple[Encoded, Encoded]], block_size: int, desirable: list[bool]
+    ):
+        super().__init__(pairs, block_size)
+        self.desirable, self.kl = torch.tensor(desirable), 0.0
+
+    def batch(self, indices: np.ndarray) -> dict[str, torch.Tensor]:
+        desirable = self.desirable[torch.from_numpy(indices)]
+        kl = torch.full((len(indices),), self.kl)
+        return super().batch(indices) | {"desirable": desirable, "kl": kl}
+
+
+def load_pairs(config: Config) -> PreparedData:
+    """The preference pairs of data.source, split and encoded, with the model's tokenizer.
+
+    Raises UserError if they cannot be read, or none fits into a block.
+    """
+    return _load(config, pair_of, _encode_pairs, "preference pairs")
+
+
+def load_answers(config: Config) -> PreparedData:
+    """The labeled answers of data.source, as `load_pairs` loads pairs."""
+    return _load(config, labeled_of, _encode_labeled, "labeled answers")
+
+
+def _load(
+    config: Config,
+    parse: Callable[..., Any],
+    encode_rows: Callable[[list[Any], Encode, int], Pairs],
+    noun: str,
+) -> PreparedData:
+    """The rows of data.source as `parse` reads each and `encode_rows` makes blocks of those that
+    fit.
+    """
+    data, splits = dataclasses.replace(config.data, format="chat"), []
+    if is_mixture(data):
+        raise DataError(f"data.source: {noun} come from one source; a list is not supported")
+    tokenizer = build_tokenizer(data.tokenizer, ()).hf
+    chat = ChatFormat(tokenizer, fixed_day=True) if tokenizer.chat_template else None
+    encode = partial(encode_answer, tokenizer=tokenizer, chat=chat)
+    with tempfile.TemporaryDirectory() as scratch:
+        documents = load_documents(data, Path(scratch), parse)
+        for name, rows in zip(
+            ("train", "validation"), split_documents(documents, data), strict=True
+        ):
+            splits.append(blocks := encode_rows(rows, encode, data.block_size))
+            if not blocks:
+                raise DataError(
+                    f"data.block_size: {data.block_size} tokens are too few for all {noun} of "
+                    f"{name}"
+                )
+            line = f"  {name:<10} {len(blocks):,} {noun}"
+            if left_out := len(rows) - len(blocks):
+                line += f"; {left_out:,} are longer than data.block_size, left out"
+            logger.info(line)
+    train, validation = splits
+    return in_memory(
+        train,
+        validation,
+        tokenizer,
+        source=data.source,
+        revision=documents.revision,
+        end_of_turn_id=chat and chat.end_of_turn_id(),
+    )
+
+
+def _encode_pairs(pairs: list[Pair], encode: Encode, block_size: int) -> Pairs:
+    """The pairs that fit: one without the end of an answer would prefer one that never ends."""
+    encoded = [(encode(chosen), encode(rejected)) for chosen, rejected in pairs]
+    fitting = [pair for pair in encoded if all(len(ids) <= block_size + 1 for ids, _ in pair)]
+    return Pairs(fitting, block_size)
+
+
+def _encode_labeled(rows: list[Labeled], encode: Encode, block_size: int) -> LabeledAnswers:
+    """The answers that fit. Only the mismatched pairs are cut."""
+    encoded = [(encode(messages), messages, label) for messages, label in rows]
+    kept = [row for row in encoded if len(row[0][0]) <= block_size + 1]
+    if len(kept) == 1:
+        raise DataError("data.source: one answer alone has no mismatched pair; add rows")
+    pairs = []
+    for row, (own, messages, _) in enumerate(kept):
+        ids, prompt = encode([*messages[:-1], kept[row - 1][1][-1]])
+        pairs.append((own, (ids[: block_size + 1], prompt)))
+    return LabeledAnswers(pairs, block_size, [label for *_, label in kept])
+
+
+def encode_answer(messages: Conversation, tokenizer: Any, chat: ChatFormat | None) -> Encoded:
+    """The token ids of a conversation whose last answer is trained, and where that begins.
+
+    Without a chat template the answer continues the last question as text, and the token that
+    ends a text ends it.
+    """
+    if chat is None:
+        if len(messages) > 2:
+            raise DataError(
+                "the model has no chat template, so a pair is one question with two answers; "
+                f"the one that starts {messages[0]['content']!r:.40} has more messages"
+            )
+        prompt = prompt_ids(tokenizer, messages[0]["content"])
+        end = end_of_text_id_of(tokenizer)
+        answer = encode_ordinary(tokenizer, messages[1]["content"])
+        return [*prompt, *answer, *([] if end is None else [end])], len(prompt)
+    with unknown_characters_named(tokenizer, [message["content"] for message in messages]):
+        example = chat.examples([messages])[-1]
+    counts = np.array([0, *example.assistant_mask])
+    begins = np.flatnonzero(np.diff(counts) == 1)
+    end = int(np.flatnonzero(counts)[-1])
+    return example.input_ids[:end], int(begins[-1])
