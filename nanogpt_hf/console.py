@@ -104,11 +104,11 @@ def survive_closed_streams() -> None:
         stream = getattr(sys, name)
         if stream is None:  # closed (`>&-`)
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
-            continue
-        stream.flush()
-        raw = io.BufferedWriter(_Output(number, "w", closefd=False))
-        options = {"line_buffering": stream.line_buffering, "errors": "backslashreplace"}
-        setattr(sys, name, io.TextIOWrapper(raw, encoding=stream.encoding, **options))
+        elif isinstance(stream, io.TextIOWrapper) and stream.fileno() == number:
+            stream.flush()
+            raw = io.BufferedWriter(_Output(number, "w", closefd=False))
+            options = {key: getattr(stream, key) for key in ("encoding", "line_buffering")}
+            setattr(sys, name, io.TextIOWrapper(raw, errors="backslashreplace", **options))
     logging.raiseExceptions = False  # the libraries' own handlers would print a traceback
 
 
