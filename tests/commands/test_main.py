@@ -41,20 +41,6 @@ def test_help_lists_log_options_and_every_knob_once(capsys):
     assert "\n".join(knob_lines()) in help_of(capsys, "pretrain")
 
 
-@pytest.mark.parametrize(
-    ("command", "meaning"),
-    [
-        ("estimate", "of --gpus, or all if they are fewer; default 8"),
-        ("rl", "--data: the questions, with reference answers, as conversations"),
-        ("rl", "recipes/arithmetic_rl.yaml"),
-        ("finetune", "the text: python-docs, arithmetic, a file, folder, glob"),
-        ("finetune", "recipes/finetune_lora.yaml"),
-    ],
-)
-def test_help_states_what_an_argument_means(capsys, command, meaning):
-    assert meaning in " ".join(help_of(capsys, command).split())
-
-
 def test_help_and_mistakes_import_nothing_heavy(root):
     script = """
 import atexit, gc, os, sys
