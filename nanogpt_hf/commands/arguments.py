@@ -6,9 +6,8 @@ import re
 from typing import Any
 
 from nanogpt_hf.config.finetune import chosen_method
-from nanogpt_hf.config.knobs import knob_lines
 from nanogpt_hf.config.load import load_config, stated_knobs
-from nanogpt_hf.config.schema import KNOBS, Config
+from nanogpt_hf.config.schema import KNOBS, Config, knob_lines
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.runs.files import output_file
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from nanogpt_hf.commands import COMMANDS, main
-from nanogpt_hf.config.knobs import knob_lines
+from nanogpt_hf.config.schema import knob_lines
 from nanogpt_hf.cpu import SPIN_COUNT
 from nanogpt_hf.runs.folder import RunFolder
 
