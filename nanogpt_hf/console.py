@@ -139,6 +139,10 @@ class _Console(logging.Handler):
             show_end(self.format(record).rstrip("\n"), stream)
 
 
+def _is_error(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.ERROR
+
+
 @contextmanager
 def configure_logging(log_level: str | None, rank: int = 0) -> Iterator[None]:
     """Configure logging by the options, and restore it at the end.
@@ -157,9 +161,12 @@ def configure_logging(log_level: str | None, rank: int = 0) -> Iterator[None]:
             os.environ[name] = logging.getLevelName(level).lower()
     if level > logging.INFO:
         os.environ["WANDB_SILENT"] = "true"
-    if log_level != "debug":
-        levels |= dict.fromkeys(_NOISY, logging.ERROR)
+    noisy = _NOISY if log_level != "debug" else ()
+    levels |= dict.fromkeys(noisy, logging.ERROR)
     with contextlib.ExitStack() as undo:
+        for logger in map(logging.getLogger, noisy):  # DeepSpeed sets its level when it is imported
+            logger.addFilter(_is_error)
+            undo.callback(logger.removeFilter, _is_error)
         for logger, value in ((logging.getLogger(name), value) for name, value in levels.items()):
             undo.callback(logger.setLevel, logger.level)
             logger.setLevel(value)
