@@ -25,15 +25,11 @@ EXIT_NOBODY_READS = 141  # a shell's exit status of a program that SIGPIPE ended
 _GONE = (errno.EPIPE, errno.EIO)  # the reader of a pipe, a terminal
 _PACKAGE = "nanogpt_hf"
 _LIBRARIES = ("accelerate", "datasets", "transformers")  # to which --log-level applies too
-# Loggers whose warnings are wrong or useless here: kernels that this machine lacks, a CPU where
-# accelerate imports DeepSpeed, reports that our own errors state in a line, texts that are cut.
-_NOISY = (
-    "DeepSpeed",
-    "torchao",
-    "torch.utils._pytree",
-    "transformers.modeling_utils",
-    "transformers.tokenization_utils_base",
-)
+# transformers imports an installed torchao, which warns about kernels that this machine lacks
+_NOISY = ("torchao", "torch.utils._pytree")
+# Warnings that are wrong or useless here: a CPU where accelerate imports DeepSpeed, reports that our
+# own errors state in a line, texts that are cut. These loggers set or read their level themselves.
+_USELESS = ("DeepSpeed", "transformers.modeling_utils", "transformers.tokenization_utils_base")
 _CONTROLS = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]|\r(?!\n)")  # not tabs and line ends
 
 
@@ -161,10 +157,10 @@ def configure_logging(log_level: str | None, rank: int = 0) -> Iterator[None]:
             os.environ[name] = logging.getLevelName(level).lower()
     if level > logging.INFO:
         os.environ["WANDB_SILENT"] = "true"
-    noisy = _NOISY if log_level != "debug" else ()
-    levels |= dict.fromkeys(noisy, logging.ERROR)
+    if log_level != "debug":
+        levels |= dict.fromkeys(_NOISY, logging.ERROR)
     with contextlib.ExitStack() as undo:
-        for logger in map(logging.getLogger, noisy):  # DeepSpeed sets its level when it is imported
+        for logger in map(logging.getLogger, _USELESS if log_level != "debug" else ()):
             logger.addFilter(_is_error)
             undo.callback(logger.removeFilter, _is_error)
         for logger, value in ((logging.getLogger(name), value) for name, value in levels.items()):
