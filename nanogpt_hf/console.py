@@ -27,8 +27,9 @@ _PACKAGE = "nanogpt_hf"
 _LIBRARIES = ("accelerate", "datasets", "transformers")  # to which --log-level applies too
 # transformers imports an installed torchao, which warns about kernels that this machine lacks
 _NOISY = ("torchao", "torch.utils._pytree")
-# Warnings that are wrong or useless here: a CPU where accelerate imports DeepSpeed, reports that our
-# own errors state in a line, texts that are cut. These loggers set or read their level themselves.
+# Warnings that are wrong or useless here: a CPU where accelerate imports DeepSpeed, reports that
+# our own errors state in a line, texts that are cut. DeepSpeed sets its level when it is imported;
+# transformers verifies plans for tensor parallelism if its level is above `warning`.
 _USELESS = ("DeepSpeed", "transformers.modeling_utils", "transformers.tokenization_utils_base")
 _CONTROLS = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]|\r(?!\n)")  # not tabs and line ends
 
