@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nanogpt_hf.config.compatibility import refused
-from nanogpt_hf.config.knobs import knob_schema
+from nanogpt_hf.config.schema import knob_schema
 from nanogpt_hf.optim.optimizer import all_rules
 
 BEGIN = "<!-- What follows is written by docs/tables.py (`make docs`). -->\n"

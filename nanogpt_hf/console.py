@@ -25,15 +25,12 @@ EXIT_NOBODY_READS = 141  # a shell's exit status of a program that SIGPIPE ended
 _GONE = (errno.EPIPE, errno.EIO)  # the reader of a pipe, a terminal
 _PACKAGE = "nanogpt_hf"
 _LIBRARIES = ("accelerate", "datasets", "transformers")  # to which --log-level applies too
-# Loggers whose warnings are wrong or useless here: kernels that this machine lacks, a CPU where
-# accelerate imports DeepSpeed, reports that our own errors state in a line, texts that are cut.
-_NOISY = (
-    "DeepSpeed",
-    "torchao",
-    "torch.utils._pytree",
-    "transformers.modeling_utils",
-    "transformers.tokenization_utils_base",
-)
+# transformers imports an installed torchao, which warns about kernels that this machine lacks
+_NOISY = ("torchao", "torch.utils._pytree")
+# Warnings that are wrong or useless here: a CPU where accelerate imports DeepSpeed, reports that
+# our own errors state in a line, texts that are cut. DeepSpeed sets its level when it is imported;
+# transformers verifies plans for tensor parallelism if its level is above `warning`.
+_USELESS = ("DeepSpeed", "transformers.modeling_utils", "transformers.tokenization_utils_base")
 _CONTROLS = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]|\r(?!\n)")  # not tabs and line ends
 
 
@@ -104,11 +101,11 @@ def survive_closed_streams() -> None:
         stream = getattr(sys, name)
         if stream is None:  # closed (`>&-`)
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
-            continue
-        stream.flush()
-        raw = io.BufferedWriter(_Output(number, "w", closefd=False))
-        options = {"line_buffering": stream.line_buffering, "errors": "backslashreplace"}
-        setattr(sys, name, io.TextIOWrapper(raw, encoding=stream.encoding, **options))
+        elif isinstance(stream, io.TextIOWrapper) and stream.fileno() == number:
+            stream.flush()
+            raw = io.BufferedWriter(_Output(number, "w", closefd=False))
+            options = {key: getattr(stream, key) for key in ("encoding", "line_buffering")}
+            setattr(sys, name, io.TextIOWrapper(raw, errors="backslashreplace", **options))
     logging.raiseExceptions = False  # the libraries' own handlers would print a traceback
 
 
@@ -139,6 +136,10 @@ class _Console(logging.Handler):
             show_end(self.format(record).rstrip("\n"), stream)
 
 
+def _is_error(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.ERROR
+
+
 @contextmanager
 def configure_logging(log_level: str | None, rank: int = 0) -> Iterator[None]:
     """Configure logging by the options, and restore it at the end.
@@ -160,6 +161,9 @@ def configure_logging(log_level: str | None, rank: int = 0) -> Iterator[None]:
     if log_level != "debug":
         levels |= dict.fromkeys(_NOISY, logging.ERROR)
     with contextlib.ExitStack() as undo:
+        for logger in map(logging.getLogger, _USELESS if log_level != "debug" else ()):
+            logger.addFilter(_is_error)
+            undo.callback(logger.removeFilter, _is_error)
         for logger, value in ((logging.getLogger(name), value) for name, value in levels.items()):
             undo.callback(logger.setLevel, logger.level)
             logger.setLevel(value)

@@ -177,7 +177,9 @@ def _parse(name: str, words: list[str]) -> tuple[Callable[[], int | None], argpa
     if not COMMANDS[name].knobs:
         return lambda: run(parsed), parsed
     # flags that are short names of knobs: see arguments.py
-    short = [(key, value) for key, value in vars(parsed).items() if "." in key and value]
+    short = [
+        (key, value) for key, value in vars(parsed).items() if "." in key and value is not None
+    ]
     return lambda: run(parsed, short + overrides), parsed
 
 

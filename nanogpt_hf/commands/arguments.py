@@ -6,14 +6,13 @@ import re
 from typing import Any
 
 from nanogpt_hf.config.finetune import chosen_method
-from nanogpt_hf.config.knobs import knob_lines
 from nanogpt_hf.config.load import load_config, stated_knobs
-from nanogpt_hf.config.schema import KNOBS, Config
+from nanogpt_hf.config.schema import KNOBS, Config, knob_lines
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.runs.files import output_file
 
 # metavars of files, folders and models
-_PATHS = ("CKPT", "DIR", "F", "MODEL", "OUT", "PATH", "RECIPE", "RUN")
+_PATHS = ("CKPT", "DIR", "F", "FILE", "MODEL", "OUT", "PATH", "RECIPE", "RUN")
 
 
 def _path(text: str) -> str:
@@ -39,7 +38,7 @@ def add_option(parser: Any, usage: str, meaning: str, **options: Any) -> None:
     if metavar:
         options["metavar"] = metavar
     if metavar in _PATHS:
-        options["type"] = _path
+        options.setdefault("type", _path)
     parser.add_argument(name, help=meaning, **options)
 
 

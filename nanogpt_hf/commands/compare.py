@@ -22,7 +22,7 @@ def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
     add_option(parser, "runs RUN", "run folders", nargs="+")
     add_option(parser, "--by", "x axis", choices=("step", "tokens", "time"), default="step")
     add_output(parser, "--output", "the plot (default compare.png)")
-    add_option(parser, "--reference FILE", "another reference to compare with", type=Path)
+    add_option(parser, "--reference FILE", "another reference to compare with")
     made = "write a reference from these runs, which may differ only in their seed, and exit"
     add_output(parser, "--make-reference", made)
     add_output(parser, "--json", "also write the tables and the verdicts to FILE")
@@ -46,7 +46,7 @@ def run_compare(arguments: argparse.Namespace) -> None:
     if arguments.make_reference:
         _make_reference(folders, arguments.make_reference)
         return
-    given = arguments.reference and read_reference(arguments.reference)
+    given = arguments.reference and read_reference(Path(arguments.reference))
     configs, events = {}, {}
     short = [folder.path.resolve().name for folder in folders]
     names = short if len({*short}) == len(short) else [str(folder.path) for folder in folders]

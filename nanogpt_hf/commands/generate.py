@@ -96,30 +96,16 @@ def open_model(name: str) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
 
 def add_sample_arguments(parser: argparse.ArgumentParser) -> None:
     _add_sampling_arguments(parser, 500)
-    text = "text to continue (default: a line break, or the first token)"
+    text = "text to continue (default: a line break, or nothing after a start token)"
     add_option(parser, "--prompt", text)
     add_option(parser, "--num-samples", "samples", type=bounded(int, 1, 10_000), default=1)
-
-
-def default_prompt(tokenizer: "PreTrainedTokenizerBase") -> str:
-    """A line break, nothing after a start token, or the first token if the tokenizer has no line
-    break.
-    """
-    from nanogpt_hf.data.tokenizer import encode_ordinary, start_of_text_id_of
-
-    if start_of_text_id_of(tokenizer) is not None:
-        return ""
-    try:
-        return "\n" if encode_ordinary(tokenizer, "\n") else str(tokenizer.decode([0]))
-    except DataError:
-        return str(tokenizer.decode([0]))
 
 
 def run_sample(arguments: argparse.Namespace) -> None:
     """Generate text with the model of a run folder, a model folder or the Hub; the text is printed
     as it is generated.
     """
-    from nanogpt_hf.data.tokenizer import prompt_ids
+    from nanogpt_hf.data.tokenizer import prompt_ids, start_of_text_id_of
     from nanogpt_hf.generate import TextStream, generate_tokens
 
     accelerator = _build_accelerator(arguments.mesh)
@@ -127,7 +113,7 @@ def run_sample(arguments: argparse.Namespace) -> None:
     model.to(accelerator.device)
     prompt = arguments.prompt
     if prompt is None:
-        prompt = default_prompt(tokenizer)
+        prompt = "\n" if start_of_text_id_of(tokenizer) is None else ""
     try:
         ids = prompt_ids(tokenizer, prompt)
     except ValueError as error:

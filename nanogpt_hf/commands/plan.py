@@ -14,9 +14,8 @@ from nanogpt_hf.commands.arguments import (
     size,
 )
 from nanogpt_hf.config.dial import dial_lines
-from nanogpt_hf.config.knobs import knob_lines, knob_schema
 from nanogpt_hf.config.load import stated_knobs
-from nanogpt_hf.config.schema import get_value, replace_knobs
+from nanogpt_hf.config.schema import get_value, knob_lines, knob_schema, replace_knobs
 from nanogpt_hf.config.stages import largest_stage, stage_lines
 from nanogpt_hf.config.values import bounded
 from nanogpt_hf.console import show

@@ -152,7 +152,7 @@ def run_inspect(arguments: argparse.Namespace) -> None:
 def add_branch_arguments(parser: argparse.ArgumentParser) -> None:
     add_option(parser, "run RUN", "a run folder")
     add_option(parser, "--at STEP", "a step with a checkpoint", type=int, required=True)
-    add_option(parser, "--run-dir DIR", "the new run's folder", type=Path, required=True)
+    add_option(parser, "--run-dir DIR", "the new run's folder", required=True)
     list_knobs(parser)
 
 

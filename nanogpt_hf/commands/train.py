@@ -19,7 +19,7 @@ from nanogpt_hf.commands.arguments import (
 )
 from nanogpt_hf.config.compatibility import recipe_settings
 from nanogpt_hf.config.dial import dial_lines
-from nanogpt_hf.config.finetune import POLICY, PREFERENCES
+from nanogpt_hf.config.finetune import POLICY, PREFERENCES, RecipeMethod
 from nanogpt_hf.config.load import config_to_yaml
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.config.stages import naming, planned_tokens, stage_lines, stages_of
@@ -100,17 +100,7 @@ def run_finetune(arguments: argparse.Namespace, overrides: Overrides) -> None:
     No recipe is needed: cli.py finetune --from gpt2 --data my.txt
     The defaults: docs/finetuning.md, or --dry-run.
     """
-    config, base = finetune_config(arguments.recipe, overrides)
-    vocabulary = check_tokenizer(config, base)
-
-    def check_tokenizer_of_data(manifest: "Manifest") -> None:
-        if manifest.tokenizer_hash != vocabulary:
-            raise DataError(
-                f"{config.data.dir}: prepared with another tokenizer than "
-                f"{config.data.tokenizer}; prepare it again"
-            )
-
-    _run(config, arguments, base, check_tokenizer_of_data)
+    _run_from_model(arguments, overrides)
 
 
 def add_rl_arguments(parser: argparse.ArgumentParser) -> None:
@@ -126,9 +116,7 @@ def run_rl(arguments: argparse.Namespace, overrides: Overrides) -> None:
     No recipe is needed: cli.py rl --from runs/arithmetic_sft --task arithmetic
     The defaults: docs/alignment.md, or --dry-run.
     """
-    config, base = finetune_config(arguments.recipe, overrides, POLICY)
-    check_tokenizer(config, base)
-    _run(config, arguments, base)
+    _run_from_model(arguments, overrides, POLICY)
 
 
 def add_align_arguments(parser: argparse.ArgumentParser) -> None:
@@ -143,9 +131,24 @@ def run_align(arguments: argparse.Namespace, overrides: Overrides) -> None:
     No recipe is needed: cli.py align --from runs/arithmetic_sft --data pairs.jsonl
     The defaults: docs/alignment.md, or --dry-run.
     """
-    config, base = finetune_config(arguments.recipe, overrides, PREFERENCES)
-    check_tokenizer(config, base)
-    _run(config, arguments, base)
+    _run_from_model(arguments, overrides, PREFERENCES)
+
+
+def _run_from_model(
+    arguments: argparse.Namespace, overrides: Overrides, method: RecipeMethod | None = None
+) -> None:
+    """Train a model further, on text or by a method."""
+    config, base = finetune_config(arguments.recipe, overrides, method)
+    vocabulary = check_tokenizer(config, base)
+
+    def check(manifest: "Manifest") -> None:
+        if method is None and manifest.tokenizer_hash != vocabulary:
+            raise DataError(
+                f"{config.data.dir}: prepared with another tokenizer than "
+                f"{config.data.tokenizer}; prepare it again"
+            )
+
+    _run(config, arguments, base, check)
 
 
 def _run(

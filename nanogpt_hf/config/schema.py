@@ -9,6 +9,8 @@ import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from itertools import groupby
+from types import NoneType
 from typing import Any, Literal
 
 LARGEST = 10**15  # upper bound of an integer knob that states none; far beyond any count of a run
@@ -477,3 +479,35 @@ def kind_options(kind: Any) -> tuple[Any, ...]:
     split = typing.get_origin(kind) in (Literal, types.UnionType, typing.Union)
     parts = typing.get_args(kind) if split else ()
     return tuple(option for part in parts for option in kind_options(part)) or (kind,)
+
+
+_TYPE_NAMES = {NoneType: "null", list: "list", dict: "mapping"}
+
+
+def knob_schema() -> dict[str, dict[str, Any]]:
+    """Every knob: its types, values that are names, default, inclusive bounds and meaning."""
+    schema = {}
+    for key, knob in KNOBS.items():
+        options = kind_options(knob.kind)
+        kinds = [typing.get_origin(o) or o for o in options if not isinstance(o, str)]
+        schema[key] = {
+            "types": [_TYPE_NAMES.get(kind) or kind.__name__ for kind in kinds],
+            "choices": [option for option in options if isinstance(option, str)],
+            "default": knob.default,
+            "low": knob.low,
+            "high": knob.high,
+            "meaning": knob.meaning,
+        }
+    return schema
+
+
+def knob_lines() -> list[str]:
+    """The table of knobs in `--help`: name, meaning, choices and default, by section."""
+    lines = []
+    for section, knobs in groupby(knob_schema().items(), lambda item: item[0].partition(".")[0]):
+        lines += ["", f"{section}:"]
+        for key, knob in knobs:
+            choices = f" [{'|'.join(knob['choices'])}]" if len(knob["choices"]) > 1 else ""
+            default = "" if knob["default"] in (None, "") else f" (default {knob['default']})"
+            lines.append(f"  --{key:<32} {knob['meaning']}{choices}{default}")
+    return lines[1:]

@@ -62,6 +62,20 @@ def test_libraries_get_the_level_only_if_given(monkeypatch):
     assert library.level == before
 
 
+@pytest.mark.parametrize(("log_level", "shown"), [(None, []), ("debug", ["no GPU"])])
+def test_useless_library_warnings_need_log_level_debug(log_level, shown):
+    library, messages = logging.getLogger("DeepSpeed"), []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    library.addHandler(handler)
+    with console.configure_logging(log_level):
+        library.setLevel(logging.WARNING)  # as when it is imported
+        library.warning("no GPU")
+    library.removeHandler(handler)
+    assert messages == shown
+    assert not library.filters
+
+
 def test_log_line_is_printed_above_a_progress_bar(capsys):
     with console.configure_logging(None), tqdm(total=3, file=sys.stderr, ncols=40) as bar:
         bar.update()

@@ -7,7 +7,7 @@ from nanogpt_hf.config.schema import KNOBS
 from nanogpt_hf.distributed.layout import Machine, check_layout, machine_settings
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import ConfigError, UserError
-from nanogpt_hf.optim.optimizer import OPTIMIZERS, OptimizerKind, all_rules
+from nanogpt_hf.optim.optimizer import all_rules
 
 TUNED = {"finetune.model": "gpt2"}
 RL = TUNED | {"rl.task": "arithmetic"}
@@ -76,12 +76,3 @@ def test_recipe_that_contradicts_itself_is_refused_with_all_problems(knobs, keys
         load_config(None, values, name="x")
     found = [problem.partition(" does")[0].lstrip("-") for problem in error.value.problems]
     assert found == keys
-
-
-def test_row_of_an_optimizer_adds_its_own_rules(monkeypatch):
-    refuses = {"FSDP2": ("its state is one number", "use ddp.yaml")}
-    monkeypatch.setitem(OPTIMIZERS, "mine", OptimizerKind(None, None, None, refuses=refuses))
-    config = load_config(None, {"data.source": "x", "optim.name": "mine"}, name="x")
-    check_layout(config, Mesh(), Machine())
-    with pytest.raises(UserError, match=r"optim\.name mine does not combine with FSDP2"):
-        check_layout(config, Mesh(), Machine("fsdp"))

@@ -3,7 +3,9 @@
 import json
 import os
 import stat
+import tempfile
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -13,7 +15,7 @@ from nanogpt_hf.errors import UserError
 from nanogpt_hf.place import replaced_folder
 from nanogpt_hf.reports.page import write_report
 from nanogpt_hf.runs import files
-from nanogpt_hf.runs.files import written_whole
+from nanogpt_hf.runs.files import write_json, written_whole
 from nanogpt_hf.runs.folder import RunFolder
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="needs POSIX links, pipes and devices")
@@ -153,3 +155,20 @@ def test_written_file_has_default_permissions(tmp_path):
     with pytest.raises(ZeroDivisionError), written_whole(tmp_path / "y"):
         _ = 1 / 0
     assert os.listdir(tmp_path) == ["x"]
+
+
+@pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="no /dev/shm to write to")
+def test_file_in_shared_memory_is_replaced():
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        file = Path(folder) / "x.json"
+        for number in (1, 2):
+            write_json(file, {"a": number})
+        assert json.loads(file.read_text()) == {"a": 2}
+
+
+def test_output_for_a_descriptor_follows_what_it_has(tmp_path):
+    with (tmp_path / "log").open("w") as opened:
+        opened.write("before\n")
+        opened.flush()
+        write_json(Path(f"/dev/fd/{opened.fileno()}"), {})
+    assert (tmp_path / "log").read_text() == "before\n{}\n"
