@@ -30,7 +30,6 @@ from nanogpt_hf.runs.metrics import read_metrics
 from nanogpt_hf.training import methods
 from nanogpt_hf.training.pairs import LabeledAnswers, Pairs, encode_answer
 from nanogpt_hf.training.preferences import (
-    LOSSES,
     divergence,
     kto_objective,
     preference_objective,
@@ -208,21 +207,6 @@ def test_loss_and_gradients_equal_trl(name, blocks, tmp_path, byte_tokenizer):
     )
     theirs = trainer.compute_loss(trainer.model, trainer.data_collator(features))
     assert_same_gradients(model, ours(name, rows, model.eval()) / 6, theirs)
-
-
-@pytest.mark.slow
-@needs_trl
-@pytest.mark.filterwarnings("default")
-def test_odds_ratio_equals_trl():
-    from trl.experimental import orpo
-
-    scores = -torch.rand(2, 6) * 3
-    scores[0, 0] = -1e-4
-    theirs, *_ = orpo.ORPOTrainer.odds_ratio_loss(
-        SimpleNamespace(beta=0.3, accelerator=SimpleNamespace(device="cpu")), *scores
-    )
-    loss = LOSSES["orpo"].loss(SECTIONS["orpo"], *scores)
-    torch.testing.assert_close(loss, -scores[0] - theirs, atol=1e-5, rtol=1e-5)
 
 
 QUESTION = [{"role": "user", "content": "Why?"}]

@@ -4,11 +4,9 @@ import logging
 
 import pytest
 
-from assertions import copy_at, same_weights
-from nanogpt_hf.runs.metrics import read_metrics
+from assertions import copy_at, numbers, same_weights
 
 pytestmark = pytest.mark.long
-MEASURED = ("seconds", "train/tokens_per_second", "train/data_wait", "train/memory_peak_bytes")
 KNOBS = {
     "model__dropout": 0.1,
     "model__n_layer": 3,
@@ -18,10 +16,6 @@ KNOBS = {
     "tracking__every": 1,
     "tracking__layers": True,
 }
-
-
-def numbers(run) -> list[dict]:
-    return [{k: v for k, v in event.items() if k not in MEASURED} for event in read_metrics(run)]
 
 
 def test_run_equals_the_plain_one_also_resumed_with_another_level(
