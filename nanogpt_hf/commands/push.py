@@ -53,5 +53,4 @@ def run(arguments: argparse.Namespace) -> None:
     )
     if pushed.skipped:
         show(f"skipped (not model files): {', '.join(pushed.skipped)}")
-    what = f"{len(pushed.files)} files" if pushed.changed else "nothing had changed"
-    show(f"{folder} -> {pushed.url} ({what})")
+    show(f"{folder} -> {pushed.url} ({len(pushed.files)} files)")

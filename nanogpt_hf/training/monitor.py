@@ -16,7 +16,7 @@ from nanogpt_hf.checkpoint.writer import CheckpointWriter
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.errors import DivergedError, UserError
 from nanogpt_hf.evaluation.base import Measure, Subject
-from nanogpt_hf.export.background_push import BackgroundPush
+from nanogpt_hf.export.hub import BackgroundPush
 from nanogpt_hf.reports.live import LiveReports
 from nanogpt_hf.runs.state import TrainState
 from nanogpt_hf.training.layer_stats import LayerStats
