@@ -362,6 +362,30 @@ def letter_tasks(tmp_path_factory) -> list[str]:
     return paths
 
 
+@pytest.fixture(scope="session")
+def chat_model(tmp_path_factory, byte_tokenizer) -> Path:
+    """A model folder with a chat template; its answers are letters without sense."""
+    import torch
+    from transformers import AutoTokenizer
+
+    from nanogpt_hf.data.chat_template import chat_format
+    from nanogpt_hf.model import GPTConfig, GPTForCausalLM
+
+    folder = tmp_path_factory.mktemp("chat") / "parrot"
+    sizes = {"vocab_size": 257, "n_positions": 256, "n_embd": 16, "n_layer": 2, "n_head": 2}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = GPTForCausalLM(GPTConfig(**sizes, bos_token_id=256, eos_token_id=256))
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                torch.nn.init.normal_(parameter, std=0.4)
+    model.save_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(byte_tokenizer)
+    chat_format(tokenizer, "bytes")
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
     """A fake Hub (fake_hub.py) for this process and its child processes, logged in as `tester`."""

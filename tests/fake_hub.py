@@ -338,8 +338,3 @@ _ROUTES = [
     (rf"/{_REPO}\.git/info/lfs/objects/batch", _Handler.batch),
     (r"/objects/(\w+)", _Handler.upload),
 ]
-
-if __name__ == "__main__":  # python tests/fake_hub.py: a Hub to try things on by hand
-    with FakeHub(lfs=True) as hub:
-        print(f"export HF_ENDPOINT={hub.url} HF_TOKEN={TOKEN} HF_HUB_DISABLE_XET=1", flush=True)
-        threading.Event().wait()

@@ -137,7 +137,7 @@ def import_model(source: Path, out: Path, meta: Path | None, activation_function
     """A checkpoint -> a model folder, and print what it is."""
     from transformers.utils import logging
 
-    from nanogpt_hf.export.card import plain_card
+    from nanogpt_hf.export.card import render_card
     from nanogpt_hf.export.model_folder import new_folder, write_model_folder
     from nanogpt_hf.export.nanogpt import load_nanogpt
     from nanogpt_hf.model.architecture import count_parameters, padding_rows
@@ -147,7 +147,7 @@ def import_model(source: Path, out: Path, meta: Path | None, activation_function
         found = load_nanogpt(source, meta, activation_function)
         config = found.config
         origin = "trained by nanoGPT and imported with nanogpt_hf"
-        card = plain_card(out.resolve().name, config, origin, found.facts)
+        card = render_card(out.resolve().name, config, origin, facts=found.facts)
         write_model_folder(folder, config, found.weights, found.tokenizer.hf, card)
     padding = padding_rows(config)
     show(
@@ -227,5 +227,4 @@ def run_push(arguments: argparse.Namespace) -> None:
     )
     if pushed.skipped:
         show(f"skipped (not model files): {', '.join(pushed.skipped)}")
-    what = f"{len(pushed.files)} files" if pushed.changed else "nothing had changed"
-    show(f"{folder} -> {pushed.url} ({what})")
+    show(f"{folder} -> {pushed.url} ({len(pushed.files)} files)")

@@ -306,7 +306,7 @@ def run_serve(arguments: argparse.Namespace) -> None:
             f"serve: {' and '.join(missing)} not installed; run `pip install 'nanogpt_hf[serve]'`"
         )
 
-    from nanogpt_hf.serving.server import Server, is_loopback, listen
+    from nanogpt_hf.serving.app import Server, is_loopback, listen
 
     accelerator = _build_accelerator(arguments.mesh)
     if not accelerator.is_main_process:

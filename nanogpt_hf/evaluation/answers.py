@@ -1,6 +1,6 @@
 """Answers to the questions of a task: sampled on all processes, with rewards, pass@1 and pass@k."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,8 +75,6 @@ class AnswerSampler:
     temperature: float
     batch_size: int  # rows that a process generates at once
     positions: int  # a prompt with its answer
-    # where these two are set, for messages
-    limits: tuple[str, str] = ("rl.max_new_tokens", "data.block_size")
 
     def encode(self, chat: ChatFormat | None, question: Question) -> list[int]:
         """The prompt's token ids.
@@ -92,9 +90,9 @@ class AnswerSampler:
             ids = prompt_ids(self.tokenizer, question.prompt)
         if len(ids) + self.max_new_tokens > self.positions:
             raise UserError(
-                f"the question {question.prompt!r:.60} has {len(ids)} tokens, and with "
-                f"{self.limits[0]} {self.max_new_tokens} that is more than the {self.positions} of "
-                f"{self.limits[1]}; change one of them"
+                f"the question {question.prompt!r:.60} has {len(ids)} tokens; with max_new_tokens "
+                f"{self.max_new_tokens} that is more than {self.positions}, the size of a block or "
+                "of the model; lower max_new_tokens"
             )
         return ids
 
@@ -105,6 +103,7 @@ class AnswerSampler:
         model: torch.nn.Module,
         questions: Sequence[Question],
         seeds: Sequence[int],
+        progress: Callable[[int], object] = lambda rows: None,
     ) -> Answers:
         """An answer for each seed; each question gets len(seeds) / len(questions) of them, one
         after another.
@@ -141,6 +140,7 @@ class AnswerSampler:
             columns = *(column.tolist() for column in part), rewards.values
             found += zip(own, *columns, strict=False)
             errors += rewards.errors
+            progress(len(own) * mesh.dp_size)
         found, errors = gather_object(found), gather_object(errors)
         self.reward.check(errors)
         _, *columns = zip(*sorted(found), strict=True)

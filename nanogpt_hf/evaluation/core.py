@@ -8,12 +8,19 @@ counts if each token of the continuation is the most probable one.
 """
 
 import argparse
+import csv
+import json
+import os
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import chain, takewhile
-from typing import TYPE_CHECKING, Any
+from itertools import takewhile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import yaml
+
+from nanogpt_hf.errors import DataError, one_line
 from nanogpt_hf.evaluation.base import LIMIT, Evaluation, Loaded, Request, Result, Subject
 from nanogpt_hf.evaluation.tasks import prefix_token_id
 from nanogpt_hf.formatting import plural
@@ -22,11 +29,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from nanogpt_hf.data.tokenizer import Tokenizer
-    from nanogpt_hf.evaluation.core_bundle import CoreBundle, CoreTask
 
 _GPT2_SCORE = 0.256525  # GPT-2 1.6B's, as stated by nanochat's README
 _EXAMPLE_SEED = 1234  # nanochat's; the number of the question is added
-_AT_ONCE = 16  # questions that share batches: the same ones on any number of processes
+_SHUFFLE_SEED = 1337  # nanochat's, so that --limit takes the same questions
 
 
 class CoreScore(Evaluation):
@@ -34,7 +40,7 @@ class CoreScore(Evaluation):
     options = {  # noqa: RUF012
         "--core": {
             "metavar": "BUNDLE",
-            "help": "the CORE score: a folder with core.yaml, or a zip of one",
+            "help": "the CORE score: a folder with core.yaml",
         },
         **LIMIT,
     }
@@ -43,44 +49,99 @@ class CoreScore(Evaluation):
         return bool(arguments.core)
 
     def load(self, request: Request) -> Loaded:
-        from nanogpt_hf.evaluation.core_bundle import load_bundle
+        arguments = request.arguments
+        tasks, digest = load_bundle(arguments.core, arguments.limit)
+        facts = {"core_sha256": digest}
+        measure = partial(_measure, arguments.core, tasks, digest, request.tokenizer)
+        return Loaded(measure, facts)
 
-        bundle = load_bundle(request.arguments.core, request.arguments.limit)
-        return Loaded(partial(_measure, bundle, request.tokenizer), {"core_sha256": bundle.sha256})
+
+class CoreTask(NamedTuple):
+    """A task of CORE."""
+
+    label: str
+    kind: str  # multiple_choice, schema or language_modeling
+    num_fewshot: int  # solved examples that precede each question
+    delimiter: str  # between context and continuation
+    baseline: float  # the accuracy of guessing
+    # contexts, each with its continuation, and the number of the right one
+    questions: list[tuple[list[tuple[str, str]], int]]
 
 
-def _measure(bundle: "CoreBundle", tokenizer: "Tokenizer", subject: Subject) -> Iterator[Result]:
-    yield Result([f"{subject.name} on CORE, {plural(len(bundle.tasks), 'task')} of {bundle.name}"])
-    width = max(len(task.label) for task in bundle.tasks)
+# The options of a question by the type of its task.
+_OPTIONS: dict[str, Callable[[dict[str, Any]], list[tuple[str, str]]]] = {
+    "multiple_choice": lambda row: [(row["query"], choice) for choice in row["choices"]],
+    "schema": lambda row: [(context, row["continuation"]) for context in row["context_options"]],
+    "language_modeling": lambda row: [(row["context"].strip(), row["continuation"])],
+}
+
+
+def load_bundle(source: str, limit: int | None = None) -> tuple[list[CoreTask], str]:
+    """The tasks of a bundle, core.yaml, eval_meta_data.csv and eval_data/*.jsonl in a folder, at
+    most `limit` questions of each, and the sha256 of the files.
+
+    Raises DataError, one line, if there is no such bundle, or a file cannot be read.
+    """
+    from nanogpt_hf.data.files import file_digest
+
+    path = Path(os.path.expanduser(source))
+    try:
+        tasks, files = _read(path, limit)
+        digest = file_digest(files).removeprefix("sha256:")
+    except Exception as error:  # csv, yaml and json raise many types
+        reason = f"{type(error).__name__}: {one_line(error)}"
+        raise DataError(f"--core: {source}: no bundle of CORE: {reason}") from None
+    for task in tasks:
+        if len(task.questions) <= task.num_fewshot:
+            raise DataError(
+                f"--limit: {task.label}: {task.num_fewshot} solved examples precede each "
+                f"question; there must be more questions than {len(task.questions)}"
+            )
+    return tasks, digest
+
+
+def _read(folder: Path, limit: int | None) -> tuple[list[CoreTask], list[Path]]:
+    """The tasks of a folder, and their files."""
+    tasks, files = [], [folder / "core.yaml", folder / "eval_meta_data.csv"]
+    with files[1].open(encoding="utf-8", newline="") as file:
+        baselines = {
+            row["Eval Task"]: 0.01 * float(row["Random baseline"]) for row in csv.DictReader(file)
+        }
+    for entry in yaml.safe_load(files[0].read_text(encoding="utf-8"))["icl_tasks"]:
+        files.append(folder / "eval_data" / entry["dataset_uri"])
+        label, kind, shots = entry["label"], entry["icl_task_type"], entry["num_fewshot"][0]
+        with files[-1].open(encoding="utf-8") as file:
+            rows = [json.loads(line) for line in file if line.strip()]
+        questions = [(_OPTIONS[kind](row), row.get("gold", 0)) for row in rows]
+        random.Random(_SHUFFLE_SEED).shuffle(questions)  # in nanochat's order
+        delimiter = entry.get("continuation_delimiter", " ")
+        tasks.append(CoreTask(label, kind, shots, delimiter, baselines[label], questions[:limit]))
+    return tasks, files
+
+
+def _measure(
+    name: str, tasks: list[CoreTask], digest: str, tokenizer: "Tokenizer", subject: Subject
+) -> Iterator[Result]:
+    yield Result([f"{subject.name} on CORE, {plural(len(tasks), 'task')} of {name}"])
+    width = max(len(task.label) for task in tasks)
     scores = {}
-    for task in bundle.tasks:
+    for task in tasks:
         score = scores[task.label] = _score_task(subject, tokenizer, task)
-        yield Result(
-            [
-                f"  {task.label:<{width}}  {task.num_fewshot:>2} examples  accuracy "
-                f"{score['accuracy']:.4f}  centered {score['centered']:7.4f}  "
-                f"{plural(len(task.questions), 'question')}"
-            ]
-        )
+        line = f"  {task.label:<{width}}  {task.num_fewshot:>2} examples  accuracy "
+        line += f"{score['accuracy']:.4f}  centered {score['centered']:7.4f}  "
+        yield Result([line + plural(len(task.questions), "question")])
     mean = sum(score["centered"] for score in scores.values()) / len(scores)
-    figures = {
-        "score": mean,
-        "tasks": scores,
-        "bundle": bundle.name,
-        "bundle_sha256": bundle.sha256,
-    }
-    yield Result(
-        [f"  CORE {mean:.4f}  (GPT-2 1.6B on DCLM's 22 tasks: {_GPT2_SCORE:.4f})"],
-        {"core": figures},
-    )
+    figures = {"score": mean, "tasks": scores, "bundle": name, "bundle_sha256": digest}
+    line = f"  CORE {mean:.4f}  (GPT-2 1.6B on DCLM's 22 tasks: {_GPT2_SCORE:.4f})"
+    yield Result([line], {"core": figures})
 
 
-def _score_task(subject: Subject, tokenizer: "Tokenizer", task: "CoreTask") -> dict[str, Any]:
+def _score_task(subject: Subject, tokenizer: "Tokenizer", task: CoreTask) -> dict[str, Any]:
     """The accuracy in a task of a model that is whole on every process, and how much of the way
     from guessing to all questions that is.
 
-    The processes share the questions in groups, and no batch has texts of two groups: so the
-    batches, and all digits of the result, are the same on any number of processes.
+    The processes share the questions, and the texts of a question are one batch: so all digits of
+    the result are the same on any number of processes.
     """
     import torch
 
@@ -88,28 +149,22 @@ def _score_task(subject: Subject, tokenizer: "Tokenizer", task: "CoreTask") -> d
     from nanogpt_hf.evaluation.loss import eval_mode
 
     mesh, accelerator, model = subject.mesh, subject.accelerator, subject.model
-    count, together = len(task.questions), mesh.dp_size * _AT_ONCE
-    positions = model.config.max_position_embeddings
-    correct = torch.zeros(count, dtype=torch.int64)
+    count, right = len(task.questions), 0
     with (
         subject.bar("question", count, task.label) as progress,
         torch.no_grad(),
         eval_mode(model),
         accelerator.autocast(),
     ):
-        for first in range(0, count, together):
-            numbers = range(count)[first + mesh.dp_rank * _AT_ONCE :][:_AT_ONCE]
-            texts = [_scored_texts(task, number, tokenizer, positions) for number in numbers]
-            values = iter(_score(model, task.kind, list(chain(*texts)), subject.batch_size))
-            for number, own in zip(numbers, texts, strict=True):
-                found = [next(values) for _ in own]
-                is_best = found.index(min(found)) == task.questions[number].gold
-                correct[number] = found[0] if task.kind == "language_modeling" else is_best
-            progress(min(together, count - first))
-    correct = sum_over_ranks(accelerator, mesh, correct.to(accelerator.device))
-    accuracy = correct.sum().item() / count
+        for number in range(mesh.dp_rank, count, mesh.dp_size):
+            texts = _scored_texts(task, number, tokenizer, model.config.max_position_embeddings)
+            values = _score(model, task.kind, texts)
+            is_best = values.index(min(values)) == task.questions[number][1]
+            right += values[0] if task.kind == "language_modeling" else is_best
+            progress(min(mesh.dp_size, count - number))
+    total = sum_over_ranks(accelerator, mesh, torch.tensor(right, device=accelerator.device))
+    accuracy = total.item() / count
     return {
-        "label": task.label,
         "kind": task.kind,
         "num_fewshot": task.num_fewshot,
         "questions": count,
@@ -118,17 +173,17 @@ def _score_task(subject: Subject, tokenizer: "Tokenizer", task: "CoreTask") -> d
     }
 
 
-def _prompts(task: "CoreTask", number: int) -> list[str]:
+def _prompts(task: CoreTask, number: int) -> list[str]:
     """The texts of a question, one per option; of language_modeling also, as the first, the one
     without an answer.
     """
     others = range(len(task.questions) - 1)
     examples = ""
     for other in random.Random(_EXAMPLE_SEED + number).sample(others, task.num_fewshot):
-        question = task.questions[other + (other >= number)]
-        context, continuation = question.options[question.gold]
+        options, gold = task.questions[other + (other >= number)]
+        context, continuation = options[gold]
         examples += f"{context}{task.delimiter}{continuation}\n\n"
-    options = task.questions[number].options
+    options, _ = task.questions[number]
     texts = [
         f"{examples}{context}{task.delimiter}{continuation}" for context, continuation in options
     ]
@@ -139,7 +194,7 @@ def _prompts(task: "CoreTask", number: int) -> list[str]:
 
 
 def _scored_texts(
-    task: "CoreTask", number: int, tokenizer: "Tokenizer", positions: int
+    task: CoreTask, number: int, tokenizer: "Tokenizer", positions: int
 ) -> list[tuple[list[int], int]]:
     """The texts of a question as tokens, after the token that starts a document, cut at their
     start to `positions`; each with the number of its first token that is scored.
@@ -167,37 +222,23 @@ def _common_start(sequences: list[list[int]]) -> int:
     return sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, columns))
 
 
-def _score(
-    model: "PreTrainedModel", kind: str, texts: list[tuple[list[int], int]], batch_size: int
-) -> list[float]:
+def _score(model: "PreTrainedModel", kind: str, texts: list[tuple[list[int], int]]) -> list[float]:
     """For each text its mean loss per scored token, or of language_modeling 1 if the model would
     write these tokens.
     """
     import torch
     from torch.nn import functional as F
 
-    # texts of similar lengths need little padding
-    order = sorted(range(len(texts)), key=lambda number: len(texts[number][0]))
-    values = [0.0] * len(texts)
-    for first in range(0, len(order), batch_size):
-        numbers = order[first : first + batch_size]
-        ids = torch.zeros(len(numbers), len(texts[numbers[-1]][0]), dtype=torch.int64)
-        labels = torch.full_like(ids, -100)
-        for row, number in enumerate(numbers):
-            text, start = texts[number]
-            ids[row, : len(text)] = torch.tensor(text)
-            labels[row, start - 1 : len(text) - 1] = torch.tensor(text[start:])
-        # logits of the tokens before would cost time and memory
-        kept = ids.shape[1] - int((labels != -100).any(0).float().argmax())
-        wanted = labels[:, -kept:].to(model.device)
-        logits = model(
-            input_ids=ids.to(model.device), use_cache=False, logits_to_keep=kept
-        ).logits.float()
-        if kind == "language_modeling":
-            scores = ((logits.argmax(-1) == wanted) | (wanted == -100)).all(1)
-        else:
-            losses = F.cross_entropy(logits.flatten(0, 1), wanted.flatten(), reduction="none")
-            scores = losses.view_as(wanted).sum(1) / (wanted != -100).sum(1)
-        for number, value in zip(numbers, scores.tolist(), strict=True):
-            values[number] = value
-    return values
+    ids = torch.zeros(len(texts), max(len(text) for text, _ in texts), dtype=torch.int64)
+    labels = torch.full_like(ids, -100)
+    for row, (text, start) in enumerate(texts):
+        ids[row, : len(text)] = torch.tensor(text)
+        labels[row, start - 1 : len(text) - 1] = torch.tensor(text[start:])
+    # logits of the tokens before would cost time and memory
+    kept = ids.shape[1] - int((labels != -100).any(0).float().argmax())
+    wanted, ids = labels[:, -kept:].to(model.device), ids.to(model.device)
+    logits = model(input_ids=ids, use_cache=False, logits_to_keep=kept).logits.float()
+    if kind == "language_modeling":
+        return ((logits.argmax(-1) == wanted) | (wanted == -100)).all(1).int().tolist()
+    losses = F.cross_entropy(logits.flatten(0, 1), wanted.flatten(), reduction="none")
+    return (losses.view_as(wanted).sum(1) / (wanted != -100).sum(1)).tolist()

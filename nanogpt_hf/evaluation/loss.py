@@ -1,61 +1,19 @@
-"""Loss of a model: on blocks of validation data, and on text with standard errors; on any number
-of processes.
-"""
+"""Loss of a model on blocks of validation data, on any number of processes."""
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
 import numpy as np
 import torch
 from accelerate import Accelerator
 
-from nanogpt_hf.data.blocks import Blocks, TokenBlocks
+from nanogpt_hf.data.blocks import Blocks
 from nanogpt_hf.data.prepared import PreparedData
 from nanogpt_hf.distributed.accelerator import sum_over_ranks
 from nanogpt_hf.distributed.mesh import Mesh
-from nanogpt_hf.evaluation.base import Subject
-from nanogpt_hf.evaluation.corpus import Corpus
-from nanogpt_hf.model.architecture import Objective, architecture_of
+from nanogpt_hf.model.architecture import Objective
 from nanogpt_hf.runs.state import MeasuredLoss
-
-_RESAMPLES = 1000
-_SEED = 1337
-
-
-@dataclass(frozen=True)
-class MeasuredTextLoss(MeasuredLoss):
-    """Loss, perplexity and bits per byte over `tokens` predicted tokens, with bootstrapped
-    standard errors.
-    """
-
-    loss_error: float  # nan if there is too little text
-    windows: int
-
-    def figures(self) -> dict[str, float | int | None]:
-        """All values by name, for JSON; null if unknown."""
-        figures = {
-            "loss": self.loss,
-            "loss_standard_error": self.loss_error,
-            "perplexity": self.perplexity,
-            "perplexity_standard_error": self.perplexity_error,
-            "bits_per_byte": self.bits_per_byte,
-            "bits_per_byte_standard_error": self.bits_per_byte_error,
-            "tokens_predicted": self.tokens,
-            "windows": self.windows,
-        }
-        return {name: value if math.isfinite(value) else None for name, value in figures.items()}
-
-    @property
-    def perplexity_error(self) -> float:
-        return self.perplexity * self.loss_error  # first order: d exp(x) = exp(x) dx
-
-    @property
-    def bits_per_byte_error(self) -> float:
-        return self.loss_error / math.log(2) / self.bytes_per_token
 
 
 @torch.no_grad()
@@ -93,32 +51,15 @@ def evaluate_blocks(
 
 
 def evaluate_data(
-    accelerator: Accelerator,
-    mesh: Mesh,
-    model: torch.nn.Module,
-    objective: Objective,
-    data: PreparedData,
-    *,
-    micro_batch_size: int,
-    tokens: int | Literal["all"],
-    stopping: Callable[[], bool] = lambda: False,
+    evaluate: Callable[..., MeasuredLoss | None], data: PreparedData, tokens: int | Literal["all"]
 ) -> tuple[MeasuredLoss, dict[str, MeasuredLoss]] | None:
-    """The loss on the validation split by `evaluate_blocks`; of a mixture also that of each source,
-    by name.
+    """The loss on the validation split by `evaluate`, which is `evaluate_blocks` of a model; of a
+    mixture also that of each source, by name.
 
     The loss of a mixture is the mean of its sources' losses, each weighted by its share of the
     training sequences; its bytes per token are weighted alike. Each source is measured on the
     same number of tokens, `tokens` in all.
     """
-    evaluate = partial(
-        evaluate_blocks,
-        accelerator,
-        mesh,
-        model,
-        objective,
-        micro_batch_size=micro_batch_size,
-        stopping=stopping,
-    )
     blocks, manifest = data.validation, data.manifest
     if not manifest.sources:
         whole = evaluate(blocks, tokens=tokens, bytes_per_token=manifest.validation.bytes_per_token)
@@ -138,49 +79,6 @@ def evaluate_data(
             mean.bytes_per_token + share * bytes_per_token,
         )
     return mean, parts
-
-
-@torch.no_grad()
-def evaluate_text(
-    subject: Subject,
-    corpus: Corpus,
-    *,
-    block_size: int,
-    stride: int,
-    progress: Callable[[int], object] = lambda windows: None,
-) -> MeasuredTextLoss:
-    """Measure a model, whole on every process, on `corpus`. All processes call it and get the same
-    numbers.
-
-    A window starts `stride` tokens after the previous one and predicts only tokens that the
-    previous one did not: each token has at least block_size - stride + 1 tokens of context, or
-    all there are. With stride = block_size the loss is that of evaluate_blocks on all tokens.
-    The windows' losses are summed in float64 at the end, so the number of processes does not
-    change the result. `progress` is called with the number of windows done.
-    """
-    accelerator, mesh, model = subject.accelerator, subject.mesh, subject.model
-    blocks = TokenBlocks(corpus.stream, block_size, stride=stride, partial=True)
-    windows = np.arange(len(blocks))
-    already_predicted = np.where(windows > 0, block_size - stride, 0)
-    nats = torch.zeros(len(windows), dtype=torch.float64)
-    architecture = architecture_of(model)
-    with eval_mode(model):
-        size = subject.batch_size
-        for rows, batch in rank_batches(accelerator, mesh, blocks, windows, size, pad=False):
-            for row, count in enumerate(already_predicted[rows].tolist()):
-                batch["shift_labels"][row, :count] = -100
-            with accelerator.autocast():
-                losses = architecture.row_losses(model, batch["input_ids"], batch["shift_labels"])
-            nats[rows] = losses.cpu().double()
-            progress(min(size * mesh.dp_cp_size, len(windows) - rows[0]))
-    if mesh.world_size > 1:
-        nats = sum_over_ranks(accelerator, mesh, nats.to(accelerator.device)).cpu()
-    counts = blocks.targets_of(windows) - already_predicted
-    total = int(counts.sum())
-    error = bootstrap_error(nats.numpy(), counts, windows_at_once=-(-block_size // stride))
-    return MeasuredTextLoss(
-        nats.sum().item() / total, total, corpus.bytes / len(corpus.stream), error, len(windows)
-    )
 
 
 def evaluation_indices(blocks: Blocks, tokens: int | Literal["all"]) -> np.ndarray:
@@ -235,22 +133,3 @@ def eval_mode(model: torch.nn.Module) -> Iterator[None]:
         yield
     finally:
         model.train(was_training)
-
-
-def bootstrap_error(nats: np.ndarray, counts: np.ndarray, windows_at_once: int = 1) -> float:
-    """The standard error of sum(nats) / sum(counts): its standard deviation over 1,000 resamples of
-    the windows.
-
-    Resampled are runs of `windows_at_once` windows, since overlapping windows are not
-    independent. nan for fewer than two runs.
-    """
-    starts = np.arange(0, len(nats), windows_at_once)
-    if len(starts) < 2:
-        return math.nan
-    nats, counts = np.add.reduceat(nats, starts), np.add.reduceat(counts, starts)
-    bits = np.random.Philox(key=_SEED)  # raw bits: no version of NumPy changes them
-    means = np.empty(_RESAMPLES)
-    for i in range(_RESAMPLES):
-        resample = bits.random_raw(len(starts)) % np.uint64(len(starts))
-        means[i] = nats[resample].sum() / counts[resample].sum()
-    return float(means.std(ddof=1))

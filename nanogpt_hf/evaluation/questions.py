@@ -4,9 +4,8 @@ import argparse
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nanogpt_hf.config.schema import KNOBS, DataSection
 from nanogpt_hf.config.seeds import derive_seed
@@ -36,11 +35,9 @@ _MAX_NEW_TOKENS = 256
 # so `rl` with its default seed is evaluated on the same questions
 _SEED = KNOBS["train.seed"].default
 _SECONDS = 5.0  # for the score of an answer
-_BATCHES_AT_ONCE = 16  # between two calls of `progress`
 
 
-@dataclass(frozen=True)
-class QuestionTask:
+class QuestionTask(NamedTuple):
     """The questions of a task, and how their answers are sampled."""
 
     name: str
@@ -117,16 +114,13 @@ def _load_question_task(name: str, request: Request) -> QuestionTask:
         temperature=float(samples > 1) if arguments.temperature is None else arguments.temperature,
         batch_size=arguments.batch_size,
         positions=request.positions,
-        limits=("--max-new-tokens", "the model"),
     )
     chat = ChatFormat(tokenizer, fixed_day=True) if tokenizer.chat_template else None
     longest = max(len(sampler.encode(chat, question)) for question in questions)
     if arguments.max_new_tokens is None:
-        if longest == request.positions:
-            raise UserError(
-                f"--tasks: {name}: a question fills all {longest} positions of the model"
-            )
         room = min(_MAX_NEW_TOKENS, request.positions - longest)
+        if not room:
+            raise UserError(f"--tasks: {name}: a question fills all {longest} positions")
         sampler = dataclasses.replace(sampler, max_new_tokens=room)
     return QuestionTask(name, questions, task.revision, sampler, samples)
 
@@ -165,44 +159,30 @@ def _sample_answers(
 
     The random numbers of an answer follow from the numbers of its question and sample alone.
     """
-    import torch
-
     from nanogpt_hf.evaluation.answers import pass_at_k
     from nanogpt_hf.tasks.task import PASSED
 
-    at_once = max(1, _BATCHES_AT_ONCE * task.sampler.batch_size // task.samples)
-    rewards, lengths, ended = [], [], []
-    with subject.bar("question", len(task.questions), task.name) as progress:
-        for first in range(0, len(task.questions), at_once):
-            questions = task.questions[first : first + at_once]
-            numbers = range(first, first + len(questions))
-            seeds = [
-                derive_seed(_SEED, "answers", number, sample)
-                for number in numbers
-                for sample in range(task.samples)
-            ]
-            answers = task.sampler.sample(
-                subject.accelerator, subject.mesh, subject.model, questions, seeds
-            )
-            rewards.append(answers.grouped_rewards)
-            lengths.append(answers.completions.lengths)
-            ended.append(answers.completions.ended)
-            progress(len(questions))
-    reward = torch.cat(rewards).double()
-    rates = {f"pass@{k}": pass_at_k(reward >= PASSED, k) for k in _powers_of_two(task.samples)}
+    seeds = [
+        derive_seed(_SEED, "answers", number, sample)
+        for number in range(len(task.questions))
+        for sample in range(task.samples)
+    ]
+    with subject.bar("answer", len(seeds), task.name) as progress:
+        answers = task.sampler.sample(
+            subject.accelerator, subject.mesh, subject.model, task.questions, seeds, progress
+        )
+    # 1, 2, 4, ... and the number of samples
+    counts = {2**power for power in range(task.samples.bit_length())} | {task.samples}
+    reward, completions = answers.grouped_rewards.double(), answers.completions
+    rates = {f"pass@{k}": pass_at_k(reward >= PASSED, k) for k in sorted(counts)}
     if bool(((reward != 0) & (reward != 1)).any()):  # some answers are partly right
         rates["reward"] = reward.mean(1)
     figures = {
-        "answer_tokens": torch.cat(lengths).double().mean(),
-        "cut_share": 1 - torch.cat(ended).double().mean(),
+        "answer_tokens": completions.lengths.double().mean(),
+        "cut_share": 1 - completions.ended.double().mean(),
     }
     values = {name: tensor.mean().item() for name, tensor in (rates | figures).items()}
     return values, {name: _standard_error(rate) for name, rate in rates.items()}
-
-
-def _powers_of_two(largest: int) -> list[int]:
-    """1, 2, 4, ... below `largest`, and `largest`."""
-    return [*(2**power for power in range(largest.bit_length()) if 2**power < largest), largest]
 
 
 def _standard_error(values: "torch.Tensor") -> float:

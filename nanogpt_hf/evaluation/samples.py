@@ -44,8 +44,7 @@ class Samples(Evaluation):
                     else prompt_ids(tokenizer, prompt)
                 )
             except DataError as error:
-                reason = str(error).partition("; ")[0]
-                logger.info(f"eval.samples: {prompt!r:.80} is skipped: {reason}")
+                logger.info(f"eval.samples: {prompt!r:.80} is skipped: {error}")
                 continue
             except ValueError as error:
                 raise UserError(f"eval.samples: {error}") from None
@@ -68,9 +67,9 @@ def _write(
 
     accelerator, samples = subject.accelerator, []
     model: Any = accelerator.unwrap_model(subject.model)
-    compiler = torch.compiler  # compiled blocks would be recompiled for every length
+    eager = torch.compiler.set_stance("force_eager")  # else recompiled for every length
     try:
-        with eval_mode(subject.model), accelerator.autocast(), compiler.set_stance("force_eager"):
+        with eval_mode(subject.model), accelerator.autocast(), eager:
             for number, (prompt, ids) in enumerate(encoded):
                 text = continue_text(
                     model,
@@ -84,6 +83,5 @@ def _write(
                 samples.append({"prompt": prompt, "text": text})
     except DivergedError as error:
         if accelerator.is_main_process:
-            reason = str(error).partition(";")[0]
-            logger.warning(f"step {subject.step:,}: eval.samples: no sample is generated: {reason}")
+            logger.warning(f"step {subject.step:,}: eval.samples: no sample is generated: {error}")
     yield Result(samples=samples)

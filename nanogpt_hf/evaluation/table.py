@@ -24,10 +24,10 @@ EVALUATIONS: tuple[Evaluation, ...] = (
 )
 # Knobs that the source of a text or of questions may need, with their meaning.
 _SOURCE_KNOBS = {
-    name: KNOBS[f"data.{name}"].meaning
+    f"data.{name}": KNOBS[f"data.{name}"].meaning
     for name in ("config", "split", "revision", "text_column", "sha256")
 }
-_SOURCE_KNOBS["split"] = (
+_SOURCE_KNOBS["data.split"] = (
     "split of a Hub data set, which must be named, or of prepared data (default there: validation)"
 )
 
@@ -45,7 +45,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     options = {flag: given for row in EVALUATIONS for flag, given in row.options.items()}
     for flag, given in options.items():
         parser.add_argument(flag, **given)
-    lines = (f"  --data.{name:<15} {meaning}" for name, meaning in _SOURCE_KNOBS.items())
+    lines = (f"  --{name:<20} {meaning}" for name, meaning in _SOURCE_KNOBS.items())
     parser.epilog = "Options of the text:\n\n" + "\n".join(lines)
 
 
@@ -60,24 +60,16 @@ def asked_for(
     if not wanted:
         ways = ", ".join(row.asked_by for row in EVALUATIONS if row.asked_by)
         raise UserError(f"cli.py evaluate: give something to measure: {ways}")
-    for flag in (flag for row in EVALUATIONS for flag in row.options):
+    for flag in dict.fromkeys(flag for row in EVALUATIONS for flag in row.options):
+        rows = [row for row in EVALUATIONS if flag in row.options]
         given = getattr(arguments, flag.removeprefix("--").replace("-", "_"))
-        if given is not None and not any(flag in row.options for row in wanted):
-            ways = " or ".join(row.asked_by for row in EVALUATIONS if flag in row.options)
-            raise UserError(f"{flag}: only with {ways}")
-    knobs = {}
-    for key, value in overrides:
-        section, _, name = key.partition(".")
-        if section != "data" or name not in _SOURCE_KNOBS:
-            known = ", ".join(f"--data.{name}" for name in _SOURCE_KNOBS)
-            raise UserError(
-                f"cli.py evaluate: --{key}: not a knob of `evaluate`, which has {known}"
-            )
-        knobs[name] = value
-    sources = [row.source for row in EVALUATIONS if row.source]
-    if knobs and sum(bool(getattr(arguments, source)) for source in sources) != 1:
-        raise UserError(
-            f"--data.{next(iter(knobs))}: describes one source; give "
-            f"{' or '.join(f'--{source}' for source in sources)}, and not both"
-        )
-    return wanted, knobs
+        if given is not None and not set(rows) & set(wanted):
+            raise UserError(f"{flag}: only with {' or '.join(row.asked_by for row in rows)}")
+    for key, _ in overrides:
+        if key not in _SOURCE_KNOBS:
+            known = ", ".join(f"--{name}" for name in _SOURCE_KNOBS)
+            raise UserError(f"cli.py evaluate: --{key}: not a knob of `evaluate`; it has {known}")
+    sources = [f"--{row.source}" for row in EVALUATIONS if row.source]
+    if overrides and sum(bool(getattr(arguments, source[2:])) for source in sources) != 1:
+        raise UserError(f"--{overrides[0][0]}: describes one source; give {' or '.join(sources)}")
+    return wanted, {key.removeprefix("data."): value for key, value in overrides}

@@ -2,24 +2,43 @@
 
 import argparse
 import math
+import os
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nanogpt_hf.config.schema import DataSection
 from nanogpt_hf.config.values import bounded
-from nanogpt_hf.errors import UserError
+from nanogpt_hf.errors import DataError, UserError
 from nanogpt_hf.evaluation.base import Evaluation, Loaded, Request, Result, Subject, with_error
 from nanogpt_hf.formatting import plural
 
 if TYPE_CHECKING:
-    from nanogpt_hf.evaluation.corpus import Corpus
+    import numpy as np
+
+    from nanogpt_hf.data.blocks import TokenStream
+    from nanogpt_hf.data.tokenizer import Tokenizer
+    from nanogpt_hf.runs.state import MeasuredLoss
 
 _PROTOCOL = (
     "documents joined by end-of-text; the first token is not predicted; bootstrap over windows"
 )
+_RESAMPLES = 1000
+_SEED = 1337
+
+
+class Corpus(NamedTuple):
+    """Concatenated documents as in training: each after the tokenizer's start token, if it has
+    one, and if there are several, with the end-of-text token at its end."""
+
+    name: str
+    stream: "TokenStream"
+    documents: int
+    bytes: int  # UTF-8 text
+    revision: str  # the source's: sha256 of files, a Hub commit, ...
 
 
 class TextLoss(Evaluation):
@@ -45,19 +64,13 @@ class TextLoss(Evaluation):
         return bool(arguments.data)
 
     def load(self, request: Request) -> Loaded:
-        from nanogpt_hf.evaluation.corpus import read_corpus
-
         arguments, knobs = request.arguments, dict(request.knobs)
         block_size = arguments.block_size or request.positions
         stride = arguments.stride or block_size
-        if block_size > request.positions:
+        if not stride <= block_size <= request.positions:
             raise UserError(
-                f"--block-size: {block_size} is more than the model's {request.positions} positions"
-            )
-        if stride > block_size:
-            raise UserError(
-                f"--stride: {stride} is more than the block size {block_size}; tokens would be "
-                "skipped"
+                f"--stride {stride}, --block-size {block_size}: the stride must be at most the "
+                f"block size, and that at most the model's {request.positions} positions"
             )
         split = knobs.pop("split", None)
         data = DataSection(source=arguments.data, **knobs)  # pyright: ignore[reportArgumentType]
@@ -67,35 +80,114 @@ class TextLoss(Evaluation):
         return Loaded(partial(_measure, corpus, block_size, stride, facts), facts)
 
 
-def _measure(
-    corpus: "Corpus", block_size: int, stride: int, facts: dict[str, str], subject: Subject
-) -> Iterator[Result]:
-    from nanogpt_hf.evaluation.loss import evaluate_text
+def read_corpus(
+    data: DataSection, split: str | None, tokenizer: "Tokenizer", scratch: Path
+) -> Corpus:
+    """All the text of `data.source`: a file, folder, glob, URL, built-in source, a Hub data set, or
+    prepared data.
 
+    `split` is required for a Hub data set; for prepared data it is validation by default. Raises
+    DataError if there is no such text, or the model's tokenizer cannot encode it.
+    """
+    from nanogpt_hf.data.manifest import MANIFEST
+
+    folder = Path(os.path.expanduser(data.one_source))
+    try:
+        if os.path.isdir(folder) and (folder / MANIFEST).is_file():
+            corpus = _read_prepared(folder, split or "validation", tokenizer)
+        else:
+            corpus = _read_text(data, split, tokenizer, scratch)
+    except DataError as error:
+        raise DataError(
+            str(error).replace("data.source:", "--data:").replace("data.text", "--data.text")
+        ) from None
+    if len(corpus.stream) < 2:
+        raise DataError(
+            f"--data: {corpus.name}: {len(corpus.stream)} tokens of text; at least two are needed"
+        )
+    return corpus
+
+
+def _read_prepared(folder: Path, split: str, tokenizer: "Tokenizer") -> Corpus:
+    from nanogpt_hf.data.formats import token_stream
+    from nanogpt_hf.data.prepared import check_sizes, require_manifest
+    from nanogpt_hf.data.tokenizer import vocabulary_hash
+
+    manifest = require_manifest(folder)
+    if split not in ("train", "validation"):
+        raise DataError(
+            f"--data.split: prepared data has the splits train and validation, not {split!r}"
+        )
+    facts = getattr(manifest, split)
+    same_tokens = vocabulary_hash(tokenizer.hf) == manifest.tokenizer_hash
+    if not same_tokens or facts.assistant_tokens is not None:
+        raise DataError(
+            f"--data: {folder}: prepared with another tokenizer than the model's, or of "
+            "conversations; give the text itself"
+        )
+    check_sizes(folder, manifest)
+    stream = token_stream(folder, split, manifest)
+    return Corpus(f"{folder} ({split})", stream, facts.documents, facts.bytes, manifest.revision)
+
+
+def _read_text(
+    data: DataSection, split: str | None, tokenizer: "Tokenizer", scratch: Path
+) -> Corpus:
+    from nanogpt_hf.data.blocks import TokenStream
+    from nanogpt_hf.data.encode import encoded
+    from nanogpt_hf.data.files import BUILT_IN, find_files, is_url
+    from nanogpt_hf.data.formats import text_encoder
+    from nanogpt_hf.data.source import load_documents
+
+    name = data.one_source
+    on_hub = not find_files(name) and name not in BUILT_IN and not is_url(name)
+    if on_hub != (split is not None):
+        raise DataError(
+            f"--data.split: {name}: a data set on the Hub needs it, such as test, and no other "
+            "text has any; no file of that name is here"
+            if on_hub
+            else f"--data.split: {name}: only a Hub data set and prepared data have splits"
+        )
+    if split is not None:
+        name, data = f"{name} ({split})", replace(data, split=split)
+    documents = load_documents(data, scratch)
+    texts = list(documents.train())
+    encode = text_encoder(tokenizer, tokenizer.end_of_text_id if len(texts) > 1 else None)
+    rows = [rows for _, rows in encoded(texts, encode)]
+    stream = TokenStream([batch.ids for batch in rows])
+    count = sum(len(batch.lengths) for batch in rows)
+    size = sum(int(batch.bytes.sum()) for batch in rows)
+    return Corpus(name, stream, count, size, documents.revision)
+
+
+def _measure(
+    corpus: Corpus, block_size: int, stride: int, facts: dict[str, str], subject: Subject
+) -> Iterator[Result]:
     size = f"{len(corpus.stream):,} tokens, {corpus.bytes:,} bytes"
     documents = plural(corpus.documents, "document")
     yield Result([f"{subject.name} on {corpus.name}: {documents}, {size}"])
-    with subject.bar("window") as progress:
-        measured = evaluate_text(
-            subject, corpus, block_size=block_size, stride=stride, progress=progress
-        )
-    if not math.isfinite(measured.loss):
-        yield Result(
-            [
-                f"  the loss is not finite ({measured.loss}): the model's training diverged, or "
-                "it is damaged"
-            ]
-        )
+    found, error, windows = evaluate_text(subject, corpus, block_size, stride)
+    if not math.isfinite(found.loss):
+        yield Result(["  the loss is not finite: training diverged, or the model is damaged"])
+    perplexity_error = found.perplexity * error  # first order: d exp(x) = exp(x) dx
+    bits_error = error / math.log(2) / found.bytes_per_token
     lines = [
-        f"  loss           {with_error(measured.loss, measured.loss_error, 4)} nats per token",
-        f"  perplexity     {with_error(measured.perplexity, measured.perplexity_error, 2)}",
-        f"  bits per byte  {with_error(measured.bits_per_byte, measured.bits_per_byte_error, 4)}",
-        f"  {plural(measured.windows, 'window')} of {block_size:,} tokens, stride {stride:,}: "
-        f"{measured.tokens:,} tokens, each predicted once, from at least "
+        f"  loss           {with_error(found.loss, error, 4)} nats per token",
+        f"  perplexity     {with_error(found.perplexity, perplexity_error, 2)}",
+        f"  bits per byte  {with_error(found.bits_per_byte, bits_error, 4)}",
+        f"  {windows:,} windows of {block_size:,} tokens, stride {stride:,}: "
+        f"{found.tokens:,} tokens, each predicted once, from at least "
         f"{block_size - stride + 1:,} before it, or from all at the start of the text",
     ]
-    figures = {
-        **measured.figures(),
+    figures: dict[str, Any] = {
+        "loss": found.loss,
+        "loss_standard_error": error,
+        "perplexity": found.perplexity,
+        "perplexity_standard_error": perplexity_error,
+        "bits_per_byte": found.bits_per_byte,
+        "bits_per_byte_standard_error": bits_error,
+        "tokens_predicted": found.tokens,
+        "windows": windows,
         "documents": corpus.documents,
         "tokens": len(corpus.stream),
         "bytes": corpus.bytes,
@@ -106,4 +198,72 @@ def _measure(
         "stride": stride,
         "protocol": _PROTOCOL,
     }
+    for name, value in figures.items():  # JSON has no NaN
+        if isinstance(value, float) and not math.isfinite(value):
+            figures[name] = None
     yield Result(lines, {"text": figures})
+
+
+def evaluate_text(
+    subject: Subject, corpus: Corpus, block_size: int, stride: int
+) -> tuple["MeasuredLoss", float, int]:
+    """Measure a model, whole on every process, on `corpus`: the loss, its standard error (nan if
+    there is too little text), and the number of windows. All processes get the same numbers.
+
+    A window starts `stride` tokens after the previous one and predicts only tokens that the
+    previous one did not: each token has at least block_size - stride + 1 tokens of context, or
+    all there are. With stride = block_size the loss is that of evaluate_blocks on all tokens.
+    The windows' losses are summed in float64 at the end, so the number of processes does not
+    change the result.
+    """
+    import numpy as np
+    import torch
+
+    from nanogpt_hf.data.blocks import TokenBlocks
+    from nanogpt_hf.distributed.accelerator import sum_over_ranks
+    from nanogpt_hf.evaluation.loss import eval_mode, rank_batches
+    from nanogpt_hf.model.architecture import architecture_of
+    from nanogpt_hf.runs.state import MeasuredLoss
+
+    accelerator, mesh, model = subject.accelerator, subject.mesh, subject.model
+    blocks = TokenBlocks(corpus.stream, block_size, stride=stride, partial=True)
+    windows = np.arange(len(blocks))
+    already_predicted = np.where(windows > 0, block_size - stride, 0)
+    nats = torch.zeros(len(windows), dtype=torch.float64)
+    architecture, size = architecture_of(model), subject.batch_size
+    with torch.no_grad(), eval_mode(model), subject.bar("window", len(windows)) as progress:
+        for rows, batch in rank_batches(accelerator, mesh, blocks, windows, size, pad=False):
+            for row, count in enumerate(already_predicted[rows].tolist()):
+                batch["shift_labels"][row, :count] = -100
+            with accelerator.autocast():
+                losses = architecture.row_losses(model, batch["input_ids"], batch["shift_labels"])
+            nats[rows] = losses.cpu().double()
+            progress(min(size * mesh.dp_cp_size, len(windows) - rows[0]))
+    if mesh.world_size > 1:
+        nats = sum_over_ranks(accelerator, mesh, nats.to(accelerator.device)).cpu()
+    counts = blocks.targets_of(windows) - already_predicted
+    total = int(counts.sum())
+    error = bootstrap_error(nats.numpy(), counts, windows_at_once=-(-block_size // stride))
+    loss = MeasuredLoss(nats.sum().item() / total, total, corpus.bytes / len(corpus.stream))
+    return loss, error, len(windows)
+
+
+def bootstrap_error(nats: "np.ndarray", counts: "np.ndarray", windows_at_once: int = 1) -> float:
+    """The standard error of sum(nats) / sum(counts): its standard deviation over 1,000 resamples of
+    the windows.
+
+    Resampled are runs of `windows_at_once` windows, since overlapping windows are not
+    independent. nan for fewer than two runs.
+    """
+    import numpy as np
+
+    starts = np.arange(0, len(nats), windows_at_once)
+    if len(starts) < 2:
+        return math.nan
+    nats, counts = np.add.reduceat(nats, starts), np.add.reduceat(counts, starts)
+    bits = np.random.Philox(key=_SEED)  # raw bits: no version of NumPy changes them
+    means = np.empty(_RESAMPLES)
+    for i in range(_RESAMPLES):
+        resample = bits.random_raw(len(starts)) % np.uint64(len(starts))
+        means[i] = nats[resample].sum() / counts[resample].sum()
+    return float(means.std(ddof=1))

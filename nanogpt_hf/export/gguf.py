@@ -15,7 +15,6 @@ import gguf
 import torch
 import transformers
 from transformers.activations import ACT2FN
-from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 
 from nanogpt_hf.data.bpe import GPT4_PATTERN, QWEN_PATTERN
 from nanogpt_hf.data.chat_template import ChatFormat, chat_template
@@ -39,12 +38,7 @@ _ARCHITECTURES = {  # by model_type
     "gpt2": gguf.MODEL_ARCH.GPT2,
     "llama": gguf.MODEL_ARCH.LLAMA,
     "qwen3": gguf.MODEL_ARCH.QWEN3,
-    "smollm3": gguf.MODEL_ARCH.SMOLLM3,
-    "olmo2": gguf.MODEL_ARCH.OLMO2,
 }
-# Those that rotate neighboring dimensions of a head. transformers rotates its first half with its
-# second half.
-_ROTATE_NEIGHBORS = ("llama", "smollm3")
 _LINEAR = tuple(f".{layer}.weight" for layer in GPT2_LAYOUT)
 
 # How text is split before BPE, and whether a whole word that is a token is found without its merges
@@ -87,8 +81,8 @@ def export_gguf(
             "--format gguf: a GGUF file contains the tokenizer, and this model has none"
         )
     cast_to, matrix_type, file_type = _TYPES[dtype]
-    cast_weights(model, cast_to)  # raises if a weight is too large
     original = logits_of(model)
+    cast_weights(model, cast_to)  # raises if a weight is too large
     writer = gguf.GGUFWriter(folder / FILE, name)
     _write_metadata(writer, plain, file_type)
     _write_tokenizer(writer, plain, tokenizer)
@@ -108,7 +102,11 @@ def export_gguf(
     save_tokenizer(tokenizer, folder)
     (folder / MODELFILE).write_text(_modelfile(plain, tokenizer), encoding="utf-8")
 
-    opened: Any = _read_again(folder, plain, model)
+    # With its config: transformers 5.23 reads neither the number of positions nor an activation
+    # from GGUF.
+    opened: Any = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, gguf_file=FILE, config=plain, dtype=torch.float32, trust_remote_code=False
+    )
     difference = max_difference(logits_of(opened), original, exact=dtype == "float32")
     if name != "gpt2" or plain.activation_function == "gelu_new":
         return difference, None
@@ -126,16 +124,12 @@ def _check_format(config: Any, model: transformers.PreTrainedModel) -> None:
         act = config.activation_function
         wrong = {f"{act} activation, only GELU": act not in ("gelu", "gelu_new")}
     else:
-        rope, layers = config.rope_parameters["rope_type"], range(1, config.num_hidden_layers + 1)
-        kinds = getattr(config, "layer_types", None) or ()
-        every_fourth = [int(layer % 4 != 0) for layer in layers]
+        rope, kinds = config.rope_parameters["rope_type"], getattr(config, "layer_types", None)
         wrong = {
             f"hidden_act {config.hidden_act}, only silu": config.hidden_act != "silu",
             "biases": any(parameter.endswith(".bias") for parameter in model.state_dict()),
-            "sliding windows": any(kind != "full_attention" for kind in kinds),
+            "sliding windows": any(kind != "full_attention" for kind in kinds or ()),
             f"rope_type {rope}": rope != "default" and (rope, name) != ("llama3", "llama"),
-            "these no_rope_layers, only every fourth layer": name == "smollm3"
-            and list(config.no_rope_layers) != every_fourth,
         }
     if lacking := [what for what, is_wrong in wrong.items() if is_wrong]:
         raise UserError(f"--format gguf: its {name} has no {lacking[0]}")
@@ -160,21 +154,17 @@ def _tensors(
         yield "rope_freqs.weight", factors
 
 
-def _rotation(config: Any, name: str, weight: torch.Tensor, back: bool = False) -> torch.Tensor:
-    """The weight of queries or keys with the rows of each head in the order of GGUF, or `back` in
-    that of transformers.
+def _rotation(config: Any, name: str, weight: torch.Tensor) -> torch.Tensor:
+    """The weight of Llama's queries or keys with the rows of each head in the order of GGUF, which
+    rotates neighboring dimensions; transformers rotates the first half with the second.
 
     Other weights are returned as they are.
     """
-    heads = {
-        "q_proj": config.num_attention_heads,
-        "k_proj": getattr(config, "num_key_value_heads", None),
-    }
-    count = heads.get(name.split(".")[-2])
-    if count is None or config.model_type not in _ROTATE_NEIGHBORS:
+    if config.model_type != "llama" or not name.endswith(("q_proj.weight", "k_proj.weight")):
         return weight
-    parts = (count, -1, 2) if back else (count, 2, weight.shape[0] // count // 2)
-    return weight.unflatten(0, parts).transpose(1, 2).reshape(weight.shape)
+    is_query = name.endswith("q_proj.weight")
+    heads = config.num_attention_heads if is_query else config.num_key_value_heads
+    return weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(weight.shape)
 
 
 def _rope_factors(model: transformers.PreTrainedModel) -> torch.Tensor | None:
@@ -187,33 +177,6 @@ def _rope_factors(model: transformers.PreTrainedModel) -> torch.Tensor | None:
     frequencies = rotary.inv_freq.float()
     exponents = torch.arange(len(frequencies)) / len(frequencies)
     return model.config.rope_parameters["rope_theta"] ** -exponents / frequencies
-
-
-def _read_again(
-    folder: Path, config: Any, model: transformers.PreTrainedModel
-) -> transformers.PreTrainedModel:
-    """The model in the file, by transformers' reader if it has one for this architecture, else
-    by gguf's.
-    """
-    if config.model_type in GGUF_CONFIG_MAPPING:
-        # With its config: transformers 5.23 reads neither the number of positions nor an activation
-        # from GGUF.
-        return transformers.AutoModelForCausalLM.from_pretrained(
-            folder, gguf_file=FILE, config=config, dtype=torch.float32, trust_remote_code=False
-        )
-    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(folder / FILE).tensors}
-    names = gguf.get_tensor_name_map(_ARCHITECTURES[config.model_type], config.num_hidden_layers)
-    opened = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    weights = {}
-    for name in opened.state_dict():
-        if name == "lm_head.weight" and config.tie_word_embeddings:
-            continue
-        tensor = tensors[str(names.get_name(name, try_suffixes=(".weight",)))]
-        array = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-        weights[name] = _rotation(config, name, torch.from_numpy(array.copy()).float(), back=True)
-    opened.load_state_dict(weights, strict=False)
-    opened.tie_weights()
-    return opened
 
 
 def _write_metadata(writer: gguf.GGUFWriter, config: Any, file_type: gguf.LlamaFileType) -> None:

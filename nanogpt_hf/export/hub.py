@@ -1,29 +1,34 @@
-"""Push a model folder to the Hugging Face Hub in one commit: all files arrive or none."""
+"""Push a model folder to the Hugging Face Hub in one commit; also while training continues."""
 
 import contextlib
 import json
+import logging
 import os
+import queue
 import re
 import shutil
 import tempfile
+import threading
+import time
 import warnings
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import huggingface_hub
 from huggingface_hub import CommitOperationAdd, HfApi, constants
-from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
-from huggingface_hub.utils import get_session
+from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub.utils import disable_progress_bars, get_session
 
-from nanogpt_hf.errors import RunFolderError, UserError, one_line
+from nanogpt_hf.config.schema import HubSection
+from nanogpt_hf.errors import RunFolderError, UserError, explain, one_line
 from nanogpt_hf.export.card import PLACEHOLDER
 from nanogpt_hf.runs.folder import RunFolder
-from nanogpt_hf.runs.redact import holds_token, redact, redact_tree
+from nanogpt_hf.runs.redact import holds_token, redact
 
-CONNECTION_TIMEOUT = 120.0  # seconds without an answer; huggingface_hub's default is no limit
-_SCANNED = 2**26  # bytes of a file of weights that are searched for tokens
+CONNECTION_TIMEOUT = 60.0  # seconds without an answer; huggingface_hub's default is no limit
+FINAL_TIMEOUT = 600.0  # seconds that a finished run waits for its last push
+STOPPED_TIMEOUT = 10.0  # seconds that a run stopped by a signal waits: launchers kill after 30
 _WEIGHTS = (".safetensors", ".gguf", ".onnx", ".data")
-_CONFIGS = ("config.json", "generation_config.json", "adapter_config.json")
 # An allow-list: a folder may hold anything else, secrets and pickles too.
 _MODEL_FILE = re.compile(
     r"""README\.md | LICENSE.* | (generation_|adapter_)?config\.json
@@ -31,36 +36,30 @@ _MODEL_FILE = re.compile(
     | (vocab|special_tokens_map|added_tokens)\.json | merges\.txt | chat_template\.jinja""",
     re.VERBOSE,
 )
-_READ_ATTEMPTS = 10
+logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Pushed:
+class Pushed(NamedTuple):
     """The result of a push."""
 
     url: str  # the commit's
     files: list[str]
     skipped: list[str]  # files of the folder that are not model files
-    changed: bool  # whether there was anything to commit
 
 
-def check_login(repo_id: str, timeout: float = 10.0) -> str | None:
+def check_login(repo_id: str) -> str | None:
     """Check before a run that pushes to `repo_id` can work.
 
-    Raises UserError for a missing or wrong token, or somebody else's repository. Returns a warning
-    if the Hub does not answer, since it may later.
+    Raises UserError if it cannot. Returns a warning if the Hub does not answer: it may later.
     """
-    session = get_session()
-    default_timeout, session.timeout = session.timeout, timeout
     try:
         _login(repo_id)
     except Exception as error:
         line = f"hub.repo: {repo_id}: {_reason(error)}"
-        if isinstance(error, UserError) or _status(error) in (401, 403):
+        refused = isinstance(error, HfHubHTTPError) and error.response.status_code in (401, 403)
+        if refused or isinstance(error, UserError):
             raise UserError(f"{line}; nothing was started") from error
         return f"{line}; training continues, and each push tries again"
-    finally:
-        session.timeout = default_timeout
     return None
 
 
@@ -75,183 +74,159 @@ def push(
     """Push a model folder to the model repository `repo_id` (user/name).
 
     With best/ or final/ go the recipe, the metrics and the loss plot of its run. A missing
-    repository or branch `revision` is created; nothing is ever deleted. Raises UserError if there
-    is no login, permission, network or model, and, before anything is created or sent and one line
-    each, for files that hold a token or a private key, or are links out of the folder.
+    repository or branch `revision` is created; nothing is ever deleted. Raises UserError, before
+    anything is sent also for files that hold a secret, or are links out of the folder.
     """
     huggingface_hub.utils.logging.set_verbosity_error()  # else every retry is logged
     warnings.filterwarnings("ignore", module="httpx|huggingface_hub")  # such as remarks on a card
     folder = Path(os.path.abspath(folder))  # `push .` within best/ finds the run, too
+    beside = folder.parent if os.access(folder.parent, os.W_OK) else None  # links cross no disks
     outcome = "nothing was pushed"
     try:
-        get_session().timeout = CONNECTION_TIMEOUT
         token = _login(repo_id)
-        # beside the folder, so that weights can be linked
-        beside = folder.parent if os.access(folder.parent, os.W_OK) else None
         with tempfile.TemporaryDirectory(prefix=".push-", dir=beside) as links:
-            files, skipped = _gather(folder, Path(links))
-            files = {path: _content(path, files[path], repo_id, revision) for path in files}
-            texts = {Path("--message"): (message or "").encode(), **files}
-            if secrets := [path for path in texts if holds_token(_head(texts[path]), token)]:
-                line = "contains a token of the Hub or a private key; remove it first"
-                raise RunFolderError(
-                    "; nothing was pushed\n".join(f"{path}: {line}" for path in secrets)
-                )
+            files, skipped = _snapshot(folder, Path(links))
+            place = f'"{repo_id}"' + (f", revision={json.dumps(revision)}" if revision else "")
+            contents = {path: _content(file, place) for path, file in files.items()}
+            for path, text in contents.items():
+                if isinstance(text, bytes) and holds_token(text, token):
+                    raise RunFolderError(f"{path}: contains a token of the Hub or a private key")
             api = HfApi(token=token)
             api.create_repo(repo_id, private=private or None, exist_ok=True)
             if private and not api.model_info(repo_id).private:
-                raise UserError(
-                    "it is public; make it private in its settings, or push without --private"
-                )
+                raise UserError("it is public; change its settings, or push without --private")
             if revision and not revision.startswith("refs/"):
                 api.create_branch(repo_id, branch=revision, exist_ok=True)
-            before = api.model_info(repo_id, revision=revision).sha
-            outcome = f"see {constants.ENDPOINT}/{repo_id}: all files arrived, or none"
-            additions = [CommitOperationAdd(path.name, files[path]) for path in files]
+            additions = [CommitOperationAdd(path.name, contents[path]) for path in contents]
             # Weights one by one, in this thread: a process that is asked to end would wait for the
             # threads of huggingface_hub's pool until all files have been sent.
             for addition in additions:
                 if addition.path_in_repo.endswith(_WEIGHTS):
                     api.preupload_lfs_files(repo_id, [addition], revision=revision)
+            outcome = f"see {constants.ENDPOINT}/{repo_id}: all files arrived, or none"
             # not upload_folder, which may make several commits
-            commit = api.create_commit(
-                repo_id,
-                additions,
-                commit_message=message or f"Push {folder.resolve().name} with nanogpt_hf",
-                revision=revision,
-            )
-    except RunFolderError as error:
-        raise RunFolderError(f"{error}; nothing was pushed") from error
+            title = message or f"Push {folder.resolve().name} with nanogpt_hf"
+            commit = api.create_commit(repo_id, additions, commit_message=title, revision=revision)
     except Exception as error:  # the network, the Hub, its storage, ...
-        if isinstance(error, RuntimeError) and error.__cause__:  # of an upload
-            error = error.__cause__
-        outcome = "nothing was pushed" if _status(error) else outcome
-        raise UserError(f"{repo_id}: {_reason(error)}; {outcome}") from error
-    names = sorted(path.name for path in files)
-    return Pushed(commit.commit_url, names, skipped, commit.oid != before)
+        where = "" if isinstance(error, RunFolderError) else f"{repo_id}: "
+        outcome = "nothing was pushed" if isinstance(error, HfHubHTTPError) else outcome
+        raise UserError(f"{where}{_reason(error)}; {outcome}") from error
+    return Pushed(commit.commit_url, sorted(path.name for path in files), skipped)
 
 
 def _login(repo_id: str) -> str:
-    """Return the user's token.
-
-    Raises UserError if no user is logged in, or the user may not write to `repo_id`.
-    """
+    """Return the user's token. Raises UserError if there is none, or it may not write there."""
+    get_session().timeout = CONNECTION_TIMEOUT
     token = huggingface_hub.get_token()
     if token is None:
-        raise UserError(
-            "not logged in to the Hub; run `hf auth login`, or set HF_TOKEN to a token with "
-            "write access"
-        )
+        raise UserError("not logged in to the Hub; run `hf auth login`, or set HF_TOKEN")
     account = HfApi(token=token).whoami()
-    user = account["name"]
+    names = [account["name"], *(org["name"] for org in account.get("orgs", []))]
     if account.get("auth", {}).get("accessToken", {}).get("role") == "read":
-        raise UserError(
-            f"the token of {user} is read-only; create one with write access and log in with it"
-        )
+        raise UserError(f"the token of {names[0]} is read-only; create one with write access")
     owner = repo_id.partition("/")[0]
-    names = [user, *(organization["name"] for organization in account.get("orgs", []))]
     if owner.lower() not in map(str.lower, names):
-        raise UserError(
-            f"{owner} is not your account; you are logged in as {user} and may push to "
-            f"{', '.join(f'{name}/...' for name in names)}"
-        )
+        raise UserError(f"{owner} is not your account; you may push to {', '.join(names)}")
     return token
 
 
-def _status(error: BaseException) -> int | None:
-    """The HTTP status of an error of the Hub."""
-    return error.response.status_code if isinstance(error, HfHubHTTPError) else None
+def _reason(error: Exception) -> str:
+    return explain(error) or one_line(error) or type(error).__name__
 
 
-def _reason(error: BaseException) -> str:
-    """The reason and the remedy in one line, without secrets."""
-    if isinstance(error, OfflineModeIsEnabled):
-        return "HF_HUB_OFFLINE is set, so the Hub cannot be used; unset it to push"
-    status = _status(error)
-    if status is None and isinstance(error, UserError | ValueError):
-        return one_line(error)
-    if isinstance(error, OSError) and error.errno and not isinstance(error, ConnectionError):
-        return f"{error.filename or 'a copy for the push'}: {error.strerror}"
-    answer = one_line(getattr(error, "server_message", None) or str(error)) or type(error).__name__
-    if status is None:
-        return f"the Hub ({constants.ENDPOINT}) does not answer: {answer}; check the network"
-    if status == 401:
-        return (
-            "the Hub rejects your token (HF_TOKEN, else the one that `hf auth login` stored); "
-            "log in again"
-        )
-    if status == 403:
-        return f"your token has no write permission: {answer}"
-    return f"the Hub answered {status}: {answer}"
+def _snapshot(folder: Path, links: Path) -> tuple[dict[Path, Path], list[str]]:
+    """Link or copy the files to push into `links`; also return the names that are not pushed.
 
-
-def _gather(folder: Path, links: Path) -> tuple[dict[Path, Path | bytes], list[str]]:
-    """Read the files to push; also return the names in `folder` that are not pushed.
-
-    Weights become hard links or copies in `links`, since a training run may replace its model
-    folder at any time. Raises RunFolderError if there is no model, or a link out of the folder.
+    All files are of one model, although a training run may replace its folder at any time.
     """
     run = RunFolder(folder.parent)
     of_run = folder in (run.best, run.final) and run.recipe.is_file()
     extra = [run.recipe, run.metrics, run.loss_plot] if of_run else []
-    for _ in range(_READ_ATTEMPTS):
+    for _ in range(10):
         with contextlib.suppress(FileNotFoundError):  # a newer model has just replaced the folder
             inode, names = folder.stat().st_ino, sorted(os.listdir(folder))
             paths = [folder / name for name in names if _MODEL_FILE.fullmatch(name)]
-            paths = [path for path in paths if path.is_file()]
             if not any(path.suffix in _WEIGHTS for path in paths):
                 raise RunFolderError(f"{folder}: has no weights as safetensors, GGUF or ONNX")
-            found = {}
-            for path in (*paths, *(path for path in extra if path.is_file())):
-                if not path.resolve().is_relative_to(path.parent.resolve()):
-                    raise RunFolderError(
-                        f"{path}: is a link to {path.resolve()}, outside its folder; replace it "
-                        "by a copy"
-                    )
-                is_large = path.suffix in _WEIGHTS
-                found[path] = link_or_copy(path, links) if is_large else path.read_bytes()
+            files = [path for path in (*paths, *extra) if path.is_file()]
+            found = {path: link_or_copy(path, links) for path in files}
             if folder.stat().st_ino == inode:
-                return found, [name for name in names if folder / name not in paths]
-    raise RunFolderError(
-        f"{folder}: was replaced {_READ_ATTEMPTS} times while it was read; try again later"
-    )
+                return found, [name for name in names if folder / name not in found]
+    raise RunFolderError(f"{folder}: is replaced again and again; try again later")
 
 
 def link_or_copy(path: Path, folder: Path) -> Path:
     """Link a file into `folder`; its content stays if the original is removed."""
-    target = folder / path.name
+    target, original = folder / path.name, path.resolve()
+    if not original.is_relative_to(path.parent.resolve()):
+        raise RunFolderError(f"{path}: is a link to {original}, outside its folder")
     target.unlink(missing_ok=True)
     try:
-        os.link(path.resolve(), target)
+        os.link(original, target)
     except OSError:  # another disk, or a file system without links
-        shutil.copyfile(path, target)
+        shutil.copyfile(original, target)
     return target
 
 
-def _content(path: Path, content: Path | bytes, repo_id: str, revision: str | None) -> Path | bytes:
-    """The content of a file as other people get it."""
-    if isinstance(content, Path):
-        return content
-    if path.name == "README.md":
-        place = f'"{repo_id}"' + (f", revision={json.dumps(revision)}" if revision else "")
+def _content(file: Path, place: str) -> bytes | Path:
+    """The content of a file as other people get it: of weights the path."""
+    if file.suffix in _WEIGHTS:
+        return file
+    content = file.read_bytes()
+    if file.name == "README.md":
         return content.replace(f'"{PLACEHOLDER}"'.encode(), place.encode())
-    if path.name == "recipe.yaml":
-        return redact(content.decode()).encode()
-    if path.name == "metrics.jsonl":  # a run may be writing its next line
+    if file.name == "metrics.jsonl":  # a run may be writing its next line
         return content[: content.rfind(b"\n") + 1]
-    if path.name in _CONFIGS:
-        try:
-            tree = json.loads(content)
-        except ValueError as error:
-            raise RunFolderError(f"{path}: is damaged: {one_line(error, 200)}") from None
-        if (redacted := redact_tree(tree)) != tree:
-            return f"{json.dumps(redacted, indent=2)}\n".encode()
+    if file.name.endswith(("config.json", "recipe.yaml")):
+        return redact(content.decode()).encode()
     return content
 
 
-def _head(content: Path | bytes) -> bytes:
-    """What is searched for secrets: a whole small file, or the start of a file of weights."""
-    if isinstance(content, bytes):
-        return content
-    with content.open("rb") as file:
-        return file.read(_SCANNED)
+class BackgroundPush:
+    """Pushes to hub.repo in a thread, one model at a time; a failed push stops no run.
+
+    A push that hangs cannot keep the process; huggingface_hub's `run_as_future` would.
+    """
+
+    def __init__(self, hub: HubSection, folder: RunFolder, *, is_main: bool = True):
+        self.hub, self.active = hub, is_main and hub.push is not None
+        self.folder = folder.best if hub.push == "best" else folder.final
+        private = " --private" if hub.private else ""
+        self._by_hand = f"by hand: python cli.py push {self.folder} {hub.repo}{private}"
+        self._models: queue.Queue[Path] = queue.Queue(maxsize=1)
+        if self.active:
+            disable_progress_bars()
+            threading.Thread(target=self._push_models, daemon=True).start()
+
+    def new_model(self, folder: Path) -> None:
+        """Push `folder`, which training has just written, after the push that is running."""
+        if self.active and folder == self.folder:
+            with contextlib.suppress(queue.Full):  # the one that waits will push the newest
+                self._models.put_nowait(folder)
+
+    def finish(self, done: bool) -> None:
+        """Wait for the running push, up to a limit; after that, log how to push by hand.
+
+        A run that is `done` pushes once more. Weights that the Hub has are not sent again; metrics
+        and loss plot are.
+        """
+        if done and self.folder.is_dir():
+            self.new_model(self.folder)
+        if self._models.unfinished_tasks:
+            logger.info(f"hub: pushing {self.folder} to {self.hub.repo}; Ctrl-C cancels the push")
+        deadline = time.monotonic() + (FINAL_TIMEOUT if done else STOPPED_TIMEOUT)
+        with contextlib.suppress(KeyboardInterrupt):
+            while self._models.unfinished_tasks and time.monotonic() < deadline:
+                time.sleep(0.1)
+        if self._models.unfinished_tasks:
+            logger.warning(f"hub: the last push was canceled; {self._by_hand}")
+
+    def _push_models(self) -> None:
+        while True:
+            self._models.get()
+            try:
+                pushed = push(self.folder, str(self.hub.repo), private=self.hub.private)
+                logger.info(f"hub: {self.folder} -> {pushed.url}")
+            except Exception as error:  # the next model tries again
+                logger.warning(f"hub: {one_line(error)}; training continues; {self._by_hand}")
+            self._models.task_done()

@@ -30,7 +30,7 @@ from nanogpt_hf.data.tokenizer import (
 from nanogpt_hf.errors import DataError, RunFolderError, UserError, one_line
 from nanogpt_hf.model.architecture import GPT2
 from nanogpt_hf.model.configuration_gpt import GPTConfig
-from nanogpt_hf.model.layout_gpt import GPT2_LAYOUT, from_gpt2_state_dict, gpt2_state_dict
+from nanogpt_hf.model.layout_gpt import GPT2_LAYOUT
 from nanogpt_hf.model.modeling_gpt import GPTForCausalLM
 
 _SIZES = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")
@@ -63,98 +63,62 @@ def load_nanogpt(
         saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         if missing := [name for name in _SIZES if name not in saved["model_args"]]:
             raise ValueError(f"its model_args have no {', '.join(missing)}")
-        tokenizer = _tokenizer(path, saved["model_args"]["vocab_size"], meta)
+        sizes = saved["model_args"]
+        tokenizer = _tokenizer(path, sizes["vocab_size"], meta)
         # without torch.compile's prefix and causal masks
         state = {
-            name.removeprefix("_orig_mod."): weight.float()
+            name.removeprefix("_orig_mod."): weight.T if name.endswith(_MATRICES) else weight
             for name, weight in saved["model"].items()
             if not name.endswith(".attn.bias")
         }
-        config = _config(saved["model_args"], state, tokenizer, activation_function)
+        embedding = state["transformer.wte.weight"]
+        head = state.setdefault("lm_head.weight", embedding)
+        config = GPTConfig(
+            **{name: sizes[name] for name in ("vocab_size", "n_embd", "n_layer", "n_head")},
+            n_positions=sizes["block_size"],
+            activation_function=activation_function,
+            bias=sizes.get("bias", True),
+            dropout=sizes.get("dropout", 0.0),
+            tie_word_embeddings=torch.equal(head, embedding),
+            bos_token_id=tokenizer.end_of_text_id,
+            eos_token_id=tokenizer.end_of_text_id,
+        )
+        GPT2.check_sizes(config)
+        with torch.device("meta"):
+            model = GPTForCausalLM(config)
+        model.load_state_dict(state, assign=True)  # raises if they do not fit the sizes
     except UserError:
         raise
     except Exception as error:  # torch and pickle raise many types for a damaged or foreign file
-        reason = one_line(error if isinstance(error, ValueError) else repr(error))
+        reason = one_line(error) or repr(error)
         if code := re.search(r"GLOBAL ([\w.]+)", str(error)):
             reason = f"it contains {code[1]}, which was not loaded"
         raise RunFolderError(f"{path}: not a checkpoint of nanoGPT: {reason}") from None
-    weights = {n: weight.T if n.endswith(_MATRICES) else weight for n, weight in state.items()}
-    facts = {"trained with": "nanoGPT"}
-    if type(steps := saved.get("iter_num")) is int:
-        facts["steps"] = f"{steps:,}"
-    return NanoGPT(config, from_gpt2_state_dict(weights), tokenizer, facts)
-
-
-def _config(
-    sizes: dict[str, Any],
-    state: dict[str, torch.Tensor],
-    tokenizer: Tokenizer,
-    activation_function: str,
-) -> GPTConfig:
-    """The configuration of a model with the weights `state`, from which a tied head is removed.
-
-    Raises ValueError for sizes out of bounds, and for weights that do not fit `sizes`, or are not
-    finite.
-    """
-    head, embedding = (state.get(f"{name}.weight") for name in ("lm_head", "transformer.wte"))
-    config = GPTConfig(
-        **{name: sizes[name] for name in ("vocab_size", "n_embd", "n_layer", "n_head")},
-        n_positions=sizes["block_size"],
-        activation_function=activation_function,
-        bias=sizes.get("bias", True),
-        dropout=sizes.get("dropout", 0.0),
-        tie_word_embeddings=head is None or embedding is None or torch.equal(head, embedding),
-        bos_token_id=tokenizer.end_of_text_id,
-        eos_token_id=tokenizer.end_of_text_id,
-    )
-    GPT2.check_sizes(config)
-    if config.tie_word_embeddings:
-        state.pop("lm_head.weight", None)
-    with torch.device("meta"):
-        expected = gpt2_state_dict(config, GPTForCausalLM(config).state_dict())
-    shapes = {
-        name: tuple(weight.T.shape if name.endswith(_MATRICES) else weight.shape)
-        for name, weight in expected.items()
-        if config.bias or not name.endswith(".bias")  # GPT-2's layout has zeros instead
-    }
-    found = {name: tuple(weight.shape) for name, weight in state.items()}
-    for name in sorted(shapes.keys() | found.keys()):
-        if shapes.get(name) != found.get(name):
-            raise ValueError(
-                f"{name} is {found.get(name)}, its model_args require {shapes.get(name)}"
-            )
-        if not state[name].isfinite().all():
-            raise ValueError(f"{name} has NaN or infinity: the run that wrote it diverged")
     if config.vocab_size > tokenizer.vocab_size:
         config.padded_vocab_size, config.vocab_size = config.vocab_size, tokenizer.vocab_size
-    return config
+    facts = {"trained with": "nanoGPT"}
+    if "iter_num" in saved:
+        facts["steps"] = f"{saved['iter_num']:,}"
+    return NanoGPT(config, model.float().state_dict(), tokenizer, facts)
 
 
 def _tokenizer(path: Path, rows: int, meta: Path | None) -> Tokenizer:
     """The characters of `meta`, or GPT-2's tokenizer if the number of embedding rows fits."""
-    if meta is not None:
-        tokenizer = load_meta(meta)
-        if tokenizer.vocab_size != rows:
-            raise RunFolderError(
-                f"--meta: {meta} has {tokenizer.vocab_size:,} characters, the model in {path} "
-                f"{rows:,} tokens; use the meta.pkl of its training data"
-            )
-        return tokenizer
-    if rows in _GPT2_ROWS:
-        return gpt2_tokenizer()
-    raise RunFolderError(
-        f"{path}: its vocabulary of {rows:,} tokens is not GPT-2's; name its meta.pkl with --meta "
-        "(data/DATASET/meta.pkl in nanoGPT's folder)"
-    )
+    tokenizer = gpt2_tokenizer() if meta is None else load_meta(meta)
+    if rows not in (_GPT2_ROWS if meta is None else (tokenizer.vocab_size,)):
+        raise RunFolderError(
+            f"{path}: has {rows:,} tokens, {meta or 'the vocabulary of GPT-2'} "
+            f"{tokenizer.vocab_size:,}; name the meta.pkl of its training data with --meta "
+            "(data/DATASET/meta.pkl in nanoGPT's folder)"
+        )
+    return tokenizer
 
 
 class _PlainUnpickler(pickle.Unpickler):
     """Reads dicts, lists, strings and numbers. Any class or function in the file is an error."""
 
     def find_class(self, module: str, name: str) -> Any:
-        raise pickle.UnpicklingError(
-            f"it contains {module}.{name}, which is not a plain container, and was not loaded"
-        )
+        raise pickle.UnpicklingError(f"it contains {module}.{name}, which was not loaded")
 
 
 def load_meta(path: Path) -> Tokenizer:
@@ -165,17 +129,13 @@ def load_meta(path: Path) -> Tokenizer:
     try:
         with path.open("rb") as file:
             meta = _PlainUnpickler(file).load()
-        characters = [meta["itos"][i] for i in range(len(meta["itos"]))]
-        ids = {character: i for i, character in enumerate(characters)}
+        characters = [meta["itos"][i] for i in range(meta["vocab_size"])]
         "".join(characters).encode()  # fails on half a surrogate pair
-        if ids != meta["stoi"] or not meta["vocab_size"] == len(ids) == sum(map(len, ids)) > 0:
-            raise ValueError
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
+        ids = [meta["stoi"][character] for character in characters]
+        if ids != [*range(len(ids))] or set(map(len, characters)) != {1}:
+            raise ValueError("its itos, stoi and vocab_size do not describe characters")
     except Exception as error:  # damaged pickles raise almost anything
-        reason = "damaged, or its itos, stoi and vocab_size do not describe characters"
-        if isinstance(error, pickle.UnpicklingError):
-            reason = str(error)
+        reason = one_line(error) or repr(error)
         raise DataError(f"{path}: not a meta.pkl of nanoGPT: {reason}") from None
     return char_tokenizer(characters)
 
@@ -221,19 +181,16 @@ def _write_rows(
     try:
         tokens = np.memmap(path, dtype=np.uint16, mode="r")
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise DataError(f"{path}: cannot be read: {reason}; give train.bin and val.bin") from None
+        raise DataError(f"{path}: cannot be read: {error}; give train.bin and val.bin") from None
     writer, sizes, end = ShardWriter(folder), bytes_of_tokens(tokenizer), tokenizer.end_of_text_id
     begin = row = 0  # of the first document that is not written
     for start in tqdm(range(0, len(tokens), TOKENS_PER_READ), path.name, disable=None):
         piece = tokens[start : start + TOKENS_PER_READ]
         digest.update(piece)
         if piece.max() >= tokenizer.vocab_size:
-            position = int(np.argmax(piece >= tokenizer.vocab_size))
             raise DataError(
-                f"{path}: token {piece[position]} at {start + position:,} is beyond the "
-                f"vocabulary ({tokenizer.name}, {tokenizer.vocab_size:,} tokens); name the "
-                "matching meta.pkl with --meta"
+                f"{path}: token {piece.max()} is beyond the vocabulary ({tokenizer.name}, "
+                f"{tokenizer.vocab_size:,} tokens); name the matching meta.pkl with --meta"
             )
         ends, last = np.flatnonzero(piece == end) + start + 1, start + len(piece)
         if last == len(tokens):

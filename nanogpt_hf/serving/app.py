@@ -1,66 +1,50 @@
-"""The routes of the server: OpenAI's models, completions and chat completions, and a chat page.
+"""An OpenAI-compatible server for one model: models, completions, chat completions, a chat page.
 
 The event loop parses, encodes and decodes, so that only one thread uses the tokenizer; the
-scheduler's thread runs the model. Of a request only its sizes are logged.
+scheduler's thread runs the model. Requests are not logged.
 """
 
-import asyncio
 import base64
 import hashlib
+import ipaddress
 import json
 import logging
 import re
+import socket
 import time
 import traceback
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from importlib.resources import files
 from typing import Any
 
+import uvicorn
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
+from starlette.background import BackgroundTask
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from nanogpt_hf.errors import explain
-from nanogpt_hf.serving.generation import Generation, Served, ShuttingDown
+from nanogpt_hf.errors import UserError, explain
+from nanogpt_hf.serving.generation import Generation, Scheduler, Served
 from nanogpt_hf.serving.requests import ApiError, parse_request
 
 MAX_BODY = 2**20  # bytes of a request
-_BODY_SECONDS = 30  # to send a body
-# for completions, as in OpenAI's API; chat completions may fill the context
-_DEFAULT_MAX_TOKENS = 16
+_MAX_CONNECTIONS = 512  # open at once; more get a 503
+_LOOPBACK = ["localhost", "127.0.0.1", "::1", "[::1]"]
 _log = logging.getLogger(__name__)
-
-
-class EventStream(StreamingResponse):
-    """A response of server-sent events that cancels its generation however it ends."""
-
-    def __init__(self, events: AsyncIterator[str], generation: Generation, headers: dict[str, str]):
-        super().__init__(
-            events, headers={"Cache-Control": "no-store", **headers}, media_type="text/event-stream"
-        )
-        self._generation = generation
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._generation.cancel()
 
 
 def _error_of(error: Exception) -> ApiError:
     """What the client gets for an error during generation; a bug's reason is only logged."""
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, ShuttingDown):
-        return ApiError(503, str(error))
     if message := explain(error):
         return ApiError(500, message)
     _log.error("".join(traceback.format_exception(error)))
@@ -68,60 +52,41 @@ def _error_of(error: Exception) -> ApiError:
 
 
 async def _read_body(request: HTTPRequest) -> bytes:
-    """The body of a POST. Raises ApiError if it is too large, too slow or not declared as JSON."""
+    """The body of a POST. Raises ApiError if it is too large or not declared as JSON."""
     # A page of another site can send a form or plain text to this server without asking, but not
     # JSON.
     kind = request.headers.get("content-type", "").partition(";")[0]
     if kind.strip().lower() != "application/json":
         raise ApiError(415, "the header Content-Type must be application/json")
     body = bytearray()
-    try:
-        async with asyncio.timeout(_BODY_SECONDS):
-            async for part in request.stream():
-                body += part
-                if len(body) > MAX_BODY:
-                    raise ApiError(
-                        413, f"the body is larger than this server's limit of {MAX_BODY:,} bytes"
-                    )
-    except TimeoutError:
-        raise ApiError(408, f"the body took more than {_BODY_SECONDS} seconds") from None
+    async for part in request.stream():
+        body += part
+        if len(body) > MAX_BODY:
+            raise ApiError(
+                413, f"the body is larger than this server's limit of {MAX_BODY:,} bytes"
+            )
     return bytes(body)
 
 
-async def _collect(generation: Generation) -> list[str]:
+async def _collect(http: HTTPRequest, generation: Generation) -> list[str]:
+    """The texts of all choices. Raises ClientDisconnect when the client is gone."""
     texts = [""] * len(generation.choices)
-    async for piece in generation.pieces():
-        if piece:
-            texts[piece[0]] += piece[1]
-    return texts
-
-
-async def _unless_disconnected(request: HTTPRequest, generation: Generation) -> list[str]:
-    """The texts of all choices. Raises ClientDisconnect as soon as the client is gone."""
-
-    async def disconnected() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    work, gone = asyncio.create_task(_collect(generation)), asyncio.create_task(disconnected())
     try:
-        await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not work.done():
-            raise ClientDisconnect
-        return work.result()
+        async for piece in generation.pieces():
+            if await http.is_disconnected():
+                raise ClientDisconnect
+            if piece:
+                texts[piece[0]] += piece[1]
     finally:
-        work.cancel()
-        gone.cancel()
-        generation.cancel()
+        await generation.cancel()
+    return texts
 
 
 async def _respond(served: Served, http: HTTPRequest, chat: bool) -> Response:
     """The response to a request for completions: JSON, or a stream of server-sent events."""
     request = parse_request(await _read_body(http), served.name, chat)
     prompts, dropped = served.encode(request)
-    generation = Generation(
-        served, request, prompts, served.context if chat else _DEFAULT_MAX_TOKENS
-    )
+    generation = Generation(served, request, prompts)
     kind = "chat.completion" if chat else "text_completion"
     head = {
         "id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
@@ -129,12 +94,16 @@ async def _respond(served: Served, http: HTTPRequest, chat: bool) -> Response:
         "created": int(time.time()),
         "model": served.name,
     }
-    headers = {"X-Dropped-Messages": str(dropped)} if request.truncate else {}
+    headers = {"X-Dropped-Messages": str(dropped)} if dropped else {}
     if request.stream:
-        return EventStream(
-            _events(generation, head, chat, request.include_usage), generation, headers
+        events = _events(generation, head, chat, request.stream_options.include_usage)
+        return StreamingResponse(
+            events,
+            headers=headers,
+            media_type="text/event-stream",
+            background=BackgroundTask(generation.cancel),  # runs however the stream ends
         )
-    texts = await _unless_disconnected(http, generation)
+    texts = await _collect(http, generation)
     choices = []
     for index, (choice, text) in enumerate(zip(generation.choices, texts, strict=True)):
         message = {"role": "assistant", "content": text, "refusal": None}
@@ -174,6 +143,7 @@ async def _events(
                 yield chunk(index, None, reason)
         if include_usage:
             yield event([], generation.usage())
+        await generation.cancel()  # the client may send its next request at once
         yield "data: [DONE]\n\n"
     except Exception as error:  # the status has been sent already
         yield f"data: {json.dumps(_error_of(error).body())}\n\n"
@@ -199,8 +169,6 @@ def _load_page() -> tuple[str, dict[str, str]]:
     return html, {
         "Content-Security-Policy": policy,
         "Cache-Control": "no-store",
-        "Referrer-Policy": "no-referrer",
-        "X-Content-Type-Options": "nosniff",
     }
 
 
@@ -210,13 +178,6 @@ def build_app(served: Served, hosts: list[str]) -> Starlette:
 
     async def models(http: HTTPRequest) -> Response:
         return JSONResponse({"object": "list", "data": [served.entry()]})
-
-    async def model(http: HTTPRequest) -> Response:
-        if http.path_params["name"] != served.name:
-            raise ApiError(
-                404, f"this server has the model {served.name!r} only", "model", "model_not_found"
-            )
-        return JSONResponse(served.entry())
 
     async def answered(http: HTTPRequest, chat: bool) -> Response:
         try:
@@ -234,21 +195,81 @@ def build_app(served: Served, hosts: list[str]) -> Starlette:
         headers = {"Retry-After": "1"} if error.status == 429 else None
         return JSONResponse(error.body(), error.status, headers)
 
-    async def http_error(http: HTTPRequest, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        where = f"{http.method} {http.url.path:.100}: {error.detail}"
-        message = f"{where}; the API is under /v1, the chat page at /"
-        body = ApiError(error.status_code, message).body()
-        return JSONResponse(body, error.status_code, error.headers)
-
     return Starlette(
         routes=[
             Route("/", index),
             Route("/v1/models", models),
-            Route("/v1/models/{name:path}", model),
             Route("/v1/completions", partial(answered, chat=False), methods=["POST"]),
             Route("/v1/chat/completions", partial(answered, chat=True), methods=["POST"]),
         ],
         middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False)],
-        exception_handlers={ApiError: api_error, HTTPException: http_error},
+        exception_handlers={ApiError: api_error},
     )
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host name or address reaches this machine only."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that accepts connections at once; port 0 is any free one.
+
+    Raises UserError in one line.
+    """
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address[:2], family=family, backlog=_MAX_CONNECTIONS)
+    except (OSError, UnicodeError) as error:
+        raise UserError(
+            f"cannot listen on {host} port {port}: {error}; choose another --port or --host"
+        ) from None
+
+
+class Server(uvicorn.Server):
+    """A server for one model.
+
+    `run(sockets=[...])` returns after a signal; a scheduler's thread runs meanwhile.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        precision: Callable[[], AbstractContextManager],
+        host: str,
+    ):
+        self.scheduler = Scheduler(precision)
+        # A page of another site whose name an attacker points to this machine must not read
+        # answers.
+        hosts = [*_LOOPBACK, host] if is_loopback(host) else ["*"]
+        self.served = Served(name, model, tokenizer, self.scheduler)
+        config = uvicorn.Config(
+            build_app(self.served, hosts),
+            loop="asyncio",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            proxy_headers=False,
+            limit_concurrency=_MAX_CONNECTIONS,
+            timeout_graceful_shutdown=3,
+        )
+        super().__init__(config)
+
+    def handle_exit(self, sig: int, frame: Any) -> None:
+        self.scheduler.close()  # ends the streams, for which uvicorn waits
+        super().handle_exit(sig, frame)
+
+    def run(self, sockets: list[socket.socket] | None = None) -> None:
+        self.scheduler.start()
+        try:
+            super().run(sockets)
+        finally:
+            self.scheduler.close()
+            # a thread that runs torch while the process ends could crash it
+            self.scheduler.join(10)

@@ -4,7 +4,6 @@ it arrives. One thread generates for many requests: active sequences take turns,
 
 import asyncio
 import contextlib
-import logging
 import queue
 import threading
 import time
@@ -32,13 +31,9 @@ from nanogpt_hf.serving.requests import ApiError, Request
 ACTIVE = 8  # sequences that take turns, each with a key-value cache; the others wait in their order
 
 
-class ShuttingDown(Exception):  # noqa: N818  (the server was asked to end)
-    """The server ended before the sequence did."""
-
-
-class Job:
-    """A sequence: the steps of `generate_tokens`, and the queue in the event loop that receives its
-    tokens.
+class Sequence:
+    """One text of a response: a thread takes the steps that generate its tokens; the event loop
+    gets them from a queue and decodes them.
 
     The queue gets (index, token), at the end (index, None), or (index, exception).
     """
@@ -47,10 +42,14 @@ class Job:
         self,
         index: int,
         steps: Iterator[list[int | None]],
+        limit: int,
+        text: TextStream,
+        stops: list[str],
         receiver: "asyncio.Queue[tuple[int, object]]",
     ):
-        self.canceled = False
+        self.limit, self.length, self.finish_reason, self.canceled = limit, 0, "", False
         self._index, self._steps, self._receiver = index, steps, receiver
+        self._text, self._stop = text, StopText(stops)
         self._loop = asyncio.get_running_loop()
 
     def step(self) -> bool:
@@ -70,9 +69,20 @@ class Job:
         with contextlib.suppress(RuntimeError):  # the event loop is closed
             self._loop.call_soon_threadsafe(self._receiver.put_nowait, (self._index, item))
 
+    def add(self, token: int | None) -> str:
+        """The text that a token adds; None is the end."""
+        self.length += token is not None
+        text, stopped = self._stop.add(self._text.end() if token is None else self._text.add(token))
+        if token is None and not stopped:
+            text += self._stop.end()
+        if stopped or token is None:
+            self.finish_reason = "length" if self.length == self.limit and not stopped else "stop"
+            self.canceled = True
+        return text
+
 
 class Scheduler(threading.Thread):
-    """Generates the tokens of submitted jobs, one token of each active job in turn.
+    """Generates the tokens of submitted sequences, one token of each active one in turn.
 
     A sequence is computed alone, not in a batch with others: so its tokens are bit for bit those
     of `sample`.
@@ -82,14 +92,14 @@ class Scheduler(threading.Thread):
         super().__init__(name="generation", daemon=True)
         self._precision = precision  # autocast is a setting of a thread
         # None only wakes the thread
-        self._submitted: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._submitted: queue.SimpleQueue[Sequence | None] = queue.SimpleQueue()
         self._closing = False
 
-    def submit(self, job: Job) -> None:
-        self._submitted.put(job)
+    def submit(self, sequence: Sequence) -> None:
+        self._submitted.put(sequence)
 
     def close(self) -> None:
-        """End the thread; jobs that have not ended get ShuttingDown.
+        """End the thread; sequences that have not ended get an error.
 
         May be called by a signal handler.
         """
@@ -97,29 +107,25 @@ class Scheduler(threading.Thread):
         self._submitted.put(None)
 
     def run(self) -> None:
-        active: deque[Job] = deque()
+        active: deque[Sequence] = deque()
         with self._precision():
             while not self._closing:
                 with contextlib.suppress(queue.Empty):
                     while len(active) < ACTIVE:
-                        job = self._submitted.get(block=not active)
-                        if job is None:
+                        sequence = self._submitted.get(block=not active)
+                        if sequence is None:
                             break
-                        active.append(job)
-                if active:
-                    job = active.popleft()
-                    if job.step():
-                        active.append(job)
+                        active.append(sequence)
+                if active and (sequence := active.popleft()).step():
+                    active.append(sequence)
         while not self._submitted.empty():
-            if job := self._submitted.get():
-                active.append(job)
-        for job in active:
-            job.deliver(ShuttingDown("the server is shutting down"))
+            active.extend(filter(None, [self._submitted.get()]))
+        for sequence in active:
+            sequence.deliver(ApiError(503, "the server is shutting down"))
 
 
 MAX_SEQUENCES = 128  # generated or waiting; more are refused
 ALIVE_SECONDS = 10  # between two comments in a stream without new text, so that no proxy closes it
-_log = logging.getLogger(__name__)
 
 
 class Served:
@@ -155,63 +161,26 @@ class Served:
         """The prompt ids of each prompt, and the number of messages that were dropped to fit the
         context.
         """
-        if request.messages:
-            return self._encode_messages(request)
+        messages = kept = [message.for_template() for message in request.messages]
+        param = "messages" if messages else "prompt"
         try:
-            prompts = [prompt_ids(self.tokenizer, text) for text in request.prompts]
-        except (DataError, ValueError) as error:
-            raise ApiError(400, f"prompt: {error}", "prompt") from None
-        for ids in prompts:
-            self._check_length(ids, "prompt")
-        return prompts, 0
-
-    def _encode_messages(self, request: Request) -> tuple[list[list[int]], int]:
-        if not self.chat:
-            reason = (
-                "its tokenizer has no chat template, so it was not trained to chat; use "
-                "/v1/completions"
-            )
-            raise ApiError(400, f"{self.name}: {reason}", "messages")
-        kept = request.messages
-        try:
-            if request.truncate:  # as in `chat`
-                room = min(request.max_tokens or self.context, self.context // 2)
-                ids, kept = encode_chat(self.chat, request.messages, self.context - room)
+            if not messages:
+                prompts = [prompt_ids(self.tokenizer, text) for text in request.prompt]
+            elif self.chat is None:
+                raise ValueError(f"{self.name} has no chat template; use /v1/completions")
+            elif request.truncation == "auto":  # as in `chat`
+                room = min(request.limit or self.context, self.context // 2)
+                ids, kept = encode_chat(self.chat, messages, self.context - room)
+                prompts = [ids]
             else:
-                ids = encode_messages(self.chat, request.messages)
-        except DataError as error:
-            raise ApiError(400, f"messages: {error}", "messages") from None
-        except ValueError as error:  # from encode_chat
-            raise self._too_long(error, "messages") from None
-        self._check_length(ids, "messages")
-        return [ids], len(request.messages) - len(kept)
-
-    def _check_length(self, ids: list[int], param: str) -> None:
-        if len(ids) >= self.context:
-            raise self._too_long(f"{len(ids)} tokens are more than {self.context - 1}", param)
-
-    def _too_long(self, reason: object, param: str) -> ApiError:
-        message = f"{param}: {reason}, this model's context without room for an answer; shorten it"
-        return ApiError(400, message, param, "context_length_exceeded")
-
-
-class Choice:
-    """One sequence of a response, and its text so far."""
-
-    def __init__(self, job: Job, limit: int, text: TextStream, stops: list[str]):
-        self.job, self.limit, self.length, self.finish_reason = job, limit, 0, ""
-        self._text, self._stop = text, StopText(stops)
-
-    def add(self, token: int | None) -> str:
-        """The text that a token adds; None is the end."""
-        self.length += token is not None
-        text, stopped = self._stop.add(self._text.end() if token is None else self._text.add(token))
-        if token is None and not stopped:
-            text += self._stop.end()
-        if stopped or token is None:
-            self.finish_reason = "length" if self.length == self.limit and not stopped else "stop"
-            self.job.canceled = True
-        return text
+                prompts = [encode_messages(self.chat, messages)]
+        except (DataError, ValueError) as error:
+            raise ApiError(400, f"{param}: {error}", param) from None
+        if (longest := max(map(len, prompts))) >= self.context:
+            message = f"{param}: {longest} tokens leave no room for an answer: this model's context"
+            message += f" has {self.context}; shorten it"
+            raise ApiError(400, message, param, "context_length_exceeded")
+        return prompts, len(messages) - len(kept)
 
 
 class Generation:
@@ -219,17 +188,17 @@ class Generation:
     `cancel`.
     """
 
-    def __init__(
-        self, served: Served, request: Request, prompts: list[list[int]], default_max_tokens: int
-    ):
+    def __init__(self, served: Served, request: Request, prompts: list[list[int]]):
         self._served, self._items = served, asyncio.Queue[tuple[int, Any]]()
-        self.prompt_tokens, self.choices = sum(map(len, prompts)), list[Choice]()
+        self.prompt_tokens, self.choices = sum(map(len, prompts)), list[Sequence]()
         count = len(prompts) * request.n
         if served.sequences + count > MAX_SEQUENCES:
             reason = f"{served.sequences} sequences are being generated or wait; try again later"
             raise ApiError(429, f"the server is busy: {reason}", None, "rate_limit_exceeded")
+        # as in OpenAI's API: 16 tokens by default, and a chat may fill the context
+        wanted = request.limit or (served.context if request.messages else 16)
         for ids in prompts:
-            limit = min(request.max_tokens or default_max_tokens, served.context - len(ids))
+            limit = min(wanted, served.context - len(ids))
             for i in range(request.n):
                 steps = generate_tokens(
                     served.model,
@@ -241,13 +210,13 @@ class Generation:
                     seed=request.seed + i,
                     end_ids=served.answer_end_ids if request.messages else served.end_ids,
                 )
-                job = Job(len(self.choices), steps, self._items)
                 text = TextStream(served.tokenizer, () if request.messages else ids)
-                self.choices.append(Choice(job, limit, text, request.stop))
-        self._unfinished, self._began = count, time.monotonic()
+                about = (limit, text, request.stop, self._items)
+                self.choices.append(Sequence(len(self.choices), steps, *about))
+        self._unfinished = count
         served.sequences += count
         for choice in self.choices:
-            served.scheduler.submit(choice.job)
+            served.scheduler.submit(choice)
 
     async def pieces(self) -> AsyncIterator[tuple[int, str] | None]:
         """(index of a choice, its next text), until all have a finish reason; None for a while
@@ -265,18 +234,14 @@ class Generation:
                 raise item
             yield index, self.choices[index].add(item)
 
-    def cancel(self) -> None:
-        """Free what the request holds; its jobs that have not ended generate no further token."""
+    async def cancel(self) -> None:
+        """Free what the request holds; its sequences generate no further token."""
         if not self._unfinished:
             return
         self._served.sequences -= self._unfinished
         self._unfinished = 0
-        usage, seconds = self.usage(), time.monotonic() - self._began
-        end = "" if all(choice.finish_reason for choice in self.choices) else "; not finished"
-        counts = usage["prompt_tokens"], usage["completion_tokens"]
-        _log.info("%d tokens read, %d generated in %.1f s%s", *counts, seconds, end)
         for choice in self.choices:
-            choice.job.canceled = True
+            choice.canceled = True
 
     def usage(self) -> dict[str, int]:
         completion = sum(choice.length for choice in self.choices)

@@ -11,7 +11,7 @@ from nanogpt_hf.config.schema import Config, get_value
 from nanogpt_hf.config.seeds import derive_seed
 from nanogpt_hf.data.prepare import prepare
 from nanogpt_hf.data.prepared import PreparedData, load_prepared, repetition_warnings, summary_lines
-from nanogpt_hf.evaluation.loss import evaluate_data
+from nanogpt_hf.evaluation.loss import evaluate_blocks, evaluate_data
 from nanogpt_hf.formatting import format_number
 from nanogpt_hf.model.architecture import Objective, next_token_loss
 from nanogpt_hf.rl.data import load_questions
@@ -76,16 +76,16 @@ def evaluate_validation(run: Run, stopping: Callable[[], bool]) -> Evaluated | N
 
     `stopping` is called after every batch; if it returns true, the evaluation ends and is None.
     """
-    evaluated = evaluate_data(
+    evaluate = partial(
+        evaluate_blocks,
         run.accelerator,
         run.mesh,
         run.model,
         run.objective,
-        run.data,
         micro_batch_size=run.batches.micro_batch_size,
-        tokens=run.config.eval.tokens,
         stopping=stopping,
     )
+    evaluated = evaluate_data(evaluate, run.data, run.config.eval.tokens)
     if evaluated is None:
         return None
     result, by_source = evaluated

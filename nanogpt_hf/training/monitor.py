@@ -23,7 +23,7 @@ from nanogpt_hf.distributed.gradient_tree import norm_by_rows
 from nanogpt_hf.distributed.pipeline import merged_over_stages, pipeline_of
 from nanogpt_hf.errors import DivergedError, UserError
 from nanogpt_hf.evaluation.base import Measure, Subject
-from nanogpt_hf.export.background_push import BackgroundPush
+from nanogpt_hf.export.hub import BackgroundPush
 from nanogpt_hf.model.architecture import architecture_of
 from nanogpt_hf.optim.state import total_norm
 from nanogpt_hf.reports.live import LiveReports

@@ -8,37 +8,20 @@ import sys
 import time
 
 import pytest
-import torch
 from transformers import AutoTokenizer
 
 from forked import Forked
 from nanogpt_hf import generate
 from nanogpt_hf.commands import main
-from nanogpt_hf.data.chat_template import chat_format
-from nanogpt_hf.model import GPTConfig, GPTForCausalLM
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory, byte_tokenizer):
-    """A model folder with a chat template and random weights."""
-    path = tmp_path_factory.mktemp("model")
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 257, "n_positions": 256, "n_embd": 16, "n_layer": 1, "n_head": 2}
-    config = GPTConfig(**sizes, bos_token_id=256, eos_token_id=256)
-    GPTForCausalLM(config).save_pretrained(path)
-    tokenizer = AutoTokenizer.from_pretrained(byte_tokenizer)
-    chat_format(tokenizer, "bytes")
-    tokenizer.save_pretrained(path)
-    return path
 
 
 @pytest.fixture
-def talk(capsys, monkeypatch, folder):
+def talk(capsys, monkeypatch, chat_model):
     """Pipe lines into `chat`; return its stdout and stderr."""
 
     def talk(*lines: str, arguments=(), status=0):
         monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
-        assert main(["chat", str(folder), *map(str, arguments)]) == status
+        assert main(["chat", str(chat_model), *map(str, arguments)]) == status
         return capsys.readouterr()
 
     return talk
@@ -69,8 +52,8 @@ def scripted(monkeypatch):
 
 
 @pytest.fixture
-def ids_of(folder):
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+def ids_of(chat_model):
+    tokenizer = AutoTokenizer.from_pretrained(chat_model)
     return lambda text: tokenizer(text)["input_ids"]
 
 
@@ -138,11 +121,11 @@ def test_interrupted_answer_is_kept_in_part(talk, scripted, ids_of):
 
 @pytest.mark.long
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no pseudo-terminals")
-def test_chat_in_terminal_handles_ctrl_c_and_ctrl_d(folder):
+def test_chat_in_terminal_handles_ctrl_c_and_ctrl_d(chat_model):
     import pty
 
     leader, follower = pty.openpty()
-    process = Forked(["chat", folder], terminal=os.ttyname(follower))
+    process = Forked(["chat", chat_model], terminal=os.ttyname(follower))
     os.close(follower)
     output = b""
 

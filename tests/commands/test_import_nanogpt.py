@@ -84,7 +84,7 @@ def test_import_data_and_pretrain_on_it(capsys, nanogpt, write_recipe):
         ("data full", "full: exists already"),
         ("out/ckpt.pt data/meta.pkl --meta data/meta.pkl", "meta.pkl: exists already"),
         ("out/ckpt.pt data/meta.pkl/x --meta data/meta.pkl", "cannot be written: Not a directory"),
-        ("out/ckpt.pt deep/x", "its vocabulary of 4 tokens is not GPT-2's"),
+        ("out/ckpt.pt deep/x", "has 4 tokens, the vocabulary of GPT-2 50,257"),
         ("full deep/x", "train.bin: cannot be read"),
         ("out/ckpt.pt x --train.seed 3", "has no knobs"),
         ("out/ckpt.pt", "OUT"),

@@ -4,14 +4,16 @@ import json
 import shutil
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
-from huggingface_hub import ModelCard, constants
+from huggingface_hub import constants
 from safetensors.torch import save
 
 from arguments import argv
 from nanogpt_hf.commands import main
+from nanogpt_hf.export import hub as hub_module
 
 MODEL_FILES = {
     "README.md",
@@ -69,12 +71,10 @@ def test_push_sends_a_run_in_one_commit(capsys, hub, run, lfs):
     card = files["README.md"].decode()
     assert card.count('from_pretrained("tester/tiny")') == 2
     assert "path/to" not in card
-    assert ModelCard(card).data.eval_results
     assert hub.token.encode() not in b"".join(files.values())
     assert [path.name for path in run.iterdir() if path.name.startswith(".push")] == []
 
-    (second_push,) = push(capsys, run, "tester/tiny")
-    assert "nothing had changed" in second_push
+    push(capsys, run, "tester/tiny")  # nothing had changed
     assert len(hub.commits("tester/tiny")) == 1
 
 
@@ -129,10 +129,6 @@ def test_push_final_to_a_branch_lists_skipped_files(capsys, hub, run):
     assert set(files) >= MODEL_FILES | RUN_FILES
     assert 'from_pretrained("tester/tiny", revision="trial")' in files["README.md"].decode()
     assert hub.commits("tester/tiny") == []
-    assert (
-        "nothing had changed"
-        in push(capsys, run / "final", "tester/tiny", "--revision", "trial")[-1]
-    )
     assert len(hub.commits("tester/tiny", "trial")) == 1
 
 
@@ -157,7 +153,7 @@ def test_push_refuses_a_missing_wrong_or_read_only_token(
 ):
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")
     err = refused("push", trained, "tester/tiny")
-    assert "the Hub rejects your token" in err
+    assert "Invalid user token" in err
     assert "hf_wrong" not in err
     monkeypatch.setenv("HF_TOKEN", "")
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no token"))
@@ -172,44 +168,41 @@ def test_push_refuses_a_missing_wrong_or_read_only_token(
 
 def test_push_refuses_other_accounts_and_public_repositories(refused, hub, trained):
     hub.add("club/theirs")
-    for repo_id, reason in (
-        (
-            "other/tiny",
-            "other is not your account; you are logged in as tester and may push to tester/..., "
-            "club/...",
-        ),
-        ("club/theirs", "your token has no write permission: you don't have the right to do that"),
-        ("club/new", "your token has no write permission"),
-    ):
-        err = refused("push", trained, repo_id)
-        assert err.startswith(f"{repo_id}: {reason}")
-        assert err.endswith("nothing was pushed")
     hub.add("tester/open")
-    assert "is public" in refused("push", trained, "tester/open", "--private")
+    for repo_id, reason in (
+        ("other/tiny", "other is not your account; you may push to tester, club"),
+        ("club/theirs", "you don't have the right to do that"),
+        ("club/new", "you have no rights to create a model there"),
+        ("tester/open", "is public"),
+    ):
+        private = ["--private"] if reason == "is public" else []
+        err = refused("push", trained, repo_id, *private)
+        assert err.startswith(f"{repo_id}: ")
+        assert reason in err
+        assert err.endswith("nothing was pushed")
     assert all(not hub.commits(repo_id) for repo_id in hub.repositories)
 
 
 def test_push_without_network_or_in_offline_mode(refused, hub, trained, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert "HF_HUB_OFFLINE is set" in refused("push", trained, "tester/tiny")
+    assert "HF_HUB_OFFLINE" in refused("push", trained, "tester/tiny")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    err = refused("push", trained, "tester/tiny")
-    assert "the Hub (http://127.0.0.1:9) does not answer: " in err
-    assert err.endswith("nothing was pushed")
+    assert refused("push", trained, "tester/tiny").endswith("nothing was pushed")
+    monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+    hub.silent = True
+    monkeypatch.setattr(hub_module, "CONNECTION_TIMEOUT", 0.2)
+    started = time.monotonic()
+    assert "the network: " in refused("push", trained, "tester/tiny")
+    assert time.monotonic() - started < 20
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("fault", "status", "reason"),
-    [
-        ("/commit/", 413, "the Hub answered 413: as set by the test"),
-    ],
-)
-def test_a_failed_push_commits_nothing(capsys, refused, hub, run, fault, status, reason):
+@pytest.mark.parametrize(("fault", "status"), [("/commit/", 413), ("/objects/", 400)])
+def test_a_failed_push_commits_nothing(capsys, refused, hub, run, fault, status):
     hub.lfs, hub.faults = True, {fault: status}
     err = refused("push", run, "tester/tiny")
-    assert reason in err
+    assert "as set by the test" in err
     assert err.endswith("nothing was pushed")
     assert hub.commits("tester/tiny") == []
     assert not list(run.glob(".push*"))
@@ -225,7 +218,7 @@ def test_push_refuses_a_token_in_a_file_or_the_message(refused, hub, run):
     recipe = run / "recipe.yaml"
     recipe.write_text(recipe.read_text() + f"# {hub.token}\n")
     err = refused("push", run, "tester/tiny")
-    assert err.startswith(f"{recipe}: contains a token of the Hub")
+    assert err.startswith(f"{recipe}: contains a token")
     assert err.endswith("nothing was pushed")
     assert hub.token not in err
     assert hub.repositories == {}

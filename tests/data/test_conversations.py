@@ -20,7 +20,7 @@ from nanogpt_hf.data.conversations import conversation_of
 from nanogpt_hf.data.manifest import read_manifest
 from nanogpt_hf.data.prepare import prepare
 from nanogpt_hf.data.tokenizer import build_tokenizer, char_tokenizer
-from nanogpt_hf.evaluation.corpus import read_corpus
+from nanogpt_hf.evaluation.text import read_corpus
 
 EXCHANGE = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because."}]
 # Ordinary text, and text that tries to end an answer or to speak for another role.

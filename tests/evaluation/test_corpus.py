@@ -10,8 +10,8 @@ from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.schema import DataSection
 from nanogpt_hf.data.prepare import prepare
 from nanogpt_hf.data.prepared import load_prepared
-from nanogpt_hf.data.tokenizer import Tokenizer, build_tokenizer, char_tokenizer
-from nanogpt_hf.evaluation.corpus import read_corpus
+from nanogpt_hf.data.tokenizer import build_tokenizer, char_tokenizer
+from nanogpt_hf.evaluation.text import read_corpus
 
 
 @pytest.fixture
@@ -50,49 +50,32 @@ def test_prepared_data_gives_the_validation_split(read, write_recipe):
     corpus = read(config.data.dir, tokenizer)
     assert tokens(corpus) == np.concatenate(prepared.validation.stream.chunks).tolist()
     assert corpus.bytes == prepared.manifest.validation.bytes
-    assert len(read(config.data.dir, tokenizer, "train").stream) == len(prepared.train.stream)
-    # equal text and tokenizer have equal hashes, from any source
-    text = prepared.tokenizer.decode(tokens(corpus))
-    (path := write_recipe().parent / "text.txt").write_text(text)
-    assert read(path, tokenizer).stream.sha256() == corpus.stream.sha256()
     assert config.data.dir in refusal(read, config.data.dir, build_tokenizer("gpt2", ()))
     assert "'test'" in refusal(read, config.data.dir, tokenizer, "test")
 
 
-def letters(characters: str = "abc\n") -> Tokenizer:
-    return char_tokenizer(sorted(characters))
+@pytest.fixture
+def letters(tmp_path):
+    char_tokenizer(sorted("abc\n")).hf.save_pretrained(tmp_path / "tokenizer")
+    return build_tokenizer(str(tmp_path / "tokenizer"), ())
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [("", "empty"), ("a", "1 tokens of text"), ("abx", "knows no 'x'")],
 )
-def test_unusable_text_is_refused(read, tmp_path, content, message):
-    path = tmp_path / "text.txt"
-    path.write_text(content)
-    tokenizer = build_tokenizer_of_folder(tmp_path)
-    assert message in refusal(read, path, tokenizer)
+def test_unusable_text_is_refused(read, tmp_path, letters, content, message):
+    (path := tmp_path / "text.txt").write_text(content)
+    assert message in refusal(read, path, letters)
 
 
-def build_tokenizer_of_folder(folder):
-    letters().hf.save_pretrained(folder / "tokenizer")
-    return build_tokenizer(str(folder / "tokenizer"), ())
-
-
-@pytest.mark.parametrize(
-    ("source", "split", "message"),
-    [
+def test_wrong_source_names_the_option(read, tmp_path, letters):
+    for source, split, message in (
         ("nowhere.txt", None, "--data: nowhere.txt: "),
-        ("wikitext", None, "--data.split test"),
-        ("python-docs", "test", "--data.split"),
-    ],
-)
-def test_missing_source_names_the_option(read, source, split, message):
-    assert message in refusal(read, source, letters(), split)
-
-
-def test_missing_column_names_the_option(read, tmp_path):
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"page": "abc"}\n{"page": "cab"}\n')
-    assert "--data.text_column" in refusal(read, rows, letters())
-    assert len(read(rows, letters(), text_column="page").stream) == 6
+        ("wikitext", None, "--data.split: wikitext: "),
+        ("python-docs", "test", "--data.split: python-docs: only"),
+    ):
+        assert message in refusal(read, source, letters, split)
+    (rows := tmp_path / "rows.jsonl").write_text('{"page": "abc"}\n{"page": "cab"}\n')
+    assert "--data.text_column" in refusal(read, rows, letters)
+    assert len(read(rows, letters, text_column="page").stream) == 6

@@ -30,22 +30,22 @@ def test_pass_at_k_is_the_mean_over_all_subsets(k):
 
 
 @pytest.fixture(scope="module")
-def rows(tmp_path_factory, letter_model) -> Path:
-    """Questions for `letter_model`; the reference answer of every other one is what the model
-    writes.
+def rows(tmp_path_factory, letter_model) -> tuple[Path, int]:
+    """30 questions for `letter_model`; the reference answer of about every other one, whose number
+    is returned, too, is what the model writes.
     """
     model, tokenizer = load_model(str(letter_model)), load_tokenizer(letter_model)
     path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
-    lines = []
-    for number, question in enumerate(
-        "".join(word) for word in itertools.islice(itertools.product("abcde", repeat=3), 30)
-    ):
+    lines, right = [], 0
+    for number, word in enumerate(itertools.islice(itertools.product("abcde", repeat=3), 30)):
+        question = "".join(word)
         ids = tokenizer(question, add_special_tokens=False)["input_ids"]
         written = continue_text(model, tokenizer, ids, max_new_tokens=4, temperature=0, seed=0)
         answer = "hhhh" if number % 2 or not written.strip() else written
+        right += written.split() == answer.split()
         lines.append(json.dumps({"question": question, "answer": answer}) + "\n")
     path.write_text("".join(lines))
-    return path
+    return path, right
 
 
 def measure(capsys, *arguments: object) -> tuple[dict, str]:
@@ -56,16 +56,11 @@ def measure(capsys, *arguments: object) -> tuple[dict, str]:
 
 
 def test_greedy_answers_equal_those_of_single_prompts(capsys, letter_model, rows, tmp_path):
+    path, right = rows
     options = ["--max-new-tokens", 4, "--batch-size", 7, "--output", tmp_path / "out.json"]
     answers, out = measure(
-        capsys, letter_model, "--tasks", "rl:exact", "--questions", rows, *options
+        capsys, letter_model, "--tasks", "rl:exact", "--questions", path, *options
     )
-    model, tokenizer = load_model(str(letter_model)), load_tokenizer(letter_model)
-    right = 0
-    for row in map(json.loads, rows.read_text().splitlines()):
-        ids = tokenizer(row["question"], add_special_tokens=False)["input_ids"]
-        text = continue_text(model, tokenizer, ids, max_new_tokens=4, temperature=0, seed=0)
-        right += text.split() == row["answer"].split()
     figures = answers["rl:exact"]
     assert 0.3 < right / 30 < 0.7
     assert figures["pass@1"] == pytest.approx(right / 30)
@@ -76,26 +71,18 @@ def test_greedy_answers_equal_those_of_single_prompts(capsys, letter_model, rows
     assert f"{right / 30:.4f} ± {figures['pass@1_stderr']:.4f}" in out
 
 
-def test_samples_give_pass_at_powers_of_two(capsys, letter_model, rows, tmp_path):
-    options = ["--samples", 6, "--max-new-tokens", 1, "--output", tmp_path / "out.json"]
+def test_samples_give_pass_at_powers_of_two(capsys, letter_model, tmp_path):
     regex = tmp_path / "regex.jsonl"
-    regex.write_text(
-        "".join(
-            json.dumps({"prompt": letter, "completion": "[ab]"}) + "\n" for letter in "abcdefgh"
-        )
-    )
-    answers, _ = measure(
-        capsys, letter_model, "--tasks", "rl:regex", "--questions", regex, *options
-    )
+    rows = [{"prompt": letter, "completion": "[ab]"} for letter in "abcdefgh"]
+    regex.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = ["--tasks", "rl:regex", "--questions", regex, "--samples", 6]
+    options += ["--max-new-tokens", 1, "--output", tmp_path / "out.json"]
+    answers, _ = measure(capsys, letter_model, *options)
     rates = [answers["rl:regex"][f"pass@{k}"] for k in (1, 2, 4, 6)]
     assert rates == sorted(rates)
     assert 0 < rates[0] < rates[-1]
     assert answers["rl:regex"]["temperature"] == 1
-    again, _ = measure(capsys, letter_model, "--tasks", "rl:regex", "--questions", regex, *options)
-    assert again == answers
-    few, _ = measure(
-        capsys, letter_model, "--tasks", "rl:regex", "--questions", regex, "--limit", 3, *options
-    )
+    few, _ = measure(capsys, letter_model, "--limit", 3, *options)
     assert few["rl:regex"]["questions"] == 3
 
 
@@ -104,17 +91,9 @@ def test_generated_questions_and_room_for_answers(capsys, byte_tokenizer, tmp_pa
 
     folder = tmp_path / "model"
     torch.manual_seed(0)
-    GPTForCausalLM(
-        GPTConfig(
-            vocab_size=257,
-            n_positions=16,
-            n_embd=16,
-            n_layer=1,
-            n_head=2,
-            bos_token_id=256,
-            eos_token_id=256,
-        )
-    ).save_pretrained(folder)
+    sizes = {"vocab_size": 257, "n_positions": 16, "n_embd": 16, "n_layer": 1, "n_head": 2}
+    config = GPTConfig(**sizes, bos_token_id=256, eos_token_id=256)
+    GPTForCausalLM(config).save_pretrained(folder)
     load_tokenizer(byte_tokenizer).save_pretrained(folder)
     capsys.readouterr()
     arguments = argv("{} --tasks rl:arithmetic --output {}", folder, tmp_path / "out.json")

@@ -9,7 +9,7 @@ from huggingface_hub import ModelCard
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.schema import replace_knobs
 from nanogpt_hf.data.manifest import Manifest, SplitFacts
-from nanogpt_hf.export.card import model_card, plain_card
+from nanogpt_hf.export.card import model_card, render_card
 from nanogpt_hf.model import GPTConfig
 from nanogpt_hf.runs.state import MeasuredLoss, TrainState
 
@@ -32,7 +32,6 @@ STATE = TrainState(
     seconds=3725.4,
     evaluation=MeasuredLoss(2.0, 900, 2.0),
     evaluated_step=12,
-    best_step=12,
 )
 
 
@@ -40,19 +39,15 @@ def card_of(config, manifest=MANIFEST, state=STATE, **options) -> ModelCard:
     return ModelCard(model_card(config, MODEL, manifest, state, "2 × Abacus, fp32", **options))
 
 
-ADAMW = "AdamW, betas 0.9 and 0.95, weight decay 0.1"
-MUON = (
-    "Muon, learning rate 0.02, Nesterov momentum 0.95, update scale original, for the matrices "
-    "inside the blocks"
-)
-
-
-def test_model_card_describes_training_evaluation_and_recipe(write_recipe):
-    card = card_of(load_config(write_recipe()))
+def test_model_card_describes_training_evaluation_and_recipe(write_recipe, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/ada")
+    recipe = write_recipe(data__source="/home/ada/my|text.txt", optim__name="muon")
+    card = card_of(load_config(recipe))
     facts = {
+        "data": r"~/my\|text.txt, revision sha256:abc",
+        "training split": "1 documents, 9,000 tokens",
         "tokens seen": "18,000 (2.00 times the training split)",
         "steps": "12 of 6",
-        "optimizer": ADAMW,
         "learning rate": "0.01, cosine to 0.001",
         "trained on": "2 × Abacus, fp32 (when this was saved; a run can change machines)",
         "time": "1:02:05 (h:mm:ss) of training and evaluation",
@@ -65,65 +60,39 @@ def test_model_card_describes_training_evaluation_and_recipe(write_recipe):
     lines = card.text.splitlines()
     assert {f"| {name} | {value} |" for name, value in facts.items()} <= set(lines)
     assert "- Its context is 8 tokens." in lines
-    assert all(fact in card.text for fact in ("sha256:abc", "trained from scratch"))
+    assert "trained from scratch" in card.text
+    assert "update scale original" in card.text
+    assert "for the rest AdamW, betas 0.9 and 0.95, weight decay 0.1 |" in card.text
+    assert "/ada" not in card.text
     recipe = yaml.safe_load(card.text.split("```yaml\n")[1].split("```")[0])
     assert recipe["train"]["max_steps"] == 6
-    for knobs, optimizer in (
-        ({"optim__state": "8bit"}, f"{ADAMW}, 8-bit state (torchao)"),
-        ({"optim__name": "muon"}, f"{MUON}; for the rest {ADAMW}"),
-    ):
-        assert f"| optimizer | {optimizer} |" in card_of(load_config(write_recipe(**knobs))).text
 
 
-def test_model_card_metadata_is_read_by_huggingface_hub(write_recipe):
-    knobs = {"data__source": "ada/stories", "data__config": "plain", "hub__license": "mit"}
-    recipe = write_recipe(data__validation_split="dev", **knobs)
+def test_metadata_is_read_by_huggingface_hub_and_unknown_facts_are_left_out(write_recipe):
+    recipe = write_recipe(data__source="ada/stories", hub__license="mit")
     manifest = dataclasses.replace(MANIFEST, revision="f" * 40)
     card = card_of(load_config(recipe), manifest, base_model="gpt2")
-    data = card.data.to_dict()
-    assert (data["library_name"], data["pipeline_tag"]) == ("transformers", "text-generation")
-    assert (data["base_model"], data["datasets"], data["license"]) == (
-        "gpt2",
-        ["ada/stories"],
-        "mit",
-    )
-    assert "`mit`" in card.text
-    assert "gpt2" in card.text.partition("## License")[2]
-    metrics = {result.metric_type: result.metric_value for result in card.data.eval_results}
-    assert metrics == {"loss": 2.0, "perplexity": 7.3891, "bits_per_byte": 1.4427}
-    for result in card.data.eval_results:
-        where = (result.dataset_name, result.dataset_config, result.dataset_split)
-        assert where == ("ada/stories", "plain", "dev")
-        assert (result.task_type, result.dataset_revision) == ("text-generation", "f" * 40)
-
-
-def test_cards_omit_unknown_metadata(write_recipe):
-    config = load_config(write_recipe())
-    diverged = dataclasses.replace(STATE, evaluation=MeasuredLoss(float("nan"), 900, 2.0))
-    cards = [
-        card_of(config, state=TrainState()),
-        card_of(config, state=diverged),
-        ModelCard(plain_card("name", MODEL, "by nanoGPT", {"trained with": "nanoGPT"})),
-        ModelCard(plain_card("name", MODEL, "whose training is unknown")),
-    ]
-    for card in cards:
-        assert set(card.data.to_dict()) == {"library_name", "pipeline_tag", "tags"}
+    always = {"library_name": "transformers", "pipeline_tag": "text-generation"}
+    stated = {"base_model": "gpt2", "datasets": ["ada/stories"], "license": "mit"}
+    found = card.data.to_dict()
+    assert found.pop("tags")[1] == "nanogpt_hf"
+    assert found == always | stated
+    assert "mit, as stated" in card.text
+    assert "The terms of gpt2 apply" in card.text
+    unknown = card_of(load_config(write_recipe()), state=TrainState())
+    plain = ModelCard(render_card("name", MODEL, "whose training is unknown"))
+    assert "Not measured." in unknown.text
+    assert "whose training is unknown" in plain.text
+    for card in (unknown, plain):
+        assert card.data.to_dict() == always | {"tags": card.data.tags}
         assert "Not stated." in card.text
-    assert "Not measured." in cards[0].text
-    assert "whose training is unknown" in cards[-1].text
-
-
-def test_model_card_redacts_the_home_folder(write_recipe, monkeypatch):
-    monkeypatch.setenv("HOME", "/home/ada")
-    card = card_of(load_config(write_recipe(data__source="/home/ada/my|text.txt"))).text
-    assert "/ada" not in card
-    assert r"| data | ~/my\|text.txt, revision " in card
 
 
 HOSTILE = (
     "<svg onload=alert(1)> <img src=x onerror=alert(2)> ![i](http://x) [l](javascript:0) "
     "a|b `` ` &lt; \\| *b*"
 )
+SECTIONS = ("How to load", "Training", "Evaluation", "Limits", "License", "Recipe")
 
 
 def test_cards_escape_html_and_markdown_in_strings(write_recipe):
@@ -137,7 +106,7 @@ def test_cards_escape_html_and_markdown_in_strings(write_recipe):
     facts = {"trained with": f"{HOSTILE}\n| c | d |"}
     cards = [
         card_of(config, base_model=f"{HOSTILE}\n# heading"),
-        ModelCard(plain_card(config.name, MODEL, "by nanoGPT", facts)),
+        ModelCard(render_card(config.name, MODEL, "by nanoGPT", facts=facts)),
     ]
     parser = markdown_it.MarkdownIt("commonmark", {"html": True}).enable("table")
     for card in cards:
@@ -153,10 +122,6 @@ def test_cards_escape_html_and_markdown_in_strings(write_recipe):
         assert kinds.count("td_open") == 2 * rows
         shown = [token.content for token in inside if token.type in ("text", "text_special")]
         assert "<svg onload=alert(1)> <img src=x onerror=alert(2)> !" in "".join(shown)
-    assert cards[0].data.model_name == config.name
     assert "license" not in cards[0].data.to_dict()
     recipe = yaml.safe_load(cards[0].text.split("````yaml\n")[1].split("````")[0])
     assert recipe["eval"]["samples"] == config.eval.samples
-
-
-SECTIONS = ("How to load", "Training", "Evaluation", "Limits", "License", "Recipe")

@@ -205,7 +205,7 @@ def test_failing_rewards_stop_the_run_or_are_counted(
         (["--rl.batch_size", "5"], "rl.batch_size: 5 does not divide"),
         (["--rl.clip", "0.2"], "rl.clip: the ratio is 1"),
         (["--rl.max_new_tokens", "64"], "rl.max_new_tokens: 64 leaves no room"),
-        (["--rl.max_new_tokens", "50"], "is more than the 64 of data.block_size"),
+        (["--rl.max_new_tokens", "50"], "max_new_tokens 50 that is more than 64"),
     ],
 )
 def test_mistakes_end_in_one_line_before_the_first_step(

@@ -5,12 +5,8 @@ import threading
 from contextlib import contextmanager, nullcontext
 
 import pytest
-import torch
-from transformers import AutoTokenizer
 
 from nanogpt_hf.commands.generate import open_model
-from nanogpt_hf.data.chat_template import chat_format
-from nanogpt_hf.model import GPTConfig, GPTForCausalLM
 
 
 @pytest.fixture(scope="session")
@@ -19,7 +15,7 @@ def running():
     has a `port`.
     """
     pytest.importorskip("uvicorn", reason="the extra `serve` is not installed")
-    from nanogpt_hf.serving.server import Server, listen
+    from nanogpt_hf.serving.app import Server, listen
 
     @contextmanager
     def running(folder, name):
@@ -36,30 +32,3 @@ def running():
             assert not thread.is_alive()
 
     return running
-
-
-@pytest.fixture(scope="module")
-def chat_folder(tmp_path_factory, byte_tokenizer):
-    """A model folder with a chat template; its answers are letters without sense."""
-    path = tmp_path_factory.mktemp("chat") / "parrot"
-    config = GPTConfig(
-        vocab_size=257,
-        n_positions=256,
-        n_embd=16,
-        n_layer=2,
-        n_head=2,
-        bos_token_id=256,
-        eos_token_id=256,
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = GPTForCausalLM(config)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.dim() == 2:
-                    torch.nn.init.normal_(parameter, std=0.4)
-    model.save_pretrained(path)
-    tokenizer = AutoTokenizer.from_pretrained(byte_tokenizer)
-    chat_format(tokenizer, "bytes")
-    tokenizer.save_pretrained(path)
-    return path

@@ -6,14 +6,11 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from huggingface_hub import constants
 
 from nanogpt_hf.commands import main
 from nanogpt_hf.config.schema import HubSection
-from nanogpt_hf.errors import UserError
-from nanogpt_hf.export import background_push
-from nanogpt_hf.export.background_push import BackgroundPush
-from nanogpt_hf.export.hub import check_login
+from nanogpt_hf.export import hub as module
+from nanogpt_hf.export.hub import BackgroundPush, check_login
 from nanogpt_hf.runs.folder import RunFolder
 
 HUB = ["--hub.push", "best", "--hub.repo", "tester/tiny"]
@@ -43,7 +40,6 @@ def test_pretrain_pushes_the_best_model(hub, pretrain, tmp_path):
     assert repository.private
     assert files["model.safetensors"] == (run.best / "model.safetensors").read_bytes()
     assert files["metrics.jsonl"] == run.metrics.read_bytes()
-    assert files["recipe.yaml"] == run.recipe.read_bytes()
     assert b"license: mit" in files["README.md"]
     assert f"hub: {run.best} -> {hub.url}/tester/tiny/commit/" in output
     written = b"".join(path.read_bytes() for path in run.path.rglob("*") if path.is_file())
@@ -57,37 +53,27 @@ def test_pretrain_continues_when_the_hub_fails(hub, pretrain, tmp_path):
     hub.faults = {"/commit/": 413}
     status, output = pretrain(*HUB)
     assert status == 0
-    assert "tester/tiny: the Hub answered 413" in output
+    assert "hub: tester/tiny: " in output
+    assert "as set by the test" in output
     assert f"push {tmp_path / 'run' / 'best'} tester/tiny" in output
     assert "done: 6 steps" in output
 
 
 def test_pretrain_is_refused_without_permission_to_push(hub, pretrain, tmp_path, monkeypatch):
-    for token, options, reason in (
-        ("", HUB, "hub.repo: tester/tiny: not logged in to the Hub"),
-        ("hf_wrong", HUB, "hub.repo: tester/tiny: the Hub rejects your token"),
-        (hub.token, [*HUB[:3], "other/tiny"], "hub.repo: other/tiny: other is not your account"),
-        (hub.token, HUB[:2], "--hub.push: needs hub.repo: user/name"),
-    ):
-        monkeypatch.setenv("HF_TOKEN", token)
-        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no token"))
-        status, output = pretrain(*options)
-        assert status == 2
-        assert reason in output
-        assert "nothing was started" in output
-        assert not (tmp_path / "run").exists()
+    monkeypatch.setenv("HF_TOKEN", "hf_wrong")
+    status, output = pretrain(*HUB)
+    assert status == 2
+    assert "hub.repo: tester/tiny: Invalid user token" in output
+    assert "nothing was started" in output
+    assert not (tmp_path / "run").exists()
     assert hub.repositories == {}
 
 
 def test_check_login_only_warns_if_the_hub_does_not_answer(hub, monkeypatch):
-    hub.silent = True
-    line = check_login("tester/tiny", timeout=0.2)
-    assert "does not answer" in line
-    assert "training continues" in line
-    hub.silent = False
     assert check_login("tester/tiny") is None
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert "HF_HUB_OFFLINE" in check_login("tester/tiny")
+    hub.silent = True
+    monkeypatch.setattr(module, "CONNECTION_TIMEOUT", 0.2)
+    assert "training continues" in check_login("tester/tiny")
 
 
 @pytest.fixture
@@ -97,11 +83,9 @@ def fake_push(tmp_path, monkeypatch, caplog):
 
     def push(folder, repo_id, private):
         pushed.append((folder / "model").read_text())
-        if (order := orders.get()).startswith("bad"):
-            raise UserError(order)
-        return SimpleNamespace(url=order)
+        return SimpleNamespace(url=orders.get())
 
-    monkeypatch.setattr(background_push, "push", push)
+    monkeypatch.setattr(module, "push", push)
     caplog.set_level("INFO", "nanogpt_hf")
     (tmp_path / "best").mkdir()
     hub = HubSection(push="best", repo="tester/tiny")
@@ -109,6 +93,7 @@ def fake_push(tmp_path, monkeypatch, caplog):
     yield SimpleNamespace(pushing=pushing, pushed=pushed, orders=orders, folder=tmp_path / "best")
     for _ in range(3):  # a thread that waits ends its push
         orders.put("end")
+    wait(lambda: not pushing._models.unfinished_tasks)
 
 
 def train(fake, model: str) -> None:
@@ -129,37 +114,14 @@ def test_one_push_at_a_time_then_the_newest_model(fake_push, caplog, tmp_path):
     for model in "234":
         train(fake_push, model)
     fake_push.pushing.new_model(tmp_path / "final")  # not hub.push
+    hub = HubSection(push="best", repo="tester/tiny")
+    BackgroundPush(hub, RunFolder(tmp_path), is_main=False).finish(done=True)
     for url in ("first", "second"):
         fake_push.orders.put(url)
     fake_push.pushing.finish(done=False)
     assert fake_push.pushed == ["1", "4"]
     pushed = [line for line in caplog.messages if "->" in line]
     assert pushed == [f"hub: {fake_push.folder} -> {url}" for url in ("first", "second")]
-
-
-def test_only_the_main_process_pushes(fake_push, tmp_path):
-    hub, folder = HubSection(push="final", repo="tester/tiny"), RunFolder(tmp_path)
-    folder.final.mkdir()
-    (folder.final / "model").write_text("last")
-    fake_push.orders.put("url")
-    BackgroundPush(hub, folder, is_main=False).finish(done=True)
-    assert not fake_push.pushed
-    BackgroundPush(hub, folder).finish(done=True)
-    assert fake_push.pushed == ["last"]
-
-
-def test_a_repeated_push_error_is_logged_once(fake_push, caplog):
-    orders = ["bad network", "bad network", "bad token", "bad network", "well", "bad network"]
-    for number, order in enumerate(orders):
-        fake_push.orders.put(order)
-        train(fake_push, str(number))
-        wait(lambda: not fake_push.pushing._models.unfinished_tasks)
-    logged = [
-        (record.levelname, record.getMessage().partition(";")[0]) for record in caplog.records
-    ]
-    well = ("INFO", f"hub: {fake_push.folder} -> well")
-    network, token = (("WARNING", f"hub: bad {what}") for what in ("network", "token"))
-    assert logged == [network, token, network, well, network]
 
 
 def test_finish_gives_up_after_a_timeout_or_ctrl_c(fake_push, caplog, monkeypatch):
@@ -170,7 +132,7 @@ def test_finish_gives_up_after_a_timeout_or_ctrl_c(fake_push, caplog, monkeypatc
     timer.start()
     fake_push.pushing.finish(done=True)
     timer.join()
-    monkeypatch.setattr(background_push, "FINAL_TIMEOUT", 0.2)
+    monkeypatch.setattr(module, "FINAL_TIMEOUT", 0.2)
     fake_push.pushing.finish(done=True)
     assert fake_push.pushed == ["1"]
     canceled = [line for line in caplog.messages if "canceled" in line]
