@@ -11,7 +11,7 @@ from nanogpt_hf.data.encode import encoded
 from nanogpt_hf.data.files import BUILT_IN, find_files, is_url
 from nanogpt_hf.data.formats import text_encoder, token_stream
 from nanogpt_hf.data.manifest import MANIFEST
-from nanogpt_hf.data.prepared import check_sizes, require_manifest
+from nanogpt_hf.data.prepared import require_manifest
 from nanogpt_hf.data.source import load_documents
 from nanogpt_hf.data.tokenizer import Tokenizer, vocabulary_hash
 from nanogpt_hf.errors import DataError
@@ -71,7 +71,6 @@ def _read_prepared(folder: Path, split: str, tokenizer: Tokenizer) -> Corpus:
     facts = getattr(manifest, split)
     if facts.assistant_tokens is not None:
         raise DataError(f"--data: {folder}: conversations, which only a run evaluates; give a text")
-    check_sizes(folder, manifest)
     stream = token_stream(folder, split, manifest)
     return Corpus(f"{folder} ({split})", stream, facts.documents, facts.bytes, manifest.revision)
 

@@ -19,9 +19,8 @@ from nanogpt_hf.evaluation.answers import Answers
 from nanogpt_hf.evaluation.loss import evaluate_data
 from nanogpt_hf.formatting import format_number
 from nanogpt_hf.model.architecture import Objective, next_token_loss
-from nanogpt_hf.rl.data import load_questions
 from nanogpt_hf.rl.objective import policy_objective
-from nanogpt_hf.rl.rollouts import Rollouts, answer_log_probs
+from nanogpt_hf.rl.rollouts import Rollouts, answer_log_probs, load_questions
 from nanogpt_hf.training.distillation import distillation_objective, load_with_teacher
 from nanogpt_hf.training.kto import evaluate_answers, kto_objective, kto_step, load_answers
 from nanogpt_hf.training.preferences import (

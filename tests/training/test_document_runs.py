@@ -28,7 +28,7 @@ def test_run_resumes_exactly_and_prints_the_padding(
     options |= {"train__max_steps": 6, "checkpoint__every": 2, "checkpoint__keep": 9}
     with caplog.at_level("INFO", "nanogpt_hf"):
         run = train(tmp_path / "run", **options)
-    assert ("rows of whole documents, " in caplog.text) == (packing == "documents")
+    assert ("blocks of whole documents, " in caplog.text) == (packing == "documents")
     resumed = copy_at(run, 2, tmp_path / "resumed")
     train(resumed.path, resume=True, **options)
     assert same_weights(run, resumed)
