@@ -224,13 +224,6 @@ class ChatFormat:
             )
             for number in turns
         ]
-        for prompt, text in pairs:
-            if not text.startswith(prompt):
-                raise DataError(
-                    f"the chat template prompts for an answer with {prompt[-30:]!r}, which a "
-                    "conversation with that answer does not contain; mark answers in the template "
-                    "by {% generation %}"
-                )
         texts = [text for pair in pairs for text in pair]
         ids = dict(zip(texts, self._tokens(texts), strict=True))
         if example := self._masked(conversation, pairs, ids):
@@ -240,8 +233,9 @@ class ChatFormat:
             example = self._masked(conversation[: number + 1], [pair], ids)
             if example is None:
                 raise DataError(
-                    "the tokens of its prompt change with the answer that follows it, after "
-                    f"{pair[0][-30:]!r}; mark answers in the chat template by {{% generation %}}"
+                    f"the chat template prompts for an answer with {pair[0][-30:]!r}, whose tokens "
+                    "a conversation with that answer does not begin with; mark answers in the "
+                    "template by {% generation %}"
                 )
             examples.append(example)
         return examples

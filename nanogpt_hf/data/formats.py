@@ -118,8 +118,8 @@ def token_stream(
         raise DataError(
             f"{folder}: holds no tokens: they are in the .ds files that datatrove wrote"
         )
-    pieces = _pieces(open_token_files(data), split, manifest.train.tokens)
-    return TokenStream([piece.tokens for piece in pieces], manifest.vocab_size)
+    chunks = _tokens_of(open_token_files(data), split, manifest.train.tokens)
+    return TokenStream(chunks, manifest.vocab_size)
 
 
 def _token_blocks(folder: Path, split: str, manifest: Manifest, data: DataSection) -> Blocks:
@@ -146,9 +146,8 @@ def _chat_blocks(folder: Path, split: str, manifest: Manifest, data: DataSection
 
 
 class TokenFile(NamedTuple):
-    """A .ds file, memory-mapped, or a part of it."""
+    """A .ds file, memory-mapped."""
 
-    path: Path
     tokens: np.ndarray
     ends: np.ndarray  # where its documents end
 
@@ -163,7 +162,7 @@ def open_token_files(data: DataSection) -> list[TokenFile]:
         try:
             ends = np.memmap(path.with_name(f"{path.name}.index"), dtype="<u8", mode="r")
             kind = {2: "<u2", 4: "<u4"}[path.stat().st_size / int(ends[-1])]
-            files.append(TokenFile(path, np.memmap(path, dtype=kind, mode="r"), ends))
+            files.append(TokenFile(np.memmap(path, dtype=kind, mode="r"), ends))
         except (OSError, ValueError, LookupError) as error:
             raise DataError(
                 f"{path}: not a .ds file of datatrove, with tokens of 2 or 4 bytes, beside its "
@@ -174,17 +173,14 @@ def open_token_files(data: DataSection) -> list[TokenFile]:
     raise DataError(f"data.source: {data.one_source}: no .ds file of datatrove with tokens here")
 
 
-def _pieces(files: list[TokenFile], split: str, train_tokens: int) -> list[TokenFile]:
+def _tokens_of(files: list[TokenFile], split: str, train_tokens: int) -> list[np.ndarray]:
     """What belongs to a split: the first `train_tokens` of all files, or the rest."""
-    pieces, left = [], train_tokens
-    for path, tokens, ends in files:
-        cut = min(left, len(tokens))
-        left -= cut
-        documents = int(np.searchsorted(ends, cut, side="right"))
-        part = slice(cut) if split == "train" else slice(cut, None)
-        chosen = slice(documents) if split == "train" else slice(documents, None)
-        pieces.append(TokenFile(path, tokens[part], ends[chosen]))
-    return pieces
+    chunks, left = [], train_tokens
+    for tokens, _ in files:
+        cut = max(0, min(left, len(tokens)))
+        left -= len(tokens)
+        chunks.append(tokens[:cut] if split == "train" else tokens[cut:])
+    return chunks
 
 
 def describe_token_files(
@@ -192,53 +188,43 @@ def describe_token_files(
 ) -> tuple[int | None, dict[str, SplitFacts]]:
     """End-of-text id and facts of token files. Reads all tokens, to count the bytes of their text.
 
-    Validation takes whole documents at the end. Raises DataError for a token beyond the vocabulary.
+    Validation takes whole documents at the end, after the last end of a document that leaves
+    enough. Raises DataError for a token beyond the vocabulary.
     """
-    files = open_token_files(data)
-    _check_name(files[0].path, data.tokenizer)
-    train_tokens = _end_of_training(files, data)
-    sizes, facts = bytes_of_tokens(tokenizer), {}
-    for split in SPLITS:
-        pieces = _pieces(files, split, train_tokens)
-        facts[split] = SplitFacts(
-            documents=sum(len(piece.ends) for piece in pieces),
-            tokens=sum(len(piece.tokens) for piece in pieces),
-            bytes=max(1, sum(_count_bytes(piece, sizes, tokenizer) for piece in pieces)),
+    files, start, ends = open_token_files(data), 0, []
+    _check_name(local_files(data)[0], data.tokenizer)
+    for file in files:
+        ends.append(file.ends.astype(np.int64) + start)
+        start += len(file.tokens)
+    ends, wanted = np.concatenate(ends), min(int(start * (1 - data.validation_fraction)), start - 1)
+    if not (documents := int(np.searchsorted(ends, wanted, side="right"))):
+        raise DataError(
+            f"data.source: {data.one_source}: no document ends within the first {wanted:,} of its "
+            f"{start:,} tokens; there is too little to train on"
         )
+    cut, sizes = int(ends[documents - 1]), bytes_of_tokens(tokenizer)
+    counts = (documents, cut), (len(ends) - documents, start - cut)
+    facts = {
+        split: SplitFacts(
+            *count, max(1, _count_bytes(_tokens_of(files, split, cut), sizes, tokenizer))
+        )
+        for split, count in zip(SPLITS, counts, strict=True)
+    }
     last, end = int(files[0].tokens[int(files[0].ends[0]) - 1]), tokenizer.end_of_text_id
     return (end if last == end else None), facts
 
 
-def _end_of_training(files: list[TokenFile], data: DataSection) -> int:
-    """The number of training tokens: up to the last end of a document that leaves enough for
-    validation.
-    """
-    starts = np.cumsum([0, *(len(file.tokens) for file in files)])
-    ends = np.concatenate(
-        [file.ends.astype(np.int64) + start for start, file in zip(starts, files, strict=False)]
-    )
-    wanted = min(int(starts[-1] * (1 - data.validation_fraction)), int(starts[-1]) - 1)
-    if not (count := int(np.searchsorted(ends, wanted, side="right"))):
-        raise DataError(
-            f"data.source: {data.one_source}: no document ends within the first {wanted:,} of its "
-            f"{starts[-1]:,} tokens; there is too little to train on"
-        )
-    return int(ends[count - 1])
-
-
-def _count_bytes(file: TokenFile, sizes: np.ndarray, tokenizer: Tokenizer) -> int:
+def _count_bytes(chunks: list[np.ndarray], sizes: np.ndarray, tokenizer: Tokenizer) -> int:
     total = 0
-    starts = range(0, len(file.tokens), _AT_ONCE)
-    bar = tqdm(starts, f"reading {file.path.name}", unit=" pieces", disable=not shows_bars())
-    for start in bar:
-        piece = file.tokens[start : start + _AT_ONCE]
-        if piece.max() >= tokenizer.vocab_size:
-            raise DataError(
-                f"{file.path}: token {piece.max()} is beyond the vocabulary of "
-                f"data.tokenizer {tokenizer.name} ({tokenizer.vocab_size:,} tokens); name the "
-                "tokenizer that made it"
-            )
-        total += int(sizes[piece].sum())
+    for tokens in tqdm(chunks, "reading", unit=" files", disable=not shows_bars()):
+        for start in range(0, len(tokens), _AT_ONCE):
+            piece = tokens[start : start + _AT_ONCE]
+            if piece.max() >= tokenizer.vocab_size:
+                raise DataError(
+                    f"data.tokenizer: {tokenizer.name} has {tokenizer.vocab_size:,} tokens, and "
+                    f"not the token {piece.max()} of data.source; name the tokenizer that made it"
+                )
+            total += int(sizes[piece].sum())
     return total
 
 

@@ -117,6 +117,8 @@ def _from_source(name: str, data: DataSection, *, compare: bool, hold_out_all: b
         documents = load_documents(chat, Path(scratch))
         rows = [[], list(documents.train())] if hold_out_all else split_documents(documents, chat)
         splits = [_questions(name, conversations, compare) for conversations in rows]
+    if not splits[1]:
+        raise DataError(f"data.source: {data.source}: holds no questions")
     return Task(name, splits[0], splits[1], SCORES[name], documents.revision)
 
 

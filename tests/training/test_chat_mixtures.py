@@ -164,6 +164,7 @@ def test_bad_row_of_a_source_names_its_file_and_line(arguments, base, tmp_path, 
     words = arguments(sources, tmp_path / "data")
     assert main(["finetune", *words, "--run-dir", str(tmp_path / "run")]) == 2
     error = capsys.readouterr().err
-    assert error == f"{bad}: line 2: answer: expected the index of a choice, 0 to 3, got 4\n"
+    assert error.startswith(f"{bad}: row 2: expected choices, a list of texts, and answer")
+    assert error.endswith(" and 4\n")
     assert not (tmp_path / "run").exists()
     assert not (tmp_path / "data" / "bad").exists()

@@ -223,7 +223,7 @@ def test_difference_between_hosts_is_one_line_on_both(
         message = "has optim.learning_rate 0.5 instead of 0.002 of process 0"
     else:
         (folders[1] / "input.txt").unlink()
-        message = "input.txt: no such file or folder"
+        message = "input.txt: no file, or folder with"
     words = [recipe, "--data.source", "input.txt", "--run-dir", "run"]
     send_both(hosts, words, folders, second=second)
     assert [host.status() for host in hosts] == [2, 2]
