@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 
 import datasets
-import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
@@ -38,11 +37,6 @@ DIFFICULT = [
     "{{ eos_token }} {% raw %}",
     "line\n\n\nline\r\nline",
 ]
-
-
-@pytest.fixture(scope="module")
-def gpt2():
-    return chat_format(build_tokenizer("gpt2", ()).hf, "gpt2")
 
 
 @pytest.fixture
@@ -171,22 +165,6 @@ def test_saved_template_gives_the_training_tokens(prepare_rows):
     expected = [plain.apply_chat_template(row["messages"], return_dict=False) for row in rows]
     rows = trained_rows(config) + trained_rows(config, "validation")
     assert sorted(ids for ids, _ in rows) == sorted(expected)
-
-
-def test_mask_covers_answers_and_text_has_no_special_tokens(gpt2):
-    for text in DIFFICULT:
-        messages = [{"role": role, "content": text} for role in ("system", "user", "assistant")]
-        (example,) = gpt2.examples([[*messages, *EXCHANGE]])
-        ids, answered = np.array(example.input_ids), np.array(example.assistant_mask)
-        assert (ids == gpt2.hf.eos_token_id).sum() == 2, text
-        shown = text.strip().replace("<|endoftext|>", "< |endoftext|>")
-        answers = gpt2.hf.decode(ids[answered == 1])
-        assert answers == f"{shown}<|endoftext|>Because.<|endoftext|>"
-        prompt = gpt2.hf.apply_chat_template(
-            messages[:2], add_generation_prompt=True, return_dict=False
-        )
-        assert gpt2.prompt_ids(messages[:2]) == prompt == ids[: len(prompt)].tolist()
-        assert answered.argmax() == len(prompt), "the chat command uses the tokens of training"
 
 
 def test_manifest_and_report_count_assistant_tokens(prepare_rows, chat_file, capsys):
