@@ -65,7 +65,7 @@ def letters(characters: str = "abc\n") -> Tokenizer:
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [("", "empty"), ("a", "1 tokens of text"), ("abx", "knows no 'x'")],
+    [("", "0 tokens of text"), ("a", "1 tokens of text"), ("abx", "knows no 'x'")],
 )
 def test_unusable_text_is_refused(read, tmp_path, content, message):
     path = tmp_path / "text.txt"

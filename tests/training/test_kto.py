@@ -177,11 +177,11 @@ def test_rows_of_every_shape_are_labeled_answers(row):
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        ({"prompt": "Why?", "chosen": "So.", "rejected": "No."}, "completion and label; it has"),
+        ({"prompt": "Why?", "chosen": "So.", "rejected": "No."}, "prompt . completion . label"),
         ([1], "expected a row"),
         ({"prompt": "Why?", "completion": "So.", "label": "yes"}, "label: expected true or false"),
         ({"prompt": "Why?", "completion": "So.", "label": 1}, "label: expected true or false"),
-        ({"prompt": "Why?", "completion": " ", "label": True}, "completion: message 2 is empty"),
+        ({"prompt": "Why?", "completion": " ", "label": True}, "completion: message 2: expected"),
     ],
 )
 def test_rows_that_are_no_labeled_answers_are_refused(row, words):

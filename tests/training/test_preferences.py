@@ -209,11 +209,11 @@ def test_rows_of_every_shape_are_pairs(row):
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        ({"prompt": "Why?", "completion": "No."}, "chosen and rejected; it has"),
+        ({"prompt": "Why?", "completion": "No."}, "a row with prompt . chosen . rejected"),
         ([1], "expected a row"),
-        ({"prompt": "Why?", "chosen": "Because.", "rejected": 3}, "rejected: messages: expected"),
-        ({"chosen": "Because.", "rejected": "No."}, "chosen: message 1: expected the user's turn"),
-        ({"prompt": "Why?", "chosen": " ", "rejected": "No."}, "chosen: message 2 is empty"),
+        ({"prompt": "Why?", "chosen": "Because.", "rejected": 3}, "rejected: expected a list"),
+        ({"chosen": "Because.", "rejected": "No."}, "chosen: message 1: role: expected user"),
+        ({"prompt": "Why?", "chosen": " ", "rejected": "No."}, "chosen: message 2: expected text"),
         (
             {
                 "chosen": [*QUESTION, GOOD],
