@@ -32,7 +32,7 @@ class Examples(Blocks):
         block_size: int,
         packing: str,
     ):
-        self.block_size, self.packing, self.apart = block_size, packing, packing == "packed"
+        self.block_size, self.apart = block_size, packing == "packed"
         self._ids, self._assistant_mask = ids, assistant_mask
         self._starts = np.cumsum(lengths) - lengths
         self._positions = np.minimum(lengths - 1, block_size)
@@ -155,7 +155,7 @@ class DocumentBlocks(Examples):
     def __init__(
         self, ids: TokenStream, lengths: np.ndarray, *, block_size: int, from_end: bool, apart: bool
     ):
-        self.block_size, self.packing, self.apart = block_size, "documents", apart
+        self.block_size, self.apart = block_size, apart
         starts = document_starts(lengths, from_end)
         sizes = np.cumsum(lengths) - 1 - starts  # the last token is only predicted
         parts = -(-sizes // block_size)
