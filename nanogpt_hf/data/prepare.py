@@ -94,6 +94,8 @@ def _prepare_in(folder: Path, data: DataSection) -> Manifest:
     held, several, is_trained = None, True, data.tokenizer == "bpe"
     if documents.validation is None and not data.streaming and data.max_tokens is None:
         first = list(itertools.islice(documents.train(), 2))
+        if not first:
+            raise DataError(f"data.source: {data.one_source}: empty; there is no text to train on")
         if len(first) == 1 and data.format == "text":
             several, text = False, str(first[0] or "")
             cut = int(len(text) * (1 - data.validation_fraction))
