@@ -7,8 +7,8 @@ turn or starts another.
 
 import json
 import re
-from collections import Counter
 from datetime import datetime
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import transformers
@@ -18,8 +18,7 @@ from nanogpt_hf.data.tokenizer import start_of_text_id_of
 from nanogpt_hf.errors import DataError, one_line
 from nanogpt_hf.time_limit import TimeUpError, time_limit
 
-# Templates render in milliseconds, and no context is as long.
-_SECONDS, _CHARACTERS = 10.0, 10_000_000
+_SECONDS = 10.0  # templates render in milliseconds
 _SHAPES = 1000  # sequences of roles whose special tokens are remembered
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _TODAY = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
@@ -65,11 +64,8 @@ class ChatFormat:
             self._template = _TODAY.sub(
                 lambda match: json.dumps(_DAY.strftime(match[2])), self._template
             )
-            if re.search(r"strftime_now\s*\(", self._template):
-                raise DataError(
-                    "the model's chat template writes the date in a form that cannot "
-                    "be fixed to one day"
-                )
+            if "strftime_now(" in self._template:
+                raise DataError("the date in the model's chat template cannot be fixed to one day")
         self.is_marked = bool(_MARK.search(self._template))
         special = special_tokens(hf)
         text = (
@@ -88,13 +84,13 @@ class ChatFormat:
         )
         if hf.unk_token_id not in (hf.bos_token_id, hf.eos_token_id):
             self._special_ids.discard(hf.unk_token_id)  # any text may have unknown characters
-        self._expected: dict[tuple[tuple[str, ...], bool], list[int]] = {}
+        self._expected = lru_cache(_SHAPES)(self._special_of)  # a server's clients choose the roles
 
     def prompt_ids(self, messages: Conversation) -> list[int]:
         """Ids of the prompt for the answer to the last of `messages`.
 
-        Raises DataError if the template fails, takes 10 seconds or writes more than 10 million
-        characters, and for text that would become a special token.
+        Raises DataError if the template fails or takes 10 seconds, and for text that would become a
+        special token.
         """
         text = self._render(self._harmless(messages), add_generation_prompt=True)
         (ids,) = self._tokens([text])
@@ -158,28 +154,35 @@ class ChatFormat:
         """
         try:
             with time_limit(_SECONDS):
-                text = self.hf.apply_chat_template(
-                    messages,
-                    chat_template=self._template,
-                    add_generation_prompt=add_generation_prompt,
-                    tokenize=False,
-                )
+                return str(self._apply(messages, add_generation_prompt, tokenize=False))
         except TimeUpError:
             raise DataError(
                 f"the model's chat template takes more than {_SECONDS:g} seconds; choose "
                 "another model"
             ) from None
-        except Exception as error:  # whatever the template's own expressions raise
-            raise _failed(error) from None
-        text = str(text)
-        if len(text) > _CHARACTERS:
-            raise DataError(
-                f"the model's chat template writes {len(text):,} characters; choose another model"
+
+    def _apply(self, messages: Any, add_generation_prompt: bool = False, **options: Any) -> Any:
+        try:
+            return self.hf.apply_chat_template(
+                messages,
+                chat_template=self._template,
+                add_generation_prompt=add_generation_prompt,
+                **options,
             )
-        return text
+        except Exception as error:  # whatever the template's own expressions raise
+            raise DataError(
+                f"the model's chat template fails ({type(error).__name__}: {one_line(error, 200)}"
+                "); change the conversation, or choose another model"
+            ) from None
 
     def _tokens(self, texts: list[str]) -> list[list[int]]:
         return self.hf(texts, add_special_tokens=False, verbose=False)["input_ids"]
+
+    def _special_of(self, roles: tuple[str, ...], add_generation_prompt: bool) -> list[int]:
+        """The special tokens of messages with these roles."""
+        messages = [{"role": role, "content": "x"} for role in roles]
+        (ids,) = self._tokens([self._render(messages, add_generation_prompt)])
+        return [i for i in ids if i in self._special_ids]
 
     def _check_special(
         self, ids: list[int], messages: Conversation, add_generation_prompt: bool = False
@@ -187,34 +190,22 @@ class ChatFormat:
         """Raises DataError unless `ids` have the special tokens of the same roles with other
         text.
         """
-        shape = tuple(message["role"] for message in messages), add_generation_prompt
-        if shape not in self._expected:
-            if len(self._expected) >= _SHAPES:  # a server's clients choose the shapes
-                self._expected.clear()
-            text = self._render([{"role": role, "content": "x"} for role in shape[0]], shape[1])
-            (other,) = self._tokens([text])
-            self._expected[shape] = [i for i in other if i in self._special_ids]
-        found = [i for i in ids if i in self._special_ids]
-        if found != self._expected[shape]:
-            counts, expected = Counter(found), Counter(self._expected[shape])
-            changed = (counts - expected) or (expected - counts) or counts
-            names = " ".join(sorted(map(str, self.hf.convert_ids_to_tokens(sorted(changed)))))
+        roles = tuple(message["role"] for message in messages)
+        if [i for i in ids if i in self._special_ids] != self._expected(
+            roles, add_generation_prompt
+        ):
             raise DataError(
-                f"its text changes the special tokens {names:.80}; leave out what "
-                "becomes one of them"
+                "its text changes the special tokens of the conversation; leave out what becomes "
+                "one of them"
             )
 
     def _examples_by_marks(self, conversations: list[Conversation]) -> list[ChatExample]:
-        try:
-            out: Any = self.hf.apply_chat_template(
-                conversations,
-                chat_template=self._template,
-                return_dict=True,
-                return_assistant_tokens_mask=True,
-                tokenizer_kwargs={"verbose": False},
-            )
-        except Exception as error:  # whatever the template's own expressions raise
-            raise _failed(error) from None
+        out = self._apply(
+            conversations,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+            tokenizer_kwargs={"verbose": False},
+        )
         examples = []
         for number, conversation in enumerate(conversations):
             ids, mask = out["input_ids"][number], out["assistant_masks"][number]
@@ -233,13 +224,6 @@ class ChatFormat:
             )
             for number in turns
         ]
-        for prompt, text in pairs:
-            if not text.startswith(prompt):
-                raise DataError(
-                    f"the chat template prompts for an answer with {prompt[-30:]!r}, which a "
-                    "conversation with that answer does not contain; mark answers in the template "
-                    "by {% generation %}"
-                )
         texts = [text for pair in pairs for text in pair]
         ids = dict(zip(texts, self._tokens(texts), strict=True))
         if example := self._masked(conversation, pairs, ids):
@@ -249,8 +233,9 @@ class ChatFormat:
             example = self._masked(conversation[: number + 1], [pair], ids)
             if example is None:
                 raise DataError(
-                    "the tokens of its prompt change with the answer that follows it, after "
-                    f"{pair[0][-30:]!r}; mark answers in the chat template by {{% generation %}}"
+                    f"the chat template prompts for an answer with {pair[0][-30:]!r}, whose tokens "
+                    "a conversation with that answer does not begin with; mark answers in the "
+                    "template by {% generation %}"
                 )
             examples.append(example)
         return examples
@@ -289,23 +274,15 @@ def chat_format(hf: transformers.PreTrainedTokenizerBase, name: str) -> ChatForm
 
     Raises DataError if the tokens of an answer cannot be told with certainty.
     """
-    is_ours = not hf.chat_template
-    if is_ours and hf.eos_token_id is None:
-        raise DataError(
-            f"data.tokenizer: {name} has no end-of-text token to end an answer with; use gpt2"
-        )
-    if is_ours:
+    if not hf.chat_template:
+        if hf.eos_token_id is None:
+            raise DataError(
+                f"data.tokenizer: {name} has no end-of-text token to end an answer with; use gpt2"
+            )
         hf.chat_template = chat_template(hf)
     try:
         chat = ChatFormat(hf, fixed_day=True)
-        if chat.is_marked and not hf.is_fast:
-            raise DataError("does not report the positions of its tokens; use gpt2")
         chat.end_of_turn_id()
-        if is_ours:
-            prompt, (example,) = chat.prompt_ids(_PROBE[:1]), chat.examples([_PROBE[:2]])
-            apart = [0] * len(prompt) + [1] * (len(example.input_ids) - len(prompt))
-            if example.input_ids[: len(prompt)] != prompt or example.assistant_mask != apart:
-                raise DataError("has tokens that cross the start of an answer; use gpt2")
     except DataError as error:
         raise DataError(f"data.tokenizer: {name}: {error}") from None
     return chat
@@ -360,18 +337,4 @@ def _answer_bytes(messages: Conversation) -> int:
         len(message["content"].strip().encode())
         for message in messages
         if message["role"] == "assistant"
-    )
-
-
-def _failed(error: Exception) -> DataError:
-    from jinja2 import TemplateError
-
-    if type(error) is TemplateError:  # the template's own raise_exception()
-        return DataError(
-            "the model's chat template refuses the conversation "
-            f"({one_line(error):.200}); change it"
-        )
-    return DataError(
-        f"the model's chat template fails ({f'{type(error).__name__}: {one_line(error)}':.200}); "
-        "choose another model"
     )

@@ -2,8 +2,6 @@
 
 import hashlib
 import json
-import logging
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,16 +11,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow
 
+from nanogpt_hf.data.files import file_digest
 from nanogpt_hf.data.manifest import SplitFacts
 from nanogpt_hf.errors import DataError
-from nanogpt_hf.formatting import format_duration
 
 SHARD_BYTES = 500_000_000
 _RECORD_TOKENS = 2**20  # in a record batch, or the tokens of one row
 _BATCH_DOCUMENTS, _BATCH_CHARACTERS = 1000, 2**20  # encoded at once by a thread
-_SECONDS_BETWEEN_LINES = 60
-
-logger = logging.getLogger(__name__)
 
 
 class Rows(NamedTuple):
@@ -55,27 +50,6 @@ class Rows(NamedTuple):
 
 # (documents, number of the first) -> their rows; an empty document has none
 Encode = Callable[[list[Any], int], Rows]
-
-
-class Progress:
-    """Log tokens so far, tokens per second and, with a limit, the time left; one line a minute."""
-
-    def __init__(self, where: str, limit: int | None):
-        self.where, self.limit, self.tokens = where, limit, 0
-        self.start = self.logged = time.monotonic()
-
-    def add(self, tokens: int) -> None:
-        self.tokens += tokens
-        now = time.monotonic()
-        if now < self.logged + _SECONDS_BETWEEN_LINES:
-            return
-        self.logged = now
-        rate = self.tokens / (now - self.start)
-        left = ""
-        if self.limit and rate:
-            seconds = max(0, self.limit - self.tokens) / rate
-            left = f", about {format_duration(seconds)} left"
-        logger.info(f"{self.where}: {self.tokens:,} tokens, {rate:,.0f} per second{left}")
 
 
 def encoded(
@@ -190,25 +164,24 @@ class ShardWriter:
         rows = Rows(*map(np.concatenate, zip(*self._pending, strict=True)))
         self._pending = []
         if self._stream is None:
-            self._file = _HashedFile(self._folder / f"data-{len(self._shards):05}.arrow")
-            schema = self._features.arrow_schema
-            self._stream = pyarrow.ipc.new_stream(pyarrow.PythonFile(self._file, "w"), schema)
+            self._path = self._folder / f"data-{len(self._shards):05}.arrow"
+            self._file = pyarrow.OSFile(str(self._path), "wb")
+            self._stream = pyarrow.ipc.new_stream(self._file, self._features.arrow_schema)
         offsets = pyarrow.array(np.concatenate([[0], np.cumsum(rows.lengths)]).astype(np.int32))
         lists = [
             pyarrow.ListArray.from_arrays(offsets, pyarrow.array(values))
             for values in rows[: len(self._features)]
         ]
         self._stream.write_batch(pyarrow.record_batch(lists, schema=self._features.arrow_schema))
-        if self._file.size >= SHARD_BYTES:
+        if self._file.tell() >= SHARD_BYTES:
             self._end_shard()
 
     def _end_shard(self) -> None:
         if self._stream is not None:
             self._stream.close()
-            self._shards[self._file.path.name] = {
-                "size": self._file.size,
-                "sha256": self._file.digest.hexdigest(),
-            }
+            self._file.close()
+            digest = file_digest([self._path]).removeprefix("sha256:")
+            self._shards[self._path.name] = {"sha256": digest}
             self._stream = None
 
     def close(self) -> SplitFacts:
@@ -233,21 +206,3 @@ class ShardWriter:
         return SplitFacts(
             self._documents, self._tokens, self._bytes, answers, sha256, shards=self._shards
         )
-
-
-class _HashedFile:
-    """A file to write, its size and sha256."""
-
-    closed = False
-
-    def __init__(self, path: Path):
-        self.path, self.size, self.digest = path, 0, hashlib.sha256()
-
-    def write(self, data: Any) -> int:
-        self.digest.update(data)
-        self.size += len(data)
-        with self.path.open("ab") as file:  # so that no error leaves it open
-            return file.write(data)
-
-    def flush(self) -> None:
-        """For pyarrow: nothing is held back."""

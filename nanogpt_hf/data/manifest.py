@@ -45,7 +45,7 @@ class SplitFacts:
     bytes: int  # UTF-8 text; in conversations, only answers count
     assistant_tokens: int | None = None  # in conversations: tokens that are part of an answer
     sha256: str | None = None  # digest of the tokens that we wrote
-    shards: dict[str, dict[str, Any]] | None = None  # size and sha256 by file name
+    shards: dict[str, dict[str, Any]] | None = None  # sha256 by file name
 
     @property
     def bytes_per_token(self) -> float:
@@ -103,10 +103,7 @@ def read_manifest(folder: Path) -> Manifest | None:
             return None
         raw = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         if raw["format"] != FORMAT:
-            raise DataError(
-                f"{folder}: prepared in format {raw['format']}, not {FORMAT}; remove it to "
-                "prepare again"
-            )
+            raise ValueError(f"format {raw['format']}, not {FORMAT}")
         return Manifest(**raw | {split: SplitFacts(**raw[split]) for split in SPLITS})
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise DataError(

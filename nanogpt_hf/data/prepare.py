@@ -4,8 +4,10 @@ The folder is complete or absent, also if several processes prepare it.
 """
 
 import itertools
+import logging
 import os
 import shutil
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,8 +19,8 @@ from nanogpt_hf.config.schema import Config, DataSection
 from nanogpt_hf.config.seeds import derive_seed
 from nanogpt_hf.config.sources import is_mixture, sources_of
 from nanogpt_hf.cpu import allowed_cores
-from nanogpt_hf.data.encode import Encode, Progress, Rows, ShardWriter, Spool, encoded
-from nanogpt_hf.data.files import file_digest, file_state, without_login
+from nanogpt_hf.data.encode import Encode, Rows, ShardWriter, Spool, encoded
+from nanogpt_hf.data.files import file_digest, file_state
 from nanogpt_hf.data.formats import FORMATS, Document, describe_token_files, local_files
 from nanogpt_hf.data.manifest import (
     DECIDING_KNOBS,
@@ -38,6 +40,9 @@ from nanogpt_hf.data.tokenizer import Tokenizer, build_tokenizer, save_tokenizer
 from nanogpt_hf.errors import DataError
 from nanogpt_hf.formatting import plural, shows_bars
 from nanogpt_hf.place import make_once
+
+logger = logging.getLogger(__name__)
+_SECONDS_BETWEEN_LINES = 60  # of the log
 
 
 def prepare(config: Config) -> tuple[Manifest, bool]:
@@ -65,19 +70,13 @@ def prepare(config: Config) -> tuple[Manifest, bool]:
 def _prepare_source(data: DataSection) -> tuple[Manifest, bool]:
     # the target of a link: no folder can be renamed over the link itself
     folder = Path(data.dir).resolve()
-    try:
-        return make_once(
-            folder,
-            find=lambda: fitting_manifest(folder, data),
-            check=lambda: check_source(data, folder),
-            write=lambda partial: _prepare_in(partial, data),
-            last=MANIFEST,
-        )
-    except MemoryError:
-        source = without_login(data.one_source)
-        raise DataError(
-            f"data.source: {source}: too large for the memory of this machine"
-        ) from None
+    return make_once(
+        folder,
+        find=lambda: fitting_manifest(folder, data),
+        check=lambda: check_source(data, folder),
+        write=lambda partial: _prepare_in(partial, data),
+        last=MANIFEST,
+    )
 
 
 def _prepare_in(folder: Path, data: DataSection) -> Manifest:
@@ -92,32 +91,27 @@ def _prepare_in(folder: Path, data: DataSection) -> Manifest:
     scratch = folder / "scratch"
     scratch.mkdir()
     documents = load_documents(data, scratch)
-    held, several = None, True
+    held, several, is_trained = None, True, data.tokenizer == "bpe"
     if documents.validation is None and not data.streaming and data.max_tokens is None:
-        # `bpe` learns from the training split alone, so the documents are counted first. Else two
-        # show that it is no single text, and all are counted when they are encoded.
-        is_trained, some = data.tokenizer == "bpe", documents.train()
-        some = _bar(some, "counting") if is_trained else itertools.islice(some, 2)
-        count = documents.count or sum(1 for _ in some)
-        if count == 1 and data.format == "text":
-            documents, several = _cut(documents, data), False
+        first = list(itertools.islice(documents.train(), 2))
+        if not first:
+            raise DataError(f"data.source: {data.one_source}: empty; there is no text to train on")
+        if len(first) == 1 and data.format == "text":
+            several, text = False, str(first[0] or "")
+            cut = int(len(text) * (1 - data.validation_fraction))
+            documents = Documents(lambda: [text[:cut]], lambda: [text[cut:]], documents.revision)
         elif documents.count or is_trained:
-            held = held_out(count, data)
-    texts = _texts(documents, held, data.tokenizer)
+            # `bpe` learns from the training split alone, so the documents are counted first. Else
+            # they are counted when they are encoded.
+            counted = _bar(documents.train(), "counting")
+            held = held_out(documents.count or sum(1 for _ in counted), data)
+    texts = _texts(documents, held, is_trained)
     tokenizer = build_tokenizer(data.tokenizer, texts, data.vocab_size, data.bpe_pattern)
     # A single document needs no end-of-text token (nor does the cut through it).
     end_of_text_id = tokenizer.end_of_text_id if several else None
     facts = _write_splits(folder, data, documents, held, form.encoder(tokenizer, end_of_text_id))
     shutil.rmtree(scratch)
     return write_facts(folder, data, tokenizer, documents.revision, end_of_text_id, facts)
-
-
-def _cut(documents: Documents, data: DataSection) -> Documents:
-    """A single text as two documents: its beginning and its end."""
-    (text,) = documents.train()
-    text = text if isinstance(text, str) else ""
-    cut = int(len(text) * (1 - data.validation_fraction))
-    return Documents(lambda: [text[:cut]], lambda: [text[cut:]], documents.revision)
 
 
 def held_out(count: int, data: DataSection) -> np.ndarray:
@@ -129,7 +123,7 @@ def held_out(count: int, data: DataSection) -> np.ndarray:
         what = "conversation" if data.format == "chat" else "document"
         limited = "raise data.max_tokens, or " if data.max_tokens is not None else ""
         raise DataError(
-            f"data.source: {without_login(data.one_source)}: {plural(count, what)} is too few to "
+            f"data.source: {data.one_source}: {plural(count, what)} is too few to "
             f"hold some out for validation; {limited}give two at least"
         )
     number = max(1, round(count * data.validation_fraction))
@@ -152,16 +146,15 @@ def split_documents(documents: Documents, data: DataSection) -> tuple[list[Any],
     return splits
 
 
-def _texts(documents: Documents, held: np.ndarray | None, tokenizer: str) -> Iterator[str]:
+def _texts(documents: Documents, held: np.ndarray | None, is_trained: bool) -> Iterator[str]:
     """Every text, and of conversations every message, that the tokenizer is made from."""
+    chosen = documents.train()
     # `char` has to know the characters of both splits; `bpe` learns from the training split alone.
-    is_trained = tokenizer == "bpe"
-    splits: list[Iterable[Document]] = [documents.train()]
     if held is not None and is_trained:
-        splits = [itertools.compress(documents.train(), ~held)]
+        chosen = itertools.compress(chosen, ~held)
     elif documents.validation is not None and not is_trained:
-        splits.append(documents.validation())
-    for document in itertools.chain(*splits):
+        chosen = itertools.chain(chosen, documents.validation())
+    for document in chosen:
         if isinstance(document, list):
             yield from (message["content"] for message in document)
         else:
@@ -176,19 +169,22 @@ def _write_splits(
     folder: Path, data: DataSection, documents: Documents, held: np.ndarray | None, encode: Encode
 ) -> dict[str, SplitFacts]:
     threads = (data.num_threads or allowed_cores()) if FORMATS[data.format].in_threads else 1
-    progress = Progress(data.dir, data.max_tokens)
 
     def encoded_split(split: Any) -> Iterator[tuple[int, Rows]]:
+        tokens, logged = 0, time.monotonic()
         bar = _bar(split(), "tokenizing", documents.count)
         for count, rows in encoded(bar, encode, threads, data.max_tokens):
-            progress.add(len(rows.ids))
+            tokens += len(rows.ids)
+            if time.monotonic() > logged + _SECONDS_BETWEEN_LINES:
+                logged = time.monotonic()
+                logger.info(f"{data.dir}: {count:,} documents, {tokens:,} tokens")
             yield count, rows
 
     writers = {split: ShardWriter(folder / split) for split in SPLITS}
     if documents.validation is not None:
-        for split in SPLITS:
+        for split, writer in writers.items():
             for _, rows in encoded_split(getattr(documents, split)):
-                writers[split].write(rows)
+                writer.write(rows)
     else:
         batches = (rows for _, rows in encoded_split(documents.train))
         if held is None:  # the number of documents is known when all are encoded
@@ -201,8 +197,9 @@ def _write_splits(
     facts = {split: writer.close() for split, writer in writers.items()}
     for split, of_split in facts.items():
         if not of_split.tokens:
-            source = without_login(data.one_source)
-            raise DataError(f"data.source: {source}: too little text: none is left for {split}")
+            raise DataError(
+                f"data.source: {data.one_source}: too little text: none is left for {split}"
+            )
     return facts
 
 

@@ -3,7 +3,6 @@ describe it in a few lines.
 """
 
 import contextlib
-import hashlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,10 +16,10 @@ from nanogpt_hf.config.stages import config_at, planned_tokens, tokens_by_source
 from nanogpt_hf.data.batches import blocks_read
 from nanogpt_hf.data.blocks import Blocks, MixedBlocks
 from nanogpt_hf.data.chat_template import ChatFormat
-from nanogpt_hf.data.files import file_digest, file_state, is_url, without_login
+from nanogpt_hf.data.examples import Examples
+from nanogpt_hf.data.files import file_digest, file_state, is_url
 from nanogpt_hf.data.formats import FORMATS, local_files
 from nanogpt_hf.data.manifest import (
-    DECIDING_KNOBS,
     FORMAT,
     SPLITS,
     Manifest,
@@ -34,7 +33,7 @@ from nanogpt_hf.data.tokenizer import end_of_text_id_of, load_tokenizer, vocabul
 from nanogpt_hf.errors import DataError
 
 TOKENIZER = "tokenizer"
-_REMEDY = "copy the prepared data again, or remove it to prepare it again"
+_REMEDY = "choose another --data.dir, or remove the folder to prepare it again"
 
 
 @dataclass(frozen=True)
@@ -110,14 +109,18 @@ def _load_source(data: DataSection) -> PreparedData:
     manifest = require_manifest(folder)
     check_fits(manifest, data)
     tokenizer = open_tokenizer(folder, manifest)
-    check_sizes(folder, manifest)
-    train, validation = (
-        FORMATS[data.format].blocks(folder, split, manifest, data) for split in SPLITS
-    )
+    blocks = [FORMATS[data.format].blocks(folder, split, manifest, data) for split in SPLITS]
+    for split, of_split in zip(SPLITS, blocks, strict=True):
+        if not len(of_split):
+            raise DataError(
+                f"data.block_size: the {getattr(manifest, split).tokens:,} {split} tokens in "
+                f"{folder} make no block of {data.block_size} tokens with a target; lower it, add "
+                "text, or change data.validation_fraction"
+            )
     end_of_turn_id = None
     if manifest.train.assistant_tokens is not None:
         end_of_turn_id = ChatFormat(tokenizer, fixed_day=True).end_of_turn_id()
-    return PreparedData(train, validation, tokenizer, manifest, end_of_turn_id)
+    return PreparedData(*blocks, tokenizer, manifest, end_of_turn_id)
 
 
 def require_manifest(folder: Path) -> Manifest:
@@ -137,13 +140,12 @@ def fitting_manifest(folder: Path, data: DataSection) -> Manifest | None:
 
 def check_fits(manifest: Manifest, data: DataSection) -> None:
     """Raises DataError if prepared data does not fit the recipe."""
-    for knob in (knob for knob in DECIDING_KNOBS if knob in manifest.recipe):
-        prepared, wanted = manifest.recipe[knob], getattr(data, knob)
+    for knob, prepared in manifest.recipe.items():
+        wanted = getattr(data, knob)
         if prepared != wanted and not (knob == "source" and Path(prepared) == Path(wanted)):
             raise DataError(
-                f"{data.dir}: prepared with data.{knob} {without_login(repr(prepared))}, the "
-                f"recipe says {without_login(repr(wanted))}; "
-                "choose another --data.dir, or remove the folder to prepare it again"
+                f"{data.dir}: prepared with data.{knob} {prepared!r}, the recipe says {wanted!r}; "
+                f"{_REMEDY}"
             )
     expected = data.sha256 and f"sha256:{data.sha256.lower()}"
     if is_url(data.one_source) and expected and manifest.revision != expected:
@@ -162,8 +164,7 @@ def check_fits(manifest: Manifest, data: DataSection) -> None:
             return
         if file_digest(files) != manifest.revision:
             raise DataError(
-                f"{data.dir}: {data.source} has changed since it was prepared; "
-                "choose another --data.dir, or remove the folder to prepare it again"
+                f"{data.dir}: {data.source} has changed since it was prepared; {_REMEDY}"
             )
         with contextlib.suppress(OSError):  # the next call does not read the text again
             write_manifest(Path(data.dir), replace(manifest, file_state=state))
@@ -181,48 +182,30 @@ def open_tokenizer(folder: Path, manifest: Manifest) -> transformers.PreTrainedT
     return tokenizer
 
 
-def check_sizes(folder: Path, manifest: Manifest) -> None:
-    """Raises DataError if a split has not exactly the manifest's arrow files with their sizes."""
-    for split in SPLITS:
-        if (shards := getattr(manifest, split).shards) is None:  # its tokens are in the source
-            continue
-        sizes = {path.name: path.stat().st_size for path in (folder / split).glob("*.arrow")}
-        for name in sorted(sizes.keys() | shards.keys()):
-            found, wanted = sizes.get(name), shards.get(name, {}).get("size")
-            if found != wanted:
-                raise DataError(
-                    f"{folder / split / name}: has {found} bytes, was prepared with {wanted}; "
-                    f"{_REMEDY}"
-                )
-
-
 def check_prepared(data: DataSection) -> None:
     """Verify all prepared data, of a mixture that of every source.
 
     Raises DataError for a byte that changed since it was prepared.
     """
     for source in sources_of(data):
-        _check_source(source.data)
-
-
-def _check_source(data: DataSection) -> None:
-    folder = Path(data.dir)
-    manifest = require_manifest(folder)
-    open_tokenizer(folder, manifest)
-    check_sizes(folder, manifest)
-    if FORMATS[data.format].encoder is None and file_digest(local_files(data)) != manifest.revision:
-        raise DataError(
-            f"data.source: {data.one_source}: its tokens have changed since it was prepared; "
-            "copy it again"
-        )
-    for split in SPLITS:
-        for name, facts in (getattr(manifest, split).shards or {}).items():
-            with (folder / split / name).open("rb") as file:
-                if hashlib.file_digest(file, "sha256").hexdigest() != facts["sha256"]:
-                    raise DataError(
-                        f"{folder / split / name}: is damaged: its sha256 has changed since it "
-                        f"was prepared; {_REMEDY}"
-                    )
+        folder = Path(source.data.dir)
+        manifest = require_manifest(folder)
+        open_tokenizer(folder, manifest)
+        wanted = {
+            folder / split / name: f"sha256:{facts['sha256']}"
+            for split in SPLITS
+            for name, facts in (getattr(manifest, split).shards or {}).items()
+        }
+        found = {path: file_digest([path]) for path in wanted}
+        if FORMATS[source.data.format].encoder is None:
+            path = source.data.one_source
+            wanted[path], found[path] = manifest.revision, file_digest(local_files(source.data))
+        for path, digest in found.items():
+            if digest != wanted[path]:
+                raise DataError(
+                    f"{path}: is damaged: its sha256 has changed since it was prepared; copy it "
+                    "again, or remove the prepared data to prepare it again"
+                )
 
 
 def summary_lines(
@@ -252,20 +235,32 @@ def summary_lines(
         f"mixture of {len(manifest.sources)} sources, in {config.train.max_steps:,} steps:"
     )
     return lines + [
-        (
-            f"  {source.name:<{width}} {tokens[source.name] / total:7.2%} of the sequences, "
-            f"{epochs[source.name]:,.2f} epochs"
-        )
-        for source in manifest.sources
+        f"  {name:<{width}} {tokens[name] / total:7.2%} of the sequences, {count:,.2f} epochs"
+        for name, count in epochs.items()
     ]
 
 
 def _split_lines(manifest: Manifest, train: Blocks | None, validation: Blocks | None) -> list[str]:
-    line = FORMATS[manifest.recipe["format"]].line
-    return [
-        f"  {'train':<10} {line(manifest.train, train)}",
-        f"  {'validation':<10} {line(manifest.validation, validation)}",
-    ]
+    splits = zip(SPLITS, (train, validation), strict=True)
+    return [f"  {name:<10} {_line(getattr(manifest, name), blocks)}" for name, blocks in splits]
+
+
+def _line(facts: SplitFacts, blocks: Blocks | None) -> str:
+    noun, answers = "documents", ""
+    if facts.assistant_tokens is not None:
+        noun, answers = "conversations", f"{facts.assistant_tokens:,} of them in answers, "
+    line = (
+        f"{facts.documents:,} {noun}, {facts.tokens:,} tokens, {answers}"
+        f"{facts.bytes_per_token:.2f} bytes per token"
+    )
+    if isinstance(blocks, Examples):
+        padding = 1 - blocks.filled / (len(blocks) * blocks.block_size)
+        line += f"; {len(blocks):,} blocks of whole {noun}, {padding:.2%} padding"
+        if blocks.cut:
+            line += f"; {blocks.cut:,} are longer than a block, and cut"
+        if blocks.skipped:
+            line += f"; {blocks.skipped:,} have no answer within a block, and are left out"
+    return line
 
 
 def epochs_by_source(config: Config, train: Blocks) -> dict[str, float]:

@@ -22,10 +22,8 @@ from nanogpt_hf.data.files import (
     BUILT_IN,
     download,
     file_digest,
-    find_files,
     is_url,
     read_rows,
-    without_login,
 )
 from nanogpt_hf.data.formats import FORMATS, Document, local_files
 from nanogpt_hf.errors import DataError, one_line
@@ -59,34 +57,27 @@ def load_documents(data: DataSection, scratch: Path, read_row: ReadRow | None = 
     Raises DataError if the source does not exist; a split that is not text, or cannot be read as
     `data.format`, raises it while it is read.
     """
-    if is_on_hub(data):
+    source, files = data.one_source, local_files(data)
+    read_row = read_row or FORMATS[data.format].document
+    assert read_row is not None
+    if not (files or source in BUILT_IN or is_url(source)):
         return _from_hub(data, read_row)
     for knob in ("validation_split", "streaming"):
         if getattr(data, knob):
             raise DataError(
-                f"data.{knob}: only for a Hub data set, which {data.one_source} is not; leave it "
+                f"data.{knob}: only for a Hub data set, which {source} is not; leave it "
                 "out (data.validation_fraction is held out)"
             )
-    if data.one_source in BUILT_IN:
+    if source in BUILT_IN:
         documents, revision = [_python_docs()], f"Python {sys.version.split()[0]}"
-        if data.one_source == ARITHMETIC:
+        if source == ARITHMETIC:
             questions = arithmetic_conversations() if data.format == "chat" else arithmetic_text()
             documents, revision = list(questions), f"{ARITHMETIC} 1"
         return Documents(lambda: documents, None, revision, len(documents))
-    files, shown = local_files(data), None
+    names = {path: str(path) for path in files}
     if not files:
-        files = [download(data.one_source, scratch, data.sha256)]
-        shown = without_login(data.one_source)
-    return Documents(lambda: _from_files(files, shown, data, read_row), None, file_digest(files))
-
-
-def is_on_hub(data: DataSection) -> bool:
-    """Whether a source can only be the name of a Hub data set.
-
-    Raises DataError for a path without files.
-    """
-    source = data.one_source
-    return not (source in BUILT_IN or is_url(source) or find_files(source))
+        names = {download(source, scratch, data.sha256): source}
+    return Documents(lambda: _from_files(names, data, read_row), None, file_digest([*names]))
 
 
 def check_source(data: DataSection, folder: Path) -> None:
@@ -102,32 +93,30 @@ def check_source(data: DataSection, folder: Path) -> None:
         )
 
 
-def _from_files(
-    files: list[Path], shown: str | None, data: DataSection, read_row: ReadRow | None
+def _from_files(names: dict[Path, str], data: DataSection, read_row: ReadRow) -> Iterator[Document]:
+    """The documents of files with their names, without empty ones."""
+    column = data.text_column if FORMATS[data.format].reads_plain_text else None
+    for path, name in names.items():
+        yield from filter(None, _documents(read_rows(path, column), name, data, read_row))
+
+
+def _documents(
+    rows: Iterable[Any], where: str, data: DataSection, read_row: ReadRow
 ) -> Iterator[Document]:
-    """The documents of files, without empty ones; messages name `shown` in place of the file."""
-    form, is_empty = FORMATS[data.format], True
-    document_of = read_row or form.document
-    assert document_of
-    column = data.text_column if form.reads_plain_text else None
-    for path in files:
-        try:
-            for where, row in read_rows(path, column):
-                try:
-                    document = document_of(row, data)
-                except ValueError as error:
-                    raise DataError(f"{path}: {where}{error}") from None
-                if document:
-                    yield document
-                    is_empty = False
-        except DataError as error:
-            raise DataError(str(error).replace(str(path), shown or str(path))) from None
-    if is_empty:
-        source = without_login(data.one_source)
-        raise DataError(f"data.source: {source}: empty; there is no text to train on")
+    """The document of each row. Raises DataError that names the row that cannot be read."""
+    number = 1
+    try:
+        for row in rows:
+            yield read_row(row, data)
+            number += 1
+    except UnicodeDecodeError as error:
+        raise DataError(f"{where}: not UTF-8 text: {error}") from None
+    except Exception as error:  # the network, a file format, ...
+        reason = one_line(error) or type(error).__name__
+        raise DataError(f"{where}: row {number}: {reason}") from None
 
 
-def _from_hub(data: DataSection, read_row: ReadRow | None) -> Documents:
+def _from_hub(data: DataSection, read_row: ReadRow) -> Documents:
     import datasets  # slow to import
 
     if not shows_bars():
@@ -154,7 +143,9 @@ def _from_hub(data: DataSection, read_row: ReadRow | None) -> Documents:
             splits[split] = rows.select_columns(data.text_column)
 
     def read(split: str) -> Callable[[], Iterator[Document]]:
-        return lambda: _from_rows(splits[split], split, data, read_row)
+        where = f"data.source: {data.one_source}: split {split}"
+        # empty texts count as documents
+        return lambda: _documents(_rows(splits[split]), where, data, read_row)
 
     return Documents(
         read(data.split),
@@ -172,38 +163,11 @@ def _commit(data: DataSection) -> str | None:
         return None
 
 
-def _from_rows(
-    rows: Any, split: str, data: DataSection, read_row: ReadRow | None = None
-) -> Iterator[Document]:
-    """The documents of a Hub data set, of text with the empty ones, which count as documents."""
-    source, number, form = f"data.source: {data.one_source}: split {split}", 0, FORMATS[data.format]
-    document_of = read_row or (_text_or_none if form.reads_plain_text else form.document)
-    assert document_of
-    batches = rows.iter(1000)
-    while True:
-        try:
-            batch = next(batches, None)
-        except Exception as error:  # the network, a file format, ...; tried again many times
-            reason = one_line(error) or type(error).__name__
-            raise DataError(f"{source}: cannot be read to its end: {reason}") from None
-        if batch is None:
-            return
+def _rows(split: Any) -> Iterator[dict[str, Any]]:
+    """The rows of a Hub data set, read in batches, which is faster."""
+    for batch in split.iter(1000):
         for values in zip(*batch.values(), strict=True):
-            number += 1
-            try:
-                yield document_of(dict(zip(batch, values, strict=True)), data)
-            except ValueError as error:
-                raise DataError(f"{source}: row {number}: {error}") from None
-
-
-def _text_or_none(row: dict[str, Any], data: DataSection) -> str | None:
-    text = row.get(data.text_column, False)
-    if not isinstance(text, str | None):
-        raise ValueError(
-            f"column {data.text_column!r} does not hold text; it has: {', '.join(row)}; set "
-            "data.text_column"
-        )
-    return text
+            yield dict(zip(batch, values, strict=True))
 
 
 def _python_docs() -> str:

@@ -110,7 +110,7 @@ def read_corpus(
 
 def _read_prepared(folder: Path, split: str, tokenizer: "Tokenizer") -> Corpus:
     from nanogpt_hf.data.formats import token_stream
-    from nanogpt_hf.data.prepared import check_sizes, require_manifest
+    from nanogpt_hf.data.prepared import require_manifest
     from nanogpt_hf.data.tokenizer import vocabulary_hash
 
     manifest = require_manifest(folder)
@@ -125,7 +125,6 @@ def _read_prepared(folder: Path, split: str, tokenizer: "Tokenizer") -> Corpus:
             f"--data: {folder}: prepared with another tokenizer than the model's, or of "
             "conversations; give the text itself"
         )
-    check_sizes(folder, manifest)
     stream = token_stream(folder, split, manifest)
     return Corpus(f"{folder} ({split})", stream, facts.documents, facts.bytes, manifest.revision)
 

@@ -13,7 +13,7 @@ from nanogpt_hf.config.checks import accumulation_steps
 from nanogpt_hf.config.sources import sources_of
 from nanogpt_hf.config.stages import config_at, stages_of
 from nanogpt_hf.data.blocks import TokenBlocks
-from nanogpt_hf.data.documents import document_lengths
+from nanogpt_hf.data.examples import row_lengths
 from nanogpt_hf.data.prepared import load_prepared
 from nanogpt_hf.evaluation.loss import eval_mode
 from nanogpt_hf.formatting import shows_bars
@@ -95,4 +95,4 @@ def _place_of(run: Run, index: int) -> dict[str, Any]:
 
 @cache
 def _document_ends(folder: str) -> np.ndarray:
-    return np.cumsum(document_lengths(Path(folder) / "train"))
+    return np.cumsum(row_lengths(Path(folder) / "train"))

@@ -1,7 +1,13 @@
-"""Rollouts: the blocks of a step of reinforcement learning, sampled from the model at that step."""
+"""Rollouts: the blocks of a step of reinforcement learning, sampled from the model at that step.
 
+What reinforcement learning has in place of prepared data: the questions of a task, and the model's
+tokenizer.
+"""
+
+import logging
 import time
 from collections.abc import Sequence
+from functools import lru_cache, partial
 
 import numpy as np
 import torch
@@ -11,12 +17,57 @@ from nanogpt_hf.config.schema import Config
 from nanogpt_hf.config.seeds import derive_seed
 from nanogpt_hf.data.batches import Batches, epoch_order
 from nanogpt_hf.data.blocks import Blocks
+from nanogpt_hf.data.chat_template import ChatFormat
+from nanogpt_hf.data.prepared import PreparedData, in_memory
+from nanogpt_hf.data.tokenizer import build_tokenizer
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.evaluation.answers import Answers, AnswerSampler
 from nanogpt_hf.evaluation.loss import eval_mode
 from nanogpt_hf.generate import Completions
 from nanogpt_hf.rl.objective import advantages, completion_log_probs
+from nanogpt_hf.tasks.load import load_task
+from nanogpt_hf.tasks.reward import RewardFunction
 from nanogpt_hf.tasks.task import Question, Task
+
+logger = logging.getLogger(__name__)
+
+
+def load_questions(config: Config) -> PreparedData:
+    """The data of a run of reinforcement learning: blocks that are sampled at each step, and a
+    manifest of the task.
+
+    Raises UserError if the task, its questions, the reward or the tokenizer cannot be used.
+    """
+    rl, name = config.rl, config.rl.task
+    assert name is not None  # the `rl` command requires it
+    task = load_task(
+        name, config.data, reward=rl.reward, options=rl.options, seed=config.train.seed
+    )
+    tokenizer = build_tokenizer(config.data.tokenizer, ()).hf
+    chat = ChatFormat(tokenizer, fixed_day=True) if tokenizer.chat_template else None
+    sampler = AnswerSampler(
+        tokenizer,
+        RewardFunction(task.score, rl.reward_seconds, rl.reward_errors),
+        max_new_tokens=rl.max_new_tokens,
+        temperature=rl.temperature,
+        batch_size=rl.batch_size or config.train.min_micro_batch_size,
+        positions=config.data.block_size,
+    )
+    ids, _ = (sampler.encode(chat, split[0]) for split in (task.train, task.held_out))
+    rollouts, prompt = Rollouts(config, task, sampler), tokenizer.decode(ids)
+    logger.info(
+        f"{task.name}: {len(task.train):,} questions, {len(task.held_out):,} held out; the "
+        f"first: {prompt!r:.200}"
+    )
+    return in_memory(
+        rollouts,
+        rollouts,
+        tokenizer,
+        source=config.data.source,
+        revision=task.revision,
+        end_of_turn_id=chat and chat.end_of_turn_id(),
+        documents=(len(task.train), len(task.held_out)),
+    )
 
 
 class Rollouts(Blocks):
@@ -38,7 +89,9 @@ class Rollouts(Blocks):
         # (rows, max_new_tokens), by their name in a batch
         self._log_probs: dict[str, torch.Tensor] = {}
         self._seconds = 0.0  # that the last draw took
-        self._order: tuple[int, np.ndarray] | None = None  # epoch and order of the questions
+        # of the questions, by epoch: a step may cross an epoch's end
+        order = partial(epoch_order, config.train.seed, length=len(task.train))
+        self._order = lru_cache(2)(order)
 
     def __len__(self) -> int:
         return self._length
@@ -65,13 +118,8 @@ class Rollouts(Blocks):
         decides.
         """
         count, length = self._length // self.config.rl.samples, len(self.task.train)
-        questions = []
-        for number in range(step * count, (step + 1) * count):
-            epoch, place = divmod(number, length)
-            if self._order is None or self._order[0] != epoch:
-                self._order = epoch, epoch_order(self.config.train.seed, epoch, length)
-            questions.append(self.task.train[int(self._order[1][place])])
-        return questions
+        places = (divmod(number, length) for number in range(step * count, (step + 1) * count))
+        return [self.task.train[int(self._order(epoch)[place])] for epoch, place in places]
 
     def draw(self, accelerator: Accelerator, mesh: Mesh, model: torch.nn.Module, step: int) -> None:
         """Sample the completions of a step from the model as it is now, and compute rewards and
@@ -116,12 +164,8 @@ class Rollouts(Blocks):
         """Figures of the drawn completions, the share of prompts whose rewards are all equal,
         and tokens per second.
         """
-        equal = (
-            (self._answers.grouped_rewards.amax(1) == self._answers.grouped_rewards.amin(1))
-            .float()
-            .mean()
-            .item()
-        )
+        rewards = self._answers.grouped_rewards
+        equal = (rewards.amax(1) == rewards.amin(1)).float().mean().item()
         tokens = int(self._answers.completions.lengths.sum())
         speed = {"generated_per_second": round(tokens / self._seconds, 1)} if self._seconds else {}
         return self._answers.metrics() | {"no_signal": equal, **speed}
@@ -137,10 +181,8 @@ def sequence_batch(
     completion; K reaches to the shortest prompt.
     """
     rows, lengths = list(map(int, indices)), answers.completions.lengths.tolist()
-    width = (
-        max(len(prompt) + length for prompt, length in zip(answers.prompts, lengths, strict=True))
-        - 1
-    )
+    pairs = zip(answers.prompts, lengths, strict=True)
+    width = max(len(prompt) + length for prompt, length in pairs) - 1
     start = min(len(answers.prompts[row]) for row in rows) - 1
     inputs = torch.zeros(len(rows), width + 1, dtype=torch.int64)
     labels = torch.full((len(rows), width - start), -100)

@@ -19,9 +19,17 @@ from nanogpt_hf.data.conversations import Conversation
 from nanogpt_hf.data.prepare import split_documents
 from nanogpt_hf.data.source import arithmetic_question, is_held_out, load_documents
 from nanogpt_hf.errors import DataError, UserError, did_you_mean, one_line
-from nanogpt_hf.tasks.names import ARITHMETIC, GYM, check_name
 from nanogpt_hf.tasks.reward import load_reward
-from nanogpt_hf.tasks.task import SCORES, Question, Task, exact_match, reference_problem
+from nanogpt_hf.tasks.task import (
+    ARITHMETIC,
+    GYM,
+    SCORES,
+    Question,
+    Task,
+    check_name,
+    exact_match,
+    reference_problem,
+)
 
 GENERATED_QUESTIONS = 1_000_000  # in a generated task; each split has as many
 # items of reasoning-gym searched for one question of a split; more if none of them is in the split
@@ -109,6 +117,8 @@ def _from_source(name: str, data: DataSection, *, compare: bool, hold_out_all: b
         documents = load_documents(chat, Path(scratch))
         rows = [[], list(documents.train())] if hold_out_all else split_documents(documents, chat)
         splits = [_questions(name, conversations, compare) for conversations in rows]
+    if not splits[1]:
+        raise DataError(f"data.source: {data.source}: holds no questions")
     return Task(name, splits[0], splits[1], SCORES[name], documents.revision)
 
 
@@ -147,15 +157,13 @@ def _reasoning_gym(name: str, options: dict[str, Any], seed: int, where: str) ->
                 entry = dataset[number % size]
                 if is_held_out(entry["question"]) == held_out:
                     return GymQuestion(_user(entry["question"]), str(entry["answer"]), entry)
-            raise UserError(f"{where}: {GYM}{name}: has too few questions to hold some of them out")
+            raise ValueError("has too few questions to hold some of them out")
 
         return dataset, Generated(generate)
 
     try:
         (dataset, train), (_, held_out) = split(False), split(True)
         train[0]
-    except UserError:
-        raise
     except Exception as error:  # from the task's own checks
         raise UserError(
             f"rl.options: {GYM}{name}: {type(error).__name__}: {one_line(error)}"

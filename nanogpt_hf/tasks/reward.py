@@ -3,8 +3,8 @@ errors counted.
 """
 
 import hashlib
-import importlib.util
 import os
+import runpy
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import chdir, contextmanager
@@ -58,17 +58,12 @@ def _user_code(seconds: float) -> Iterator[None]:
                 set_again(value)
 
 
-def _is_model_folder(folder: Path) -> bool:
-    whole = (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
-    return whole or (folder / "adapter_config.json").is_file()
-
-
 def load_reward(spec: str) -> tuple[Score, str]:
     """The function of `FILE.py:NAME`, called as NAME(prompt, completion, answer), and the sha256 of
     the file.
 
-    The file is Python code of the user's own, so it is never read from a model folder or the
-    Hub. Raises UserError if there is no such file or function.
+    The file is Python code of the user's own, never read from the Hub. Raises UserError if there is
+    no such file or function.
     """
     file, _, name = spec.rpartition(":")
     path = Path(file).expanduser()
@@ -79,20 +74,11 @@ def load_reward(spec: str) -> tuple[Score, str]:
         )
     if not path.is_file():
         raise UserError(f"rl.reward: {path}: no such file")
-    if any(map(_is_model_folder, path.resolve().parents)):
-        raise UserError(
-            f"rl.reward: {path}: is in a model folder, whose code is never run; copy it elsewhere"
-        )
-    module_spec = importlib.util.spec_from_file_location("user_reward", path)
-    assert module_spec is not None
-    assert module_spec.loader is not None
-    module = importlib.util.module_from_spec(module_spec)
     try:
         with _user_code(_IMPORT_SECONDS):
-            module_spec.loader.exec_module(module)
+            function: Any = runpy.run_path(str(path)).get(name)
     except _UserCodeError as error:
         raise UserError(f"rl.reward: {path} cannot be imported: it {error}") from None
-    function: Any = getattr(module, name, None)
     if not callable(function):
         raise UserError(f"rl.reward: {path}: has no function {name!r}")
 

@@ -5,10 +5,13 @@ for a right answer, 0 for any other.
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 
 from nanogpt_hf.data.conversations import Conversation
+from nanogpt_hf.errors import UserError, did_you_mean
 
+ARITHMETIC = "arithmetic"
+GYM = "reasoning_gym:"
 PASSED = 1.0  # the reward of a right answer
 
 
@@ -52,10 +55,7 @@ _LETTER_NAMED = re.compile(r"\banswer(?:\s+is)?\s*:?\s*\(?([A-Z])\b(?!\s+[a-z])"
 def final_number(text: str) -> Decimal | None:
     """The number after the last ####, without commas; None if there is none."""
     numbers = _NUMBER.findall(text)
-    try:
-        return Decimal(numbers[-1].replace(",", "")) if numbers else None
-    except InvalidOperation:  # pragma: no cover  (the pattern allows only numbers)
-        return None
+    return Decimal(numbers[-1].replace(",", "")) if numbers else None
 
 
 def chosen_letter(text: str) -> str | None:
@@ -96,6 +96,20 @@ SCORES: dict[str, Score] = {
     "multiple_choice": _multiple_choice,
     "regex": _regex,
 }
+TASKS = (ARITHMETIC, *SCORES, f"{GYM}NAME")
+
+
+def is_generated(task: str) -> bool:
+    """Whether the task has its own questions, and needs no `data.source`."""
+    return task == ARITHMETIC or task.startswith(GYM)
+
+
+def check_name(task: str, where: str = "rl.task") -> None:
+    """Raises UserError if there is no such task."""
+    if task not in TASKS and not task.startswith(GYM):
+        raise UserError(
+            f"{where}: {task}: no such task{did_you_mean(task, TASKS)}; known: {', '.join(TASKS)}"
+        )
 
 
 def reference_problem(task: str, answer: str) -> str | None:

@@ -14,9 +14,8 @@ from nanogpt_hf.data.prepared import PreparedData, load_prepared, repetition_war
 from nanogpt_hf.evaluation.loss import evaluate_blocks, evaluate_data
 from nanogpt_hf.formatting import format_number
 from nanogpt_hf.model.architecture import Objective, next_token_loss
-from nanogpt_hf.rl.data import load_questions
 from nanogpt_hf.rl.objective import policy_objective
-from nanogpt_hf.rl.rollouts import Rollouts
+from nanogpt_hf.rl.rollouts import Rollouts, load_questions
 from nanogpt_hf.training.distillation import distillation_objective, load_with_teacher
 from nanogpt_hf.training.pairs import load_answers, load_pairs
 from nanogpt_hf.training.preferences import (

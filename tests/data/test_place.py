@@ -1,7 +1,6 @@
 """Outputs into existing empty folders, such as mounted volumes."""
 
 import os
-import shutil
 
 import pytest
 
@@ -11,7 +10,7 @@ from nanogpt_hf.commands import main
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.data.prepare import prepare
 from nanogpt_hf.data.prepared import load_prepared
-from nanogpt_hf.place import is_vacant, lock_of, partial_of, put_in_place
+from nanogpt_hf.place import lock_of, partial_of
 
 
 @pytest.fixture
@@ -34,20 +33,6 @@ def test_volume_holds_data_and_run(ext4, tmp_path, write_recipe, capsys):
     assert main(["pretrain", recipe, "--run-dir", str(tmp_path / "run")]) == 0
 
 
-@pytest.mark.long
-def test_volume_as_run_and_export_folder(ext4, write_recipe, letter_model):
-    arguments = ["pretrain", str(write_recipe(train__max_steps=2)), "--run-dir", str(ext4)]
-    assert main(arguments) == 0
-    assert {"best", "final", "checkpoints"} <= names(ext4)
-    assert main([*arguments, "--resume", "--train.max_steps", "3"]) == 0
-    empty = ext4 / "model"
-    empty.mkdir()
-    assert main(["export", str(letter_model), str(empty)]) == 0
-    assert names(empty) >= {"config.json", "model.safetensors"}
-    assert ".partial" not in names(empty)
-    assert main(["export", str(letter_model), str(empty)]) == 2  # it exists already
-
-
 def test_mount_point_is_filled_without_rename(tmp_path, write_recipe, monkeypatch):
     """Renames that fail as onto a mount point, on machines that cannot mount."""
     folder = tmp_path / "data"
@@ -66,29 +51,6 @@ def test_mount_point_is_filled_without_rename(tmp_path, write_recipe, monkeypatc
     config = load_config(write_recipe(data__dir=str(folder)))
     assert prepare(config)[1]
     assert load_prepared(config)
-
-
-def test_all_is_flushed_before_it_is_moved_and_the_manifest_last(tmp_path, monkeypatch):
-    folder, done, rename = tmp_path / "data", [], place.Path.rename
-    monkeypatch.setattr(place, "flush", lambda path: done.append(path.name))
-    monkeypatch.setattr(
-        place.Path, "rename", lambda path, to: done.append(f"move {path.name}") or rename(path, to)
-    )
-    for _ in range(2):  # the folder is new; it exists
-        partial = partial_of(folder)
-        partial.mkdir()
-        for name in ("a", "manifest.json", "z"):
-            (partial / name).touch()
-        put_in_place(partial, folder, last="manifest.json")
-        assert names(folder) == {"a", "manifest.json", "z"}
-        shutil.rmtree(folder)
-        folder.mkdir()
-    new, existing = done[:6], done[6:]
-    assert set(new[:4]) == {"a", "manifest.json", "z", ".data.partial"}
-    assert new[4:] == ["move .data.partial", tmp_path.name]
-    assert set(existing[:4]) == {"a", "manifest.json", "z", ".partial"}
-    assert sorted(existing[4:6]) == ["move a", "move z"]
-    assert existing[6:] == ["move manifest.json", "data"]
 
 
 def test_kill_while_filling_a_folder_leaves_no_manifest(tmp_path, write_recipe, monkeypatch):
@@ -110,16 +72,6 @@ def test_kill_while_filling_a_folder_leaves_no_manifest(tmp_path, write_recipe, 
     partial_of(folder).mkdir(exist_ok=True)  # as after SIGKILL
     assert prepare(config)[1]
     assert ".partial" not in names(folder)
-
-
-def test_folder_with_content_is_not_vacant(tmp_path):
-    assert is_vacant(tmp_path)
-    assert is_vacant(tmp_path / "not yet")
-    (tmp_path / "thesis.txt").touch()
-    assert not is_vacant(tmp_path)
-    assert not is_vacant(tmp_path / "thesis.txt")
-    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
-    assert not is_vacant(tmp_path / "link")
 
 
 def test_folder_being_filled_is_locked_and_foreign_files_are_kept(tmp_path, write_recipe):

@@ -6,6 +6,7 @@ import gzip
 import hashlib
 import http.server
 import io
+import itertools
 import json
 import lzma
 import os
@@ -105,26 +106,26 @@ def error_of(source, tmp_path, **knobs):
 # ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("compression", COMPRESSIONS)
-@pytest.mark.parametrize("extension", FORMATS)
+@pytest.mark.parametrize(
+    ("extension", "compression"),
+    [*itertools.product(FORMATS[:-1], COMPRESSIONS), (".parquet", "")],
+)
 def test_formats_and_compressions(write, tmp_path, extension, compression):
     data, documents = contents(extension, ROWS)
     path = write(f"a{extension}{compression}", COMPRESSIONS[compression](data))
     assert texts_of(path, tmp_path) == documents
-    assert len(documents) == (1 if extension in (".txt", ".md") else len(ROWS))
 
 
-@pytest.mark.parametrize("extension", FORMATS[2:])
-def test_text_column(write, tmp_path, extension):
-    data, _ = contents(extension, ["wrong", "wrong"])
-    if extension == ".parquet":
-        data = parquet({"text": ["wrong"] * 2, "body": ["right", "right, too"]})
-    else:
-        data = data.replace(b"number", b"body").replace(b'"body": 0', b'"body": "right"')
-        data = data.replace(b'"body": 1', b'"body": "right, too"')
-        data = data.replace(b"\n0,", b"\nright,").replace(b"\n1,", b'\n"right, too",')
-    path = write(f"a{extension}", data)
-    assert texts_of(path, tmp_path, text_column="body") == ["right", "right, too"]
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("a.jsonl", '{"text": "wrong", "body": "right"}'),
+        ("a.csv", "text,body\nwrong,right"),
+        ("a.parquet", parquet({"text": ["wrong"], "body": ["right"]})),
+    ],
+)
+def test_text_column(write, tmp_path, name, data):
+    assert texts_of(write(name, data), tmp_path, text_column="body") == ["right"]
 
 
 @pytest.mark.parametrize(
@@ -135,7 +136,8 @@ def test_text_column(write, tmp_path, extension):
         ("a.jsonl", '"one"\n\n  \n"two"\n', ["one", "two"]),
         ("a.jsonl", '{"text": ""}\n{"text": "x"}\n{"text": ""}\n', ["x"]),
         ("a.jsonl", '{"text": "a\\r\\nb\\u2028c\\u0085"}\n', ["a\r\nb\u2028c\x85"]),
-        ("a.csv", 'text,id,,\n"a, b",1\n\n"c\nd",2,,\n', ["a, b", "c\nd"]),
+        ("a.jsonl", '{"text": null}\n{"text": "x"}\n', ["x"]),
+        ("a.csv", 'text,id\n"a, b",1\n\n"c\nd",2\n', ["a, b", "c\nd"]),
     ],
 )
 def test_rows_of_other_shapes(texts_in, name, data, texts):
@@ -152,24 +154,16 @@ def test_parquet_ignores_other_columns(texts_in):
     assert texts_in("a.parquet", parquet(table)) == ["x", "y"]
 
 
-@pytest.mark.parametrize("extension", FORMATS[:-1])
-def test_byte_order_mark_and_line_ends_are_normalized(texts_in, extension):
-    data = {
-        ".txt": "one\r\ntwo\rthree\nfour",
-        ".md": "one\r\ntwo\rthree\nfour",
-        ".jsonl": '{"text": "one\\ntwo"}\r\n{"text": "three\\nfour"}\r\n',
-        ".json": '[{"text": "one\\ntwo"},\r\n{"text": "three\\nfour"}]',
-        ".csv": 'text\r\n"one\r\ntwo"\r\n"three\r\nfour"\r\n',
-    }[extension]
-    texts = texts_in(f"a{extension}", b"\xef\xbb\xbf" + data.encode())
-    assert "\n".join(texts) == "one\ntwo\nthree\nfour"
-
-
-def test_revision_is_sha256_of_the_file(write, tmp_path):
-    path = write("a.txt", "hello")
-    documents = load_documents(DataSection(source=str(path)), tmp_path)
-    assert documents.revision == f"sha256:{hashlib.sha256(b'hello').hexdigest()}"
-    assert documents.validation is None
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("a.txt", "one\r\ntwo\rthree"),
+        ("a.jsonl", '{"text": "one\\ntwo"}\r\n{"text": "three"}\r\n'),
+        ("a.csv", 'text\r\n"one\r\ntwo"\r\n"three"\r\n'),
+    ],
+)
+def test_byte_order_mark_and_line_ends_are_normalized(texts_in, name, data):
+    assert "\n".join(texts_in(name, b"\xef\xbb\xbf" + data.encode())) == "one\ntwo\nthree"
 
 
 # --- folders and patterns
@@ -205,30 +199,13 @@ def test_tilde_in_source_is_home(write, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     "source",
-    [
-        "none.txt",
-        "./none",
-        "/none/at/all",
-        "a/b/c",
-        "none.jsonl.zst",
-        "~no-such-user/a.txt",
-        "*.none",
-        "/" + "x" * 300,
-    ],
+    ["none.txt", "./none", "/none/at/all", "a/b/c", "~nobody/a", "*.none", "/dev/null", "pictures"],
 )
-def test_missing_path_is_one_line(source, tmp_path, monkeypatch):
+def test_path_without_files_is_one_line(write, source, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert f"data.source: {source}: " in refusal(find_files, source)
-
-
-def test_pipe_or_device_is_refused(tmp_path):
-    # a pipe can be read only once; text is also read for its checksum
-    os.mkfifo(tmp_path / "pipe.txt")
-    reader, writer = os.pipe()  # like --data.source <(command)
-    for source in (str(tmp_path / "pipe.txt"), "/dev/null", f"/dev/fd/{reader}"):
-        assert f"data.source: {source}: " in refusal(find_files, source)
-    os.close(reader)
-    os.close(writer)
+    write("pictures/a.png", "x")
+    message = refusal(find_files, source)
+    assert message == f"data.source: {source}: no file, or folder with {', '.join(FORMATS)}"
 
 
 @pytest.mark.parametrize(
@@ -239,19 +216,12 @@ def test_invalid_path_names_no_files(source, tmp_path, monkeypatch):
     assert find_files(source) == []
 
 
-def test_folder_without_text_names_the_extensions(write, tmp_path):
-    write("text/a.png", "x")
-    assert ", ".join(FORMATS) in error_of(tmp_path / "text", tmp_path)
-
-
 def test_digest_changes_with_text_and_its_boundaries(write):
     path = write("a.txt", "one two")
     before, state = [path, write("b.txt", " three")], file_state([path])
     os.utime(path, ns=(1, 1))
     assert file_state([path]) != state
-    after = [write("c.txt", "one"), write("d.txt", " two three")]
-    assert file_digest(before) != file_digest(after)
-    assert file_digest(before) == file_digest([write("e.txt", "one two"), before[1]])
+    assert file_digest(before) != file_digest([write("c.txt", "one"), write("d.txt", " two three")])
 
 
 # --- invalid text
@@ -260,62 +230,32 @@ def test_digest_changes_with_text_and_its_boundaries(write):
 
 # name and content of a file, and what the message names beside the file
 UNREADABLE = [
-    *(
-        (name, b"", "empty")
-        for name in ("a.txt", "a.jsonl", "a.csv", "a.txt.gz", "a.txt.zst", "a.md")
-    ),
-    ("a.json", "[]", "empty"),
-    ("a.csv", "text\n", "empty"),
-    ("a.jsonl", '\n{"text": ""}\n', "empty"),
-    ("a.txt", b"\xef\xbb\xbf", "empty"),
-    ("a.txt", b"a\xff\xfe", "byte 0xff"),
     ("a.txt", "caf\xe9".encode("latin-1"), "byte 0xe9"),
-    ("a.txt", "text".encode("utf-16"), "byte 0xff"),
     ("a.txt", b"\x7fELF\x02\x01\x01" + bytes(100), "NUL"),
-    ("a.txt", b"x" * 100_000 + b"\xc0\x80", "byte 0xc0"),
     *((name, b'{"text": "\xff"}', "byte 0xff") for name in ("a.jsonl", "a.json", "a.csv")),
+    *(("a.parquet", data, "") for data in (b"", b"PAR1", parquet({"text": ["x"]})[:-20])),
+    ("a.jsonl", '{"text": "x"}\n\n{"txt": "y", "id": 1}\n', "row 2", "'text'", "txt, id"),
+    ("a.csv", "txt,id\nx,1\n", "row 1", "'text'", "txt, id", "data.text_column"),
+    ("a.parquet", parquet({"text": [b"x"]}), "row 1", "'text'"),
     *(
-        ("a.parquet", data, "")
-        for data in (b"", b"PAR1", b"not parquet", parquet({"text": ["x"]})[:-20])
+        ("a.jsonl", f'{{"text": "x"}}\n{{"text": {value}}}\n', "row 2", "'text'")
+        for value in ("5", '["a"]', "true")
     ),
-    *(
-        (name, data, place, "'text'", "txt, id", "data.text_column")
-        for name, data, place in (
-            ("a.jsonl", '{"text": "x"}\n\n{"txt": "y", "id": 1}\n', "line 3"),
-            ("a.json", '[{"text": "x"}, {"txt": "y", "id": 1}]', "row 2"),
-            ("a.csv", "txt,id\nx,1\n", "line 2"),
-            ("a.parquet", parquet({"txt": ["x"], "id": [1]}), "row 1"),
-        )
-    ),
-    *(
-        ("a.jsonl", f'{{"text": "x"}}\n{{"text": {value}}}\n', "line 2", repr(json.loads(value)))
-        for value in ("5", "null", '["a"]', '{"a": "b"}', "true")
-    ),
-    ("a.csv", "id,text\n1,x\n2\n", "line 3", "'text'", "None"),
-    ("a.parquet", parquet({"text": ["x", None]}), "row 2", "'text'", "None"),
-    ("a.parquet", parquet({"text": [b"x"]}), "row 1", "'text'", "b'x'"),
-    ("a.jsonl", '"x"\n[1]\n', "line 2", "[1]"),
-    ("a.jsonl", '{"text": "x"}\n{"text: "y"}\n', "line 2", "JSON"),
-    ("a.jsonl", '{"text": "x"}\nplain words\n', "line 2", "JSON"),
+    ("a.jsonl", '"x"\n[1]\n', "row 2", "'text'"),
+    ("a.jsonl", '{"text": "x"}\nplain words\n', "row 2", "Expecting value"),
     ("a.json", '[\n{"text": "x"},\n{"text" "y"}]', "line 3"),
-    ("a.json", "[" * 100_000, ""),
+    ("a.json", "[" * 100_000, "recursion"),
     ("a.csv", 'text\nx\n"an open quote would\nswallow, all\n', "end of data"),
-    ("a.csv", 'text\n"two\nlines"\nalpha, beta\n', "line 4", "more fields"),
     # the comma would truncate the text
-    ("a.csv", "text,id,,\na, b,1,,\n", "line 2", "more fields"),
-    ("a.csv", "text,id,,\na,1,,,\n", "line 2", "more fields"),
-    ("a.csv", "text,id,text\nx,1,y\n", "columns", "text"),
-    ("a.jsonl", '{"text": "x"}\n{"text": "y", "n": ' + "1" * 5000 + "}\n", "line 2"),
-    ("a.jsonl", '{"text": "x"}\n' + "[" * 100_000, "line 2"),
+    ("a.csv", 'text\n"two\nlines"\nalpha, beta\n', "row 2", "more or fewer fields"),
+    ("a.csv", "id,text\n1,x\n2\n", "row 2", "more or fewer fields"),
     # JSON can escape what UTF-8 cannot encode
-    ("a.jsonl", '{"text": "\\ud83d\\ude00"}\n{"text": "x\\ud83d!"}\n', "line 2", r"\ud83d"),
-    # after the first rows it is found while the data set is written, not when the source is opened
-    ("a.jsonl", '{"text": "x"}\n' * 5000 + '{"text": 1}\n', "line 5001"),
+    ("a.jsonl", '{"text": "\\ud83d\\ude00"}\n{"text": "x\\ud83d!"}\n', "row 2", r"\ud83d"),
 ]
 
 
 @pytest.mark.parametrize("case", UNREADABLE)
-def test_unreadable_text_is_refused_with_file_and_place(write, tmp_path, case):
+def test_unreadable_text_is_refused_with_file_and_row(write, tmp_path, case):
     name, data, *named = case
     path = write(name, data)
     message = error_of(path, tmp_path)
@@ -326,31 +266,12 @@ def test_unreadable_text_is_refused_with_file_and_place(write, tmp_path, case):
 @pytest.mark.parametrize("compression", [".gz", ".xz", ".zst"])
 def test_damaged_compressed_file_is_an_error(write, tmp_path, compression):
     whole = COMPRESSIONS[compression](os.urandom(50_000).hex().encode())
-    for data in (b"not compressed at all", whole[:-3], whole[: len(whole) // 2]):
+    for data in (b"not compressed at all", whole[:-3]):
         assert f"a.txt{compression}: " in error_of(write(f"a.txt{compression}", data), tmp_path)
-    if compression != ".zst":  # pyarrow writes Zstandard without a checksum
-        flipped = whole[: len(whole) // 2] + bytes(100) + whole[len(whole) // 2 + 100 :]
-        assert f"a.txt{compression}: " in error_of(write(f"a.txt{compression}", flipped), tmp_path)
-
-
-@pytest.mark.parametrize("extension", FORMATS)
-def test_nul_is_binary_in_every_format(write, tmp_path, extension):
-    data, _ = contents(extension, ["fine", "not\0fine"])
-    message = error_of(write(f"a{extension}", data), tmp_path)
-    place = {".txt": "", ".md": "", ".jsonl": "line 2: ", ".csv": "line 3: "}
-    assert f"{extension}: {place.get(extension, 'row 2: ')}" in message
-    assert "NUL" in message
 
 
 # --- python-docs
 # ------------------------------------------------------------------------------
-
-
-def test_python_docs_is_one_fixed_document(tmp_path):
-    (text,) = texts_of("python-docs", tmp_path)
-    assert len(text) > 100_000
-    assert 'The "if" statement' in text
-    assert texts_of("python-docs", tmp_path) == [text]
 
 
 @pytest.mark.parametrize("source", ["python-docs", "a.txt"])
@@ -409,8 +330,6 @@ def server(monkeypatch):
     [
         ("/a.jsonl.gz", "/a.jsonl.gz"),
         ("/deep/a.jsonl.gz", "/deep/a.jsonl.gz?download=true"),
-        ("/a.jsonl.gz", "/a.jsonl.gz#rows"),
-        ("/caf%C3%A9%20au%20lait.jsonl.gz", "/café au lait.jsonl.gz"),
         ("/caf%C3%A9%20au%20lait.jsonl.gz", "/café%20au lait.jsonl.gz?größe=1"),
     ],
 )
@@ -443,52 +362,28 @@ def test_url_that_cannot_be_downloaded_is_one_line(server, tmp_path):
 def test_error_in_a_download_names_the_url(server, tmp_path):
     url, files = server
     files["/a.jsonl"] = b'{"text": "x"}\n{"txt": "y"}\n'
-    message = error_of(f"{url.replace('//', '//me:secret@')}/a.jsonl", tmp_path)
-    assert message.startswith(f"{url}/a.jsonl: line 2: ")
+    assert error_of(f"{url}/a.jsonl", tmp_path).startswith(f"{url}/a.jsonl: row 2: ")
 
 
-@pytest.mark.parametrize("private", [True, False])
-def test_url_login_is_sent_and_not_printed(server, tmp_path, private):
+def test_url_login_is_sent_to_its_host_only(server, tmp_path):
     url, files = server
-    path = "/private/a.txt" if private else "/a.txt"
-    files[path] = b"hello"
-    login = url.replace("//", "//me:pa%40ss@")
-    assert texts_of(login + path, tmp_path) == ["hello"]
-    wrong = url.replace("//", "//me:secret@")
-    for source, knobs in (
-        (f"{wrong}/private/a.txt", {}),
-        (f"{wrong}/none", {}),
-        (wrong + path, {"sha256": "0" * 64}),
-    ):
-        message = error_of(source, tmp_path, **knobs)
-        assert url in message
-        assert "secret" not in message
-    gc.collect()
-
-
-def test_url_login_is_not_sent_to_another_host(server, tmp_path):
-    url, files = server
-    files["/a.txt"] = b"hello"
-    files["/private/a.txt"] = b"private"
-    files["/private/moved"] = f"{url}/private/a.txt".encode()
-    login = url.replace("//", "//me:pa%40ss@")
-    assert texts_of(f"{login}/private/moved", tmp_path) == ["private"]
     elsewhere = url.replace("127.0.0.1", "localhost")
-    files["/private/far/moved"] = f"{elsewhere}/a.txt".encode()
-    (tmp_path / "other").mkdir()
-    assert texts_of(f"{login}/private/far/moved", tmp_path / "other") == ["hello"]
+    files |= {"/a.txt": b"hello", "/private/a.txt": b"private"}
+    files["/private/moved"] = f"{elsewhere}/a.txt".encode()
+    login = url.replace("//", "//me:pa%40ss@")
+    assert texts_of(f"{login}/private/a.txt", tmp_path) == ["private"]
+    assert texts_of(f"{login}/private/moved", tmp_path) == ["hello"]
     assert files["requests"][-1] == (elsewhere.removeprefix("http://"), None)
 
 
 @pytest.mark.parametrize(
     "url", ["http://me:pa/ss@host/a.txt", "http://me:secret@/a.txt", "http://me:secret@[x/a.txt"]
 )
-def test_invalid_url_is_one_line_without_password(tmp_path, url):
-    message = error_of(url, tmp_path)
-    assert message.startswith("data.source: ")
-    assert "%2F" in message
-    assert "pa/ss" not in message
-    assert "secret" not in message
+def test_password_of_a_url_is_not_printed(write_recipe, refused, url):
+    line = refused("prepare", write_recipe(data__source=url))
+    assert "data.source: http://" in line
+    assert "pa/ss" not in line
+    assert "secret" not in line
 
 
 # --- Hub data sets
@@ -532,7 +427,7 @@ def test_hub_data_set_is_requested_by_recipe(hub, tmp_path):
     assert documents.revision == "v1"
 
 
-@pytest.mark.parametrize("column", [None, [1, 2], [["a"], ["b"]], [b"a", b"b"]])
+@pytest.mark.parametrize("column", [None, [1, 2], [b"a", b"b"]])
 def test_hub_data_set_without_text_names_columns(hub, tmp_path, column):
     splits, _ = hub
     columns = {"id": [1, 2], "body": ["one", "two"]} if column is None else {"text": column}
@@ -544,11 +439,7 @@ def test_hub_data_set_without_text_names_columns(hub, tmp_path, column):
 
 @pytest.mark.parametrize(
     "error",
-    [
-        ConnectionError("Couldn't reach\nthe Hub"),
-        ValueError("BuilderConfig 'x' not found"),
-        datasets.exceptions.DatasetNotFoundError("does not exist"),
-    ],
+    [ConnectionError("Couldn't reach\nthe Hub"), ValueError("BuilderConfig 'x' not found")],
 )
 def test_hub_errors_are_one_line(monkeypatch, tmp_path, error):
     def load_dataset(*_, **__):

@@ -62,7 +62,7 @@ def letters(tmp_path):
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [("", "empty"), ("a", "1 tokens of text"), ("abx", "knows no 'x'")],
+    [("", "0 tokens of text"), ("a", "1 tokens of text"), ("abx", "knows no 'x'")],
 )
 def test_unusable_text_is_refused(read, tmp_path, letters, content, message):
     (path := tmp_path / "text.txt").write_text(content)

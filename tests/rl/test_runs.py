@@ -202,8 +202,6 @@ def test_failing_rewards_stop_the_run_or_are_counted(
     [
         (["--task", "arithmetics"], "did you mean arithmetic"),
         (["--rl.samples", "7"], "rl.samples: 7 does not divide the 16 sequences of a step"),
-        (["--rl.batch_size", "5"], "rl.batch_size: 5 does not divide"),
-        (["--rl.clip", "0.2"], "rl.clip: the ratio is 1"),
         (["--rl.max_new_tokens", "64"], "rl.max_new_tokens: 64 leaves no room"),
         (["--rl.max_new_tokens", "50"], "max_new_tokens 50 that is more than 64"),
     ],
@@ -237,14 +235,6 @@ def test_shipped_rl_recipes_train(name, folder, root, tmp_path, monkeypatch, for
     recipe = str(root / "recipes" / f"{name}.yaml")
     assert main(["rl", recipe, "--from", str(folder / "start"), *options]) == 0
     assert column(RunFolder(tmp_path / "runs" / name), "train/reward")
-
-
-def test_rl_and_finetune_name_each_other(folder, text_file, capsys):
-    start = ["--from", str(folder / "start")]
-    assert main(["rl", *start]) == 2
-    assert "no task" in capsys.readouterr().err
-    assert main(["finetune", *start, "--data", str(text_file), "--rl.task", "exact"]) == 2
-    assert "rl.task is for `cli.py rl`" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["pretrain", "prepare", "estimate", "bench", "doctor"])

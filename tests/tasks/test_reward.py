@@ -1,6 +1,5 @@
 """Reward functions: a user's own file, and scores that raise, hang or return no number."""
 
-import json
 import math
 import os
 import sys
@@ -44,10 +43,8 @@ FAILING = {
     "SystemExit: 0": lambda completion, question: sys.exit(0),
     "Unprintable": unprintable,
     "nan": lambda completion, question: math.nan,
-    "inf": lambda completion, question: math.inf,
     "1e+300": lambda completion, question: 1e300,
     "TypeError": lambda completion, question: None,
-    "ValueError": lambda completion, question: "much",
 }
 
 
@@ -118,23 +115,16 @@ def test_load_reward_calls_the_users_function(tmp_path):
     [
         ("score", "'score'"),
         ("mine.txt:score", "'mine.txt:score'"),
-        ("user/repo:score", "'user/repo:score'"),
         ("missing.py:score", "no such file"),
         ("mine.py:other", "'other'"),
         ("broken.py:score", "SyntaxError"),
         ("exits.py:score", "SystemExit: 0"),
         ("hangs.py:score", "0.1 seconds"),
-        ("model/mine.py:score", "model folder"),
-        ("model/code/mine.py:score", "model folder"),
     ],
 )
 def test_load_reward_refuses_what_is_no_function_of_the_user(tmp_path, monkeypatch, spec, message):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "model" / "code").mkdir(parents=True)
-    (tmp_path / "model" / "config.json").write_text(json.dumps({}))
-    (tmp_path / "model" / "model.safetensors").touch()
-    for folder in (tmp_path, tmp_path / "model", tmp_path / "model" / "code"):
-        (folder / "mine.py").write_text("def score(*_):\n    return 0\n")
+    (tmp_path / "mine.py").write_text("def score(*_):\n    return 0\n")
     (tmp_path / "broken.py").write_text("def score(:")
     (tmp_path / "exits.py").write_text("import sys\nsys.exit(0)")
     (tmp_path / "hangs.py").write_text("while True:\n    pass")

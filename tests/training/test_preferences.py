@@ -230,11 +230,11 @@ def test_rows_of_every_shape_are_pairs(row):
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        ({"prompt": "Why?", "completion": "No."}, "chosen and rejected; it has"),
+        ({"prompt": "Why?", "completion": "No."}, "a row with prompt . chosen . rejected"),
         ([1], "expected a row"),
-        ({"prompt": "Why?", "chosen": "Because.", "rejected": 3}, "rejected: messages: expected"),
-        ({"chosen": "Because.", "rejected": "No."}, "chosen: message 1: expected the user's turn"),
-        ({"prompt": "Why?", "chosen": " ", "rejected": "No."}, "chosen: message 2 is empty"),
+        ({"prompt": "Why?", "chosen": "Because.", "rejected": 3}, "rejected: expected a list"),
+        ({"chosen": "Because.", "rejected": "No."}, "chosen: message 1: role: expected user"),
+        ({"prompt": "Why?", "chosen": " ", "rejected": "No."}, "chosen: message 2: expected text"),
         (
             {
                 "chosen": [*QUESTION, GOOD],
@@ -264,9 +264,9 @@ def test_rows_of_every_shape_are_labeled_answers(row):
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        ({"prompt": "Why?", "chosen": "So.", "rejected": "No."}, "completion and label; it has"),
+        ({"prompt": "Why?", "chosen": "So.", "rejected": "No."}, "prompt . completion . label"),
         ({"prompt": "Why?", "completion": "So.", "label": 1}, "label: expected true or false"),
-        ({"prompt": "Why?", "completion": " ", "label": True}, "completion: message 2 is empty"),
+        ({"prompt": "Why?", "completion": " ", "label": True}, "completion: message 2: expected"),
     ],
 )
 def test_rows_that_are_no_labeled_answers_are_refused(row, words):
