@@ -2,6 +2,7 @@
 fine-tuning.
 """
 
+import logging
 import math
 import pickle
 import shlex
@@ -28,6 +29,8 @@ from nanogpt_hf.model.architecture import (
     count_parameters,
 )
 from nanogpt_hf.model.look_back import check_look_back, look_back
+
+logger = logging.getLogger(__name__)
 
 
 def build_config(
@@ -158,21 +161,26 @@ def start_model(
     finetune, lora = config.finetune, config.lora
     if finetune.model is None:
         model_config = build_config(config.model, vocab_size, end_of_text_id)
-        return build_model(model_config, config.train.seed, config.model.init)
-    options: dict[str, Any] = {}
-    if config.model.architecture == GPT2.name:
-        options["dropout"] = config.model.dropout
-    if lora.quantize:  # nf4: the QLoRA paper's type, arXiv:2305.14314
-        options["quantization_config"] = BitsAndBytesConfig(
-            load_in_8bit=lora.quantize == "8bit",
-            load_in_4bit=lora.quantize == "4bit",
-            bnb_4bit_quant_type="nf4",
-        )
-    model = load_model(finetune.model, finetune.revision, **options)
-    # training/finetuning.py has checked that all its own tokens stay
-    if vocab_size > model.config.vocab_size:
-        extend_vocabulary(model, vocab_size)
-    return _prepare_for_finetuning(model, config, step)
+        model = build_model(model_config, config.train.seed, config.model.init)
+    else:
+        options: dict[str, Any] = {}
+        if config.model.architecture == GPT2.name:
+            options["dropout"] = config.model.dropout
+        if lora.quantize:  # nf4: the QLoRA paper's type, arXiv:2305.14314
+            options["quantization_config"] = BitsAndBytesConfig(
+                load_in_8bit=lora.quantize == "8bit",
+                load_in_4bit=lora.quantize == "4bit",
+                bnb_4bit_quant_type="nf4",
+            )
+        model = load_model(finetune.model, finetune.revision, **options)
+        # training/finetuning.py has checked that all its own tokens stay
+        if vocab_size > model.config.vocab_size:
+            extend_vocabulary(model, vocab_size)
+        _prepare_for_finetuning(model, config, step)
+    twin, parameters = meta_model(config, model.config, step), dict(model.named_parameters())
+    for name, p in twin.named_parameters():
+        parameters[name].requires_grad_(p.requires_grad)
+    return model
 
 
 def check_causal(model: PreTrainedModel, *, packs: bool) -> None:
@@ -250,11 +258,19 @@ def _prepare_for_finetuning(model: PreTrainedModel, config: Config, step: int) -
 
 
 def meta_model(config: Config, base: PreTrainedConfig, step: int = 0) -> PreTrainedModel:
-    """The model that a fine-tuning run has at `step`, on the meta device, to count its
-    parameters.
+    """The model that a run has at `step`, on the meta device, with what is frozen: also what the
+    loss gives no gradient, such as scores that only choose.
     """
+    architecture = architecture_of(base)
     with torch.device("meta"):
-        return _prepare_for_finetuning(architecture_of(base).model_class(base), config, step)
+        model = architecture.model_class(base)
+        if config.finetune.model:
+            _prepare_for_finetuning(model, config, step)
+    if idle := architecture.check_one_step(model):
+        logger.info(f"frozen, since the loss gives them no gradient: {len(idle)} of {idle[0]}, ...")
+        for name in idle:
+            model.get_parameter(name).requires_grad_(False)
+    return model
 
 
 def load_base_config(name: str, revision: str | None) -> tuple[PreTrainedConfig, str | None]:

@@ -23,6 +23,13 @@ def experts_of(module: torch.nn.Module) -> list[Any]:
     return [part for part in module.modules() if hasattr(part, "is_concatenated")]
 
 
+def active_experts(config: Any) -> int:
+    """How many experts of a layer a token has, by the names that configs have for it."""
+    names = ("num_experts_per_tok", "moe_topk", "top_k_experts")
+    found = (getattr(config, name, None) for name in names)
+    return next((count for count in found if count is not None), 0)
+
+
 class View:
     """A module of experts with changed parameters, and with `others` in place of attributes."""
 

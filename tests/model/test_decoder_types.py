@@ -89,14 +89,11 @@ def tiny(architecture: str):
             kinds = list(dict.fromkeys(values))
             layers = max(layers, len(kinds))
             extra[name] = (kinds * layers)[:layers]
-    section = ModelSection(
-        architecture=architecture,
-        n_layer=layers,
-        n_head=4,
-        n_embd=32,
-        n_positions=32,
-        extra=extra | OTHERS.get(architecture, {}),
-    )
+    sizes = {"n_layer": layers, "n_head": 4, "n_embd": 32, "n_positions": 32}
+    extra |= OTHERS.get(architecture, {})
+    for knob in [name for name in extra if hasattr(ModelSection(), name)]:
+        sizes[knob] = extra.pop(knob)
+    section = ModelSection(architecture=architecture, extra=extra, **sizes)
     model = build_model(build_config(section, VOCAB), 0).train()
     draw = torch.Generator().manual_seed(1)
     with torch.no_grad():
