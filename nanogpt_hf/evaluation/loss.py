@@ -19,7 +19,7 @@ from nanogpt_hf.distributed.accelerator import sum_over_ranks
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.evaluation.base import Subject
 from nanogpt_hf.evaluation.corpus import Corpus
-from nanogpt_hf.model.architecture import Objective, architecture_of
+from nanogpt_hf.model.architecture import Objective
 from nanogpt_hf.runs.state import MeasuredLoss
 
 _RESAMPLES = 1000
@@ -163,14 +163,13 @@ def evaluate_text(
     windows = np.arange(len(blocks))
     already_predicted = np.where(windows > 0, block_size - stride, 0)
     nats = torch.zeros(len(windows), dtype=torch.float64)
-    architecture = architecture_of(model)
     with eval_mode(model):
         size = subject.batch_size
         for rows, batch in rank_batches(accelerator, mesh, blocks, windows, size, pad=False):
             for row, count in enumerate(already_predicted[rows].tolist()):
                 batch["shift_labels"][row, :count] = -100
             with accelerator.autocast():
-                losses = architecture.row_losses(model, batch["input_ids"], batch["shift_labels"])
+                losses = model.row_losses(batch["input_ids"], batch["shift_labels"])
             nats[rows] = losses.cpu().double()
             progress(min(size * mesh.dp_cp_size, len(windows) - rows[0]))
     if mesh.world_size > 1:

@@ -21,6 +21,7 @@ from nanogpt_hf.config.names import folder_or_hub_id
 from nanogpt_hf.config.schema import Config, ModelSection
 from nanogpt_hf.config.seeds import derive_seed
 from nanogpt_hf.errors import UserError, explain, is_out_of_memory, one_line
+from nanogpt_hf.formatting import plural
 from nanogpt_hf.model.architecture import (
     GPT2,
     architecture_of,
@@ -177,9 +178,14 @@ def start_model(
         if vocab_size > model.config.vocab_size:
             extend_vocabulary(model, vocab_size)
         _prepare_for_finetuning(model, config, step)
-    twin, parameters = meta_model(config, model.config, step), dict(model.named_parameters())
-    for name, p in twin.named_parameters():
-        parameters[name].requires_grad_(p.requires_grad)
+    parameters, idle = dict(model.named_parameters()), []
+    for name, twin in meta_model(config, model.config, step).named_parameters():
+        if parameters[name].requires_grad and not twin.requires_grad:
+            parameters[name].requires_grad_(False)
+            idle.append(name)
+    if idle:
+        more = f" and {plural(len(idle) - 1, 'other')}" if len(idle) > 1 else ""
+        logger.info(f"frozen, since the loss gives no gradient: {idle[0]}{more}")
     return model
 
 
@@ -220,12 +226,18 @@ def check_causal(model: PreTrainedModel, *, packs: bool) -> None:
 
 
 def check_balance(config: Config, model_config: PreTrainedConfig) -> None:
-    """Raises UserError if there is a balance loss, but no experts."""
+    """Raises UserError if there is a balance loss, but no experts, or no logits of routers."""
+    if not config.optim.balance_loss:
+        return
     architecture = architecture_of(model_config)
-    if config.optim.balance_loss and not architecture.idle_parameters(model_config):
-        raise UserError(
-            f"optim.balance_loss: {architecture.name} has no experts to choose from; leave it out"
-        )
+    problem = "has no experts to choose from"
+    if architecture.idle_parameters(model_config):
+        with torch.device("meta"):
+            model = architecture.model_class(model_config)
+        if getattr(architecture.output_shapes(model), "routing", None) is not None:
+            return
+        problem = "does not show the logits of its routers"
+    raise UserError(f"optim.balance_loss: {architecture.name} {problem}; leave it out")
 
 
 def extend_vocabulary(model: PreTrainedModel, tokens: int) -> None:
@@ -266,10 +278,8 @@ def meta_model(config: Config, base: PreTrainedConfig, step: int = 0) -> PreTrai
         model = architecture.model_class(base)
         if config.finetune.model:
             _prepare_for_finetuning(model, config, step)
-    if idle := architecture.check_one_step(model):
-        logger.info(f"frozen, since the loss gives them no gradient: {len(idle)} of {idle[0]}, ...")
-        for name in idle:
-            model.get_parameter(name).requires_grad_(False)
+    for name in () if architecture is GPT2 else architecture.check_one_step(model):
+        model.get_parameter(name).requires_grad_(False)
     return model
 
 

@@ -113,7 +113,11 @@ class ConfigFields:
         Raises ValueError if none do.
         """
         sizes = {f"model.{knob}": size_of(config, name) for knob, name in SIZES.items()}
-        return {"model.architecture": self.name, **sizes, "model.n_head": sizes["model.n_head"] or 1}
+        return {
+            "model.architecture": self.name,
+            **sizes,
+            "model.n_head": sizes["model.n_head"] or 1,
+        }
 
     def read_config(self, name: str, revision: str | None = None, **fields: Any) -> Any:
         """The configuration of a model folder or of a model on the Hub, with other `fields`.
@@ -164,7 +168,8 @@ class ConfigFields:
 
 def size_of(config: Any, name: str, default: Any = None) -> Any:
     """A size of a config; of the first block if blocks have sizes of their own."""
-    return getattr(next(iter(config.per_layer_config), config), name, default)
+    value = getattr(next(iter(config.per_layer_config), config), name, default)
+    return value[0] if isinstance(value, list | tuple) and value else value
 
 
 def completed(config: Any) -> Any:

@@ -95,9 +95,12 @@ class Architecture(ConfigFields):
                 f"{self.name} consists of several models ({', '.join(filter(None, models))}), and "
                 "is not supported"
             )
-        is_part = self._field("is_decoder") and self._field("add_cross_attention")
+        attends = any("cross_attention" in field.name for field in self._fields)
+        is_part = attends and self._field("is_decoder")
         if getattr(self.config_class, "is_encoder_decoder", False) or is_part:
-            raise ValueError(f"{self.name} has an encoder, or is one, and is not supported")
+            raise ValueError(
+                f"{self.name} has an encoder, is one, or attends to one, and is not supported"
+            )
 
     # From a recipe, and from and to disk. Weights are named as in `model_class`.
 
@@ -159,15 +162,8 @@ class Architecture(ConfigFields):
                     )
         if len(self.blocks(model)) != config.num_hidden_layers:
             raise ValueError(f"{self.name} has not one block per layer, and is not supported")
-        # one chunk of the loss, since chunks cannot be on the meta device
-        length = rows_of_a_chunk(_TOKENS_OF_A_STEP, config.vocab_size + padding_rows(config))
-        length = min(length, config.max_position_embeddings)
-        ids = torch.zeros(1, length, dtype=torch.long, device="meta")
         try:
-            with shapes_only():
-                model.train()(
-                    input_ids=ids, shift_labels=ids, use_cache=False, num_items_in_batch=1
-                ).loss.backward()
+            self.output_shapes(model).loss.backward()
         except Exception as error:
             # it reads values or asks for autocast: the meta device has neither
             if "meta tensor" in str(error) or "autocast" in str(error):
@@ -182,6 +178,18 @@ class Architecture(ConfigFields):
         idle = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
         model.zero_grad()
         return idle
+
+    def output_shapes(self, model: Any) -> Any:
+        """The output for a text of a model on the meta device, in training."""
+        # one chunk of the loss, since chunks cannot be on the meta device
+        config = model.config
+        length = rows_of_a_chunk(_TOKENS_OF_A_STEP, config.vocab_size + padding_rows(config))
+        length = min(length, config.max_position_embeddings)
+        ids = torch.zeros(1, length, dtype=torch.long, device="meta")
+        with shapes_only():
+            return model.train()(
+                input_ids=ids, shift_labels=ids, use_cache=False, num_items_in_batch=1
+            )
 
     def read_model(
         self,
@@ -381,10 +389,6 @@ class Architecture(ConfigFields):
             for module in [*self.embeddings(model), *self.blocks(model)[:layers]]:
                 module.requires_grad_(False)
 
-    def row_losses(self, model: Any, input_ids: torch.Tensor, targets: torch.Tensor) -> Any:
-        """(B, T), (B, T) -> the summed loss of each row, (B,)."""
-        return model.row_losses(input_ids, targets)
-
     def check_positions(self, config: Any, length: int, theta: float | None) -> None:
         """Raises ValueError if `resize_positions` cannot do that to a model of `config`."""
         self.resized_rope(config, length, theta)
@@ -442,7 +446,7 @@ class Architecture(ConfigFields):
 
 
 def _parts_of(model: PreTrainedModel) -> Parts:
-    """The parts of a model, found when it is asked for the first time: wrappers change its types."""
+    """The parts of a model, found when they are asked for first: wrappers change its types."""
     if "parts" not in vars(model):
         vars(model)["parts"] = _find_parts(model, str(model.config.model_type))
     return vars(model)["parts"]
