@@ -46,7 +46,8 @@ _SLIDING = ["sliding_attention", "full_attention"]
 # Knobs and fields where sizes follow from others, where defaults are no use, or routers draw noise.
 OTHERS: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
-    "cohere_compass_text": {"layer_types": _SLIDING},
+    "cohere_compass_text": {"layer_types": _SLIDING}
+    | {"rope_parameters": {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in _SLIDING}},
     "cwm": {"bos_token_id": 0},
     "deepseek_v2": {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
@@ -67,22 +68,20 @@ OTHERS: dict[str, dict[str, Any]] = {
     "nemotron_h": {"n_layer": 3, "layers_block_type": ["mamba", "moe", "attention"]},
     "phimoe": {"router_jitter_noise": 0.0},
     "qwen4_exp_text": {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8}
-    | {"indexer_budget": 16, "indexer_compress_ratio": 4, "ple_embed_dim": 16}
-    | {"ple_layer_ids": [1], "hc_lowrank": 16, "ngram_vocab_size_base": 64, "heads_per_ngram": 2}
-    | {"make_ngram_vocab_size_divisible_by": 8, "split_ngram_parts": 4, "eos_token_id": 1},
+    | {"indexer_budget": 16, "indexer_compress_ratio": 4, "ple_layer_ids": []},
     "recurrent_gemma": {"n_layer": 3},
     "rwkv": {"n_head": 1},
-    "xlstm": {"n_head": 1, "num_heads": 4, "chunk_size": 64},
+    "xlstm": {"n_head": 1, "num_heads": 4, "qk_dim_factor": 1.0},
     "zamba": {"n_layer": 3, "layers_block_type": ["mamba", "hybrid", "hybrid"]},
     "zamba2": {"layers_block_type": ["mamba", "hybrid"], "n_mamba_heads": 8},
     "zaya": {"num_experts_per_tok": 1},
 }
 
 
-def tiny(architecture: str) -> Any:
-    """A tiny model of all its kinds of blocks, with weights large enough that a mistake shows.
+def tiny_section(architecture: str) -> ModelSection:
+    """The recipe of a tiny model of all its kinds of blocks.
 
-    Raises ValueError or UserError if its type is refused.
+    Raises ValueError if its type is refused.
     """
     row = architecture_of_type(architecture)
     default = row.config_class()
@@ -103,8 +102,15 @@ def tiny(architecture: str) -> Any:
     extra |= OTHERS.get(architecture, {})
     for knob in [name for name in extra if hasattr(ModelSection(), name)]:
         section[knob] = extra.pop(knob)
-    config = build_config(ModelSection(architecture=architecture, extra=extra, **section), VOCAB)
-    model = build_model(config, 0).train()
+    return ModelSection(architecture=architecture, extra=extra, **section)
+
+
+def tiny(architecture: str) -> Any:
+    """Its model, with weights large enough that a mistake shows.
+
+    Raises ValueError or UserError if its type is refused.
+    """
+    model = build_model(build_config(tiny_section(architecture), VOCAB), 0).train()
     draw = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():

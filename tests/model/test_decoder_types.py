@@ -3,10 +3,9 @@ transformers, no token sees a later one, what gets no gradient is frozen. No oth
 """
 
 import copy
-import importlib.util
 import re
-from pathlib import Path
 
+import decoder_types as types
 import pytest
 import torch
 import transformers
@@ -17,10 +16,6 @@ from nanogpt_hf.model.architecture import architecture_of
 from nanogpt_hf.model.build import load_model, meta_model
 from nanogpt_hf.model.experts import experts_of
 
-SCRIPT = Path(__file__).parents[2] / "docs" / "decoder_types.py"
-SPEC = importlib.util.spec_from_file_location("decoder_types", SCRIPT)
-types = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(types)
 PAGE = types.PAGE.read_text(encoding="utf-8")
 TABLE = PAGE.split(types.BEGIN)[1].split("Refused:")[0]
 pytestmark = [
