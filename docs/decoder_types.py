@@ -71,7 +71,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     | {"indexer_budget": 16, "indexer_compress_ratio": 4, "ple_layer_ids": []},
     "recurrent_gemma": {"n_layer": 3},
     "rwkv": {"n_head": 1},
-    "xlstm": {"n_head": 1, "num_heads": 4, "qk_dim_factor": 1.0},
+    "xlstm": {"n_head": 1, "n_embd": 64, "num_heads": 4, "qk_dim_factor": 1.0},
     "zamba": {"n_layer": 3, "layers_block_type": ["mamba", "hybrid", "hybrid"]},
     "zamba2": {"layers_block_type": ["mamba", "hybrid"], "n_mamba_heads": 8},
     "zaya": {"num_experts_per_tok": 1},
@@ -84,13 +84,14 @@ def tiny_section(architecture: str) -> ModelSection:
     Raises ValueError if its type is refused.
     """
     row = architecture_of_type(architecture)
-    default = row.config_class()
+    default: Any = row.config_class()
+    default = next(iter(default.per_layer_config), default)  # blocks may have sizes of their own
     sizes = {name: value for value, names in SMALL.items() for name in names.split()}
     knobs = {row._field(name) for name in SIZES.values()}
     fields = {field.name for field in row._fields} - knobs
     extra: dict[str, Any] = {}
     for name, value in sizes.items():
-        if name in fields and isinstance(vars(default).get(name), int):
+        if name in fields and isinstance(getattr(default, name, None), int):
             extra[name] = value
     layers = 2
     for name in ("layer_types", "mlp_layer_types"):

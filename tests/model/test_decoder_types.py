@@ -11,6 +11,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
+from decoder_batch import batch, gradients
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.model.architecture import architecture_of
 from nanogpt_hf.model.build import load_model, meta_model
@@ -38,21 +39,15 @@ def test_type_of_the_table(architecture, tmp_path):
     standard = AutoModelForCausalLM.from_pretrained(tmp_path).train()
     if experts_of(standard):
         standard.set_experts_implementation("eager")
-    ids = torch.randint(0, types.VOCAB, (3, 32), generator=torch.Generator().manual_seed(2))
-    labels = ids.roll(-1, 1)
-    labels[:, -3:] = -100
-    batch = {"input_ids": ids, "shift_labels": labels, "num_items_in_batch": 7}
-    theirs = standard(**batch, labels=ids, use_cache=False).loss
-    ours = model(**batch, skip_logits=True).loss
+    inputs = batch(length=32) | {"num_items_in_batch": 7}
+    ids = inputs["input_ids"]
+    theirs = standard(**inputs, labels=ids, use_cache=False).loss
+    ours = model(**inputs, skip_logits=True).loss
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
-    theirs.backward()
-    ours.backward()
-    found = {name: p.grad for name, p in model.named_parameters()}
-    assert {name for name, p in model.named_parameters() if p.requires_grad} == {
-        name for name, gradient in found.items() if gradient is not None
-    }
-    expected = {name: p.grad for name, p in standard.named_parameters()}
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    found = gradients(model, ours)
+    for name, parameter in model.named_parameters():
+        assert parameter.requires_grad == (found[name] is not None), name
+    torch.testing.assert_close(found, gradients(standard, theirs), atol=1e-5, rtol=1e-5)
     again = load_model(str(tmp_path)).eval()
     torch.testing.assert_close(again(ids).logits, standard.eval()(ids).logits, atol=1e-5, rtol=1e-5)
     assert row.recipe_knobs(copy.deepcopy(again.config)) == row.recipe_knobs(model.config)

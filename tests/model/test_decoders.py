@@ -6,11 +6,13 @@ import dataclasses
 
 import pytest
 import torch
+from decoder_types import VOCAB
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
+from decoder_batch import batch, gradients
 from nanogpt_hf.config.schema import ModelSection
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.model import loss_gpt
@@ -18,7 +20,6 @@ from nanogpt_hf.model.architecture import architecture_of, count_parameters, par
 from nanogpt_hf.model.build import build_config, build_model, check_causal, load_model
 
 DECODERS = ["qwen3", "llama", "nanochat", "olmo2", "smollm3"]
-VOCAB = 61
 
 
 def section(architecture: str, **knobs) -> ModelSection:
@@ -36,19 +37,6 @@ def model_of(architecture: str, seed: int = 0, **knobs):
                 torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)), alpha=0.1
             )
     return model
-
-
-def batch(rows: int = 3, length: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
-    ids = torch.randint(0, VOCAB, (rows, length), generator=torch.Generator().manual_seed(2))
-    labels = ids.roll(-1, 1)
-    labels[:, -3:] = -100
-    return ids, labels
-
-
-def gradients(model, loss) -> dict[str, torch.Tensor]:
-    model.zero_grad()
-    loss.backward()
-    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
 
 @pytest.mark.parametrize("chunked", [False, True])
@@ -71,7 +59,7 @@ def test_loss_and_gradients_are_those_of_transformers(
     assert model._is_linear == linear
     standard = AutoModelForCausalLM.from_config(model.config).train()
     standard.load_state_dict(model.state_dict())
-    ids, labels = batch()
+    ids, labels = batch().values()
     theirs = standard(input_ids=ids, labels=ids, shift_labels=labels, num_items_in_batch=7).loss
     ours = model(input_ids=ids, shift_labels=labels, num_items_in_batch=7, skip_logits=True)
     assert ours.logits is None or not linear
@@ -92,7 +80,7 @@ def test_saved_folder_opens_in_transformers(architecture, tmp_path):
     standard = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert type(standard) is not type(model)
     assert type(standard).__name__ == type(model).__name__ == standard.config.architectures[0]
-    ids, _ = batch()
+    ids = batch()["input_ids"]
     assert torch.equal(standard(ids).logits, model(ids).logits)
     again = load_model(str(tmp_path)).eval()
     assert type(again) is type(model)
@@ -220,7 +208,7 @@ def test_row_losses_are_those_of_the_logits(architecture):
         architecture, {}
     )
     model = model_of(architecture, extra=extra).eval()
-    ids, labels = batch()
+    ids, labels = batch().values()
     with torch.no_grad():
         losses = model.row_losses(ids, labels)
         expected = F.cross_entropy(
@@ -239,7 +227,7 @@ def test_padded_vocabulary_is_never_predicted_or_saved(
     model = model_of(architecture, pad_vocab_to_multiple_of=16).train()
     head = model.get_output_embeddings().weight
     assert (len(head), model.config.vocab_size) == (64, VOCAB)
-    ids, labels = batch()
+    ids, labels = batch().values()
     loss = model(input_ids=ids, shift_labels=labels).loss
     loss.backward()
     assert not head.grad[VOCAB:].any()
@@ -287,8 +275,7 @@ def test_freeze_and_depths_of_a_decoder(tied):
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     assert frozen == {name for name, depth in depths.items() if depth < 2}
     assert model.lm_head.weight.requires_grad != tied
-    labels = batch()[1]
-    model.train()(input_ids=batch()[0], shift_labels=labels).loss.backward()
+    model.train()(**batch()).loss.backward()
     assert {
         name for name, parameter in model.named_parameters() if parameter.grad is not None
     } == depths.keys() - frozen

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 from transformers.integrations.moe import grouped_mm_experts_forward
 
+from decoder_batch import batch, gradients
 from nanogpt_hf.config.schema import Config, OptimSection
 from nanogpt_hf.distributed import expert_parallel
 from nanogpt_hf.errors import UserError
@@ -39,19 +40,6 @@ def model_of(architecture: str):
     for buffer in saved_buffers(model).values():
         buffer.add_(torch.randn(buffer.shape, generator=draw), alpha=0.1)
     return model
-
-
-def batch(rows: int = 3, length: int = 16) -> dict[str, torch.Tensor]:
-    ids = torch.randint(0, VOCAB, (rows, length), generator=torch.Generator().manual_seed(2))
-    labels = ids.roll(-1, 1)
-    labels[:, -3:] = -100
-    return {"input_ids": ids, "shift_labels": labels}
-
-
-def gradients(model, loss) -> dict[str, torch.Tensor]:
-    model.zero_grad()
-    loss.backward()
-    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
 
 @pytest.mark.parametrize("architecture", [*TYPES, *HYBRIDS])
