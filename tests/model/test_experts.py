@@ -194,10 +194,12 @@ def test_only_active_parameters_count_as_work():
     assert attention == row.flops_per_token(config, 32) - row.flops_per_token(config, 16)
 
 
-def test_a_balance_loss_needs_experts():
+def test_a_balance_loss_needs_experts_whose_routers_show_logits():
     recipe = Config(optim=OptimSection(balance_loss=0.1))
     with pytest.raises(UserError, match=r"optim.balance_loss: llama has no experts"):
         check_balance(recipe, tiny("llama").config)
+    with pytest.raises(UserError, match=r"deepseek_v4 does not show the logits of its routers"):
+        check_balance(recipe, tiny("deepseek_v4").config)
     check_balance(recipe, tiny("qwen3_moe").config)
 
 
