@@ -5,6 +5,7 @@ fine-tuning.
 import logging
 import math
 import pickle
+import re
 import shlex
 import warnings
 from pathlib import Path
@@ -276,10 +277,12 @@ def meta_model(config: Config, base: PreTrainedConfig, step: int = 0) -> PreTrai
     architecture = architecture_of(base)
     with torch.device("meta"):
         model = architecture.model_class(base)
+        idle = () if architecture is GPT2 else architecture.check_one_step(model)
         if config.finetune.model:
             _prepare_for_finetuning(model, config, step)
-    for name in () if architecture is GPT2 else architecture.check_one_step(model):
-        model.get_parameter(name).requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        if re.sub(r"\.lora_[AB]\.default", "", name) in idle:
+            parameter.requires_grad_(False)
     return model
 
 
