@@ -179,7 +179,8 @@ def start_model(
         if vocab_size > model.config.vocab_size:
             extend_vocabulary(model, vocab_size)
         _prepare_for_finetuning(model, config, step)
-    parameters, idle = dict(model.named_parameters()), []
+    parameters = dict(model.named_parameters())
+    idle: list[str] = []
     for name, twin in meta_model(config, model.config, step).named_parameters():
         if parameters[name].requires_grad and not twin.requires_grad:
             parameters[name].requires_grad_(False)
