@@ -67,6 +67,7 @@ $(VENV)/installed-%: $(VENV)/installed
 
 docs: $(VENV)/installed ## write what follows from the code: tables in docs/, the graph in CONTRIBUTING.md
 	$(BIN)/python docs/tables.py
+	$(BIN)/python docs/decoder_types.py
 	$(BIN)/python docs/structure.py
 
 clean: ## remove the environment and caches; runs/ and data/ stay

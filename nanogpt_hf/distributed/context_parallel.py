@@ -23,6 +23,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from nanogpt_hf.distributed.mesh import Mesh
+from nanogpt_hf.model.config_fields import size_of
 
 _EXCHANGE, _RING = "exchange_of_heads", "ring"
 # torch has no ring for the plain one
@@ -34,8 +35,8 @@ RING_MACHINES = [("cuda", "bf16")]
 
 def heads_of(config: Any) -> tuple[int, int]:
     """Heads of queries, and of keys and values."""
-    heads = config.num_attention_heads
-    return heads, getattr(config, "num_key_value_heads", None) or heads
+    heads = size_of(config, "num_attention_heads", 1)
+    return heads, size_of(config, "num_key_value_heads") or heads
 
 
 def needs_ring(config: Any, processes: int) -> bool:

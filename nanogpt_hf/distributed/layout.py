@@ -125,6 +125,8 @@ def model_settings(config: Config, model: Any, mesh: Mesh) -> dict[str, str]:
                 found["split norms of heads"] = f"the norms of heads of {name}"
         except ValueError as error:
             found["blocks without a plan"] = f"{name} ({error})"
+        if model.config.is_heterogeneous:
+            found["blocks without a plan"] = f"{name} (its blocks have sizes of their own)"
     if not experts_of(model):
         found["no experts"] = name
     rotary = getattr(model.config, "rope_parameters", None) is not None

@@ -221,7 +221,6 @@ def evaluate_text(
     from nanogpt_hf.data.blocks import TokenBlocks
     from nanogpt_hf.distributed.accelerator import sum_over_ranks
     from nanogpt_hf.evaluation.loss import eval_mode, rank_batches
-    from nanogpt_hf.model.architecture import architecture_of
     from nanogpt_hf.runs.state import MeasuredLoss
 
     accelerator, mesh, model = subject.accelerator, subject.mesh, subject.model
@@ -229,13 +228,13 @@ def evaluate_text(
     windows = np.arange(len(blocks))
     already_predicted = np.where(windows > 0, block_size - stride, 0)
     nats = torch.zeros(len(windows), dtype=torch.float64)
-    architecture, size = architecture_of(model), subject.batch_size
+    size = subject.batch_size
     with torch.no_grad(), eval_mode(model), subject.bar("window", len(windows)) as progress:
         for rows, batch in rank_batches(accelerator, mesh, blocks, windows, size, pad=False):
             for row, count in enumerate(already_predicted[rows].tolist()):
                 batch["shift_labels"][row, :count] = -100
             with accelerator.autocast():
-                losses = architecture.row_losses(model, batch["input_ids"], batch["shift_labels"])
+                losses = model.row_losses(batch["input_ids"], batch["shift_labels"])
             nats[rows] = losses.cpu().double()
             progress(min(size * mesh.dp_cp_size, len(windows) - rows[0]))
     if mesh.world_size > 1:

@@ -2,8 +2,10 @@
 fine-tuning.
 """
 
+import logging
 import math
 import pickle
+import re
 import shlex
 import warnings
 from pathlib import Path
@@ -20,6 +22,7 @@ from nanogpt_hf.config.names import folder_or_hub_id
 from nanogpt_hf.config.schema import Config, ModelSection
 from nanogpt_hf.config.seeds import derive_seed
 from nanogpt_hf.errors import UserError, explain, is_out_of_memory, one_line
+from nanogpt_hf.formatting import plural
 from nanogpt_hf.model.architecture import (
     GPT2,
     architecture_of,
@@ -28,6 +31,8 @@ from nanogpt_hf.model.architecture import (
     count_parameters,
 )
 from nanogpt_hf.model.look_back import check_look_back, look_back
+
+logger = logging.getLogger(__name__)
 
 
 def build_config(
@@ -158,21 +163,32 @@ def start_model(
     finetune, lora = config.finetune, config.lora
     if finetune.model is None:
         model_config = build_config(config.model, vocab_size, end_of_text_id)
-        return build_model(model_config, config.train.seed, config.model.init)
-    options: dict[str, Any] = {}
-    if config.model.architecture == GPT2.name:
-        options["dropout"] = config.model.dropout
-    if lora.quantize:  # nf4: the QLoRA paper's type, arXiv:2305.14314
-        options["quantization_config"] = BitsAndBytesConfig(
-            load_in_8bit=lora.quantize == "8bit",
-            load_in_4bit=lora.quantize == "4bit",
-            bnb_4bit_quant_type="nf4",
-        )
-    model = load_model(finetune.model, finetune.revision, **options)
-    # training/finetuning.py has checked that all its own tokens stay
-    if vocab_size > model.config.vocab_size:
-        extend_vocabulary(model, vocab_size)
-    return _prepare_for_finetuning(model, config, step)
+        model = build_model(model_config, config.train.seed, config.model.init)
+    else:
+        options: dict[str, Any] = {}
+        if config.model.architecture == GPT2.name:
+            options["dropout"] = config.model.dropout
+        if lora.quantize:  # nf4: the QLoRA paper's type, arXiv:2305.14314
+            options["quantization_config"] = BitsAndBytesConfig(
+                load_in_8bit=lora.quantize == "8bit",
+                load_in_4bit=lora.quantize == "4bit",
+                bnb_4bit_quant_type="nf4",
+            )
+        model = load_model(finetune.model, finetune.revision, **options)
+        # training/finetuning.py has checked that all its own tokens stay
+        if vocab_size > model.config.vocab_size:
+            extend_vocabulary(model, vocab_size)
+        _prepare_for_finetuning(model, config, step)
+    parameters = dict(model.named_parameters())
+    idle: list[str] = []
+    for name, twin in meta_model(config, model.config, step).named_parameters():
+        if parameters[name].requires_grad and not twin.requires_grad:
+            parameters[name].requires_grad_(False)
+            idle.append(name)
+    if idle:
+        more = f" and {plural(len(idle) - 1, 'other')}" if len(idle) > 1 else ""
+        logger.info(f"frozen, since the loss gives no gradient: {idle[0]}{more}")
+    return model
 
 
 def check_causal(model: PreTrainedModel, *, packs: bool) -> None:
@@ -212,12 +228,18 @@ def check_causal(model: PreTrainedModel, *, packs: bool) -> None:
 
 
 def check_balance(config: Config, model_config: PreTrainedConfig) -> None:
-    """Raises UserError if there is a balance loss, but no experts."""
+    """Raises UserError if there is a balance loss, but no experts, or no logits of routers."""
+    if not config.optim.balance_loss:
+        return
     architecture = architecture_of(model_config)
-    if config.optim.balance_loss and not architecture.idle_parameters(model_config):
-        raise UserError(
-            f"optim.balance_loss: {architecture.name} has no experts to choose from; leave it out"
-        )
+    problem = "has no experts to choose from"
+    if architecture.idle_parameters(model_config):
+        with torch.device("meta"):
+            model = architecture.model_class(model_config)
+        if getattr(architecture.output_shapes(model), "routing", None) is not None:
+            return
+        problem = "does not show the logits of its routers"
+    raise UserError(f"optim.balance_loss: {architecture.name} {problem}; leave it out")
 
 
 def extend_vocabulary(model: PreTrainedModel, tokens: int) -> None:
@@ -250,11 +272,19 @@ def _prepare_for_finetuning(model: PreTrainedModel, config: Config, step: int) -
 
 
 def meta_model(config: Config, base: PreTrainedConfig, step: int = 0) -> PreTrainedModel:
-    """The model that a fine-tuning run has at `step`, on the meta device, to count its
-    parameters.
+    """The model that a run has at `step`, on the meta device, with what is frozen: also what the
+    loss gives no gradient, such as scores that only choose.
     """
+    architecture = architecture_of(base)
     with torch.device("meta"):
-        return _prepare_for_finetuning(architecture_of(base).model_class(base), config, step)
+        model = architecture.model_class(base)
+        idle = () if architecture is GPT2 else architecture.check_one_step(model)
+        if config.finetune.model:
+            _prepare_for_finetuning(model, config, step)
+    for name, parameter in model.named_parameters():
+        if re.sub(r"\.lora_[AB]\.default", "", name) in idle:
+            parameter.requires_grad_(False)
+    return model
 
 
 def load_base_config(name: str, revision: str | None) -> tuple[PreTrainedConfig, str | None]:

@@ -21,39 +21,46 @@ SIZES = {
     "n_kv_head": "num_key_value_heads",
     "n_inner": "intermediate_size",
 }
-OPTIONAL_SIZES = ("n_kv_head", "n_inner")
+_OPTIONAL_SIZES = ("n_head", "n_kv_head", "n_inner")
+# What the package reads of every config, for those that lack it. Without positions there is no
+# longest context.
+_ABSENT = {"max_position_embeddings": 2**20, "tie_word_embeddings": False}
 _INNER_MULTIPLE = 32  # the MLP's default width is rounded up to it
 
 
 class ConfigFields:
     """The fields of one class of configs."""
 
-    _is_gated = False  # an MLP of three matrices
-
     def __init__(self, config_class: type[PreTrainedConfig]):
         self.config_class, self.name = config_class, str(config_class.model_type)
 
     def _field(self, name: str) -> str:
         """The field of the config for a standard name; empty if it has none."""
-        name = self.config_class.attribute_map.get(name, name)
-        return name if name in {field.name for field in self._fields} else ""
+        fields = {field.name for field in self._fields}
+        mapped = self.config_class.attribute_map.get(name, name)
+        return next((known for known in (mapped, name) if known in fields), "")
 
     @property
     def _fields(self) -> tuple[dataclasses.Field[Any], ...]:
         return dataclasses.fields(self.config_class)
 
     def fields_from_recipe(
-        self, section: ModelSection, vocab_size: int, end_of_text_id: int | None
+        self,
+        section: ModelSection,
+        vocab_size: int,
+        end_of_text_id: int | None,
+        *,
+        is_gated: bool,
     ) -> dict[str, Any]:
         """The fields of the config that a recipe describes, for a tokenizer of `vocab_size` tokens.
 
-        Raises ValueError if model.extra does not fit them.
+        `is_gated`: MLPs of three matrices. Raises ValueError if model.extra does not fit them.
         """
         self._check_recipe(section)
         head_dim = section.n_embd // section.n_head
         sizes = {standard: getattr(section, knob) for knob, standard in SIZES.items()} | {
             "num_key_value_heads": section.n_kv_head or section.n_head,
-            "intermediate_size": section.n_inner or self._inner_size(section.n_embd),
+            "intermediate_size": section.n_inner or _inner_size(section.n_embd, is_gated),
             "head_dim": head_dim,
             "rotary_dim": head_dim,
         }
@@ -64,6 +71,7 @@ class ConfigFields:
             "bos_token_id": end_of_text_id,
             "eos_token_id": end_of_text_id,
             "pad_token_id": None,
+            "max_position_embeddings": section.n_positions,  # also of a config without the field
             **{self._field(name): size for name, size in sizes.items() if self._field(name)},
             **{
                 field.name: 0.0
@@ -74,7 +82,7 @@ class ConfigFields:
         }
 
     def _check_recipe(self, section: ModelSection) -> None:
-        """Raises ValueError if model.extra names a knob or no field, or a knob has no field."""
+        """Raises ValueError if model.extra names a knob or no field."""
         owners = {"vocab_size": "the size of the tokenizer"} | {
             name: f"model.{knob}"
             for knob, standard in SIZES.items()
@@ -89,24 +97,27 @@ class ConfigFields:
                 raise ValueError(
                     f"model.extra.{name}: {self.name}'s config has no such field{near}"
                 )
-        for knob in OPTIONAL_SIZES:
-            if getattr(section, knob) is not None and not self._field(SIZES[knob]):
-                raise ValueError(
-                    f"model.{knob}: {self.name}'s config has no {SIZES[knob]}; leave it out"
-                )
 
-    def _inner_size(self, width: int) -> int:
-        """The MLP's default width: with two matrices 4 times the model's, with three 8/3, so that
-        both cost the same.
-        """
-        if not self._is_gated:
-            return 4 * width
-        return -(-8 * width // (3 * _INNER_MULTIPLE)) * _INNER_MULTIPLE
+    def check_knobs(self, section: ModelSection, config: Any) -> None:
+        """Raises ValueError if the config that a recipe describes has other sizes than it says."""
+        for key, size in self.recipe_knobs(config).items():
+            stated, name = getattr(section, key.removeprefix("model.")), f"{self.name}'s config"
+            if stated not in (None, size):
+                wrong = f"no {SIZES[key.removeprefix('model.')]}" if size is None else f"{size}"
+                remedy = "leave it out" if size is None else "set it so, or change model.extra"
+                raise ValueError(f"{key}: {name} has {wrong}; {remedy}")
 
     def recipe_knobs(self, config: Any) -> dict[str, Any]:
-        """The knobs `model.*` that describe a model. Raises ValueError if none do."""
-        sizes = {f"model.{knob}": getattr(config, name, None) for knob, name in SIZES.items()}
-        return {"model.architecture": self.name, **sizes}
+        """The knobs `model.*` that describe a model; n_head is 1 if it has no heads.
+
+        Raises ValueError if none do.
+        """
+        sizes = {f"model.{knob}": size_of(config, name) for knob, name in SIZES.items()}
+        return {
+            "model.architecture": self.name,
+            **sizes,
+            "model.n_head": sizes["model.n_head"] or 1,
+        }
 
     def read_config(self, name: str, revision: str | None = None, **fields: Any) -> Any:
         """The configuration of a model folder or of a model on the Hub, with other `fields`.
@@ -117,7 +128,7 @@ class ConfigFields:
             name, revision=revision or "main", trust_remote_code=False, **fields
         )
         self.check_sizes(config)
-        return config
+        return completed(config)
 
     def resized_rope(self, config: Any, length: int, theta: float | None) -> dict[str, Any] | None:
         """The rotary parameters for a context of `length` tokens: with the base `theta`, or, for a
@@ -148,10 +159,34 @@ class ConfigFields:
         """
         for knob, size in SIZES.items():
             bounds: Any = KNOBS[f"model.{knob}"]
-            low, high, value = bounds.low, bounds.high, getattr(config, size, None)
-            if not (value is None and knob in OPTIONAL_SIZES) and not low <= value <= high:
+            low, high = bounds.low, bounds.high
+            value = size_of(config, size, _ABSENT.get(size))
+            if not (value is None and knob in _OPTIONAL_SIZES) and not low <= value <= high:
                 size = self._field(size)
                 raise ValueError(f"{size} must be from {low:,} to {high:,}, got {value!s:.40}")
+
+
+def size_of(config: Any, name: str, default: Any = None) -> Any:
+    """A size of a config; of the first block if blocks have sizes of their own."""
+    value = getattr(next(iter(config.per_layer_config), config), name, default)
+    return value[0] if isinstance(value, list | tuple) and value else value
+
+
+def completed(config: Any) -> Any:
+    """The config with all that the package reads."""
+    for name, value in _ABSENT.items():
+        if not hasattr(config, name):
+            setattr(config, name, value)
+    return config
+
+
+def _inner_size(width: int, is_gated: bool) -> int:
+    """The MLP's default width: with two matrices 4 times the model's, with three 8/3, so that both
+    cost the same.
+    """
+    if not is_gated:
+        return 4 * width
+    return -(-8 * width // (3 * _INNER_MULTIPLE)) * _INNER_MULTIPLE
 
 
 def config_class_of(model_type: str) -> type[PreTrainedConfig]:

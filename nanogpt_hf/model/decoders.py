@@ -15,20 +15,23 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from nanogpt_hf.config.checks import wrong_dropout
 from nanogpt_hf.config.schema import ModelSection
 from nanogpt_hf.errors import one_line
 from nanogpt_hf.model.config_fields import (
-    OPTIONAL_SIZES,
     SIZES,
     ConfigFields,
+    completed,
     padded_vocab_size,
     padding_rows,
+    size_of,
 )
-from nanogpt_hf.model.experts import experts_of, shapes_only
+from nanogpt_hf.model.experts import active_experts, experts_of, shapes_only
 from nanogpt_hf.model.layout_gpt import check_loaded
-from nanogpt_hf.model.loss_decoders import model_class_of, standard_class
+from nanogpt_hf.model.loss_decoders import model_class_of
+from nanogpt_hf.model.loss_gpt import rows_of_a_chunk
 
 # How tensor parallelism splits a layer: each process computes a part of its outputs, or of each
 # output the sum over a part of its inputs. A layer of heads has one weight for all heads, and each
@@ -39,8 +42,7 @@ _SPLITS: dict[str, Split] = {
     "rowwise": "inputs",
     "replicated_with_grad_allreduce": "heads",
 }
-# for `check_one_step`; chunks of a loss cannot be on the meta device
-_BLOCKS_OF_A_STEP, _TOKENS_OF_A_STEP = 8, 2
+_TOKENS_OF_A_STEP = 256  # for `check_one_step`: a shorter text may not reach all parameters
 _EXPERT_MULTIPLE = 8  # torch's grouped products need rows of 16 bytes, in bf16 too
 
 
@@ -79,48 +81,26 @@ class Architecture(ConfigFields):
     def __init__(self, config_class: type[PreTrainedConfig]):
         """Raises ValueError with the reason if the models are not those of a decoder."""
         super().__init__(config_class)
-        self.parts = self._find_parts()
+        self._check_kind()
         self.model_class = model_class_of(config_class)
         # for messages and cards: `Qwen3` of Qwen3ForCausalLM
         self.title = re.sub(r"(ForCausalLM|LMHeadModel)$", "", self.model_class.__name__)
 
-    def _find_parts(self) -> Parts:
-        kind = self.name
-        models: Any = self.config_class.sub_configs
-        if models:
+    def _check_kind(self) -> None:
+        kinds: Any = self.config_class.sub_configs.values()
+        # a sub-config without a type is a group of fields
+        models = [getattr(kind, "model_type", kind.__name__) for kind in kinds]
+        if any(models):
             raise ValueError(
-                f"{kind} consists of several models ({', '.join(models)}), and is not supported"
+                f"{self.name} consists of several models ({', '.join(filter(None, models))}), and "
+                "is not supported"
             )
-        for knob, standard in SIZES.items():
-            if knob not in OPTIONAL_SIZES and not self._field(standard):
-                raise ValueError(f"{kind} has no {standard}, and is not supported")
-        if getattr(self.config_class, "is_encoder_decoder", False) or self._field(
-            "add_cross_attention"
-        ):
+        attends = any("cross_attention" in field.name for field in self._fields)
+        is_part = attends and self._field("is_decoder")
+        if getattr(self.config_class, "is_encoder_decoder", False) or is_part:
             raise ValueError(
-                f"{kind} has an encoder, is one, or can attend to one, and is not supported"
+                f"{self.name} has an encoder, is one, or attends to one, and is not supported"
             )
-        try:
-            config = self.config_class()
-            # raises if blocks may have sizes of their own
-            for name in (*SIZES.values(), "head_dim"):
-                getattr(config, name, None)
-            _ = config.tie_word_embeddings
-            with torch.device("meta"):
-                model = standard_class(self.config_class)(config)
-        except Exception as error:
-            raise ValueError(
-                f"{kind} cannot be built by its defaults: {one_line(error, 100)}"
-            ) from error
-        parts = _parts_of(kind, model)
-        blocks: Any = model.get_submodule(parts.blocks)
-        has_experts = bool(experts_of(model))
-        if has_experts and not getattr(config, "num_experts_per_tok", None):
-            raise ValueError(f"{kind} has no num_experts_per_tok, and is not supported")
-        self._is_gated = has_experts or any(
-            len(self.linear_layers(block)[1]) > 2 for block in blocks
-        )
-        return parts
 
     # From a recipe, and from and to disk. Weights are named as in `model_class`.
 
@@ -131,67 +111,84 @@ class Architecture(ConfigFields):
 
         Raises ValueError if model.extra does not fit the config's fields.
         """
-        values = self.fields_from_recipe(section, vocab_size, end_of_text_id)
-        try:
-            config = self.config_class(**values)
-            with torch.device("meta"):
-                model = self.model_class(config)
-        except Exception as error:
-            # one line of transformers' several: hidden_act expected str, got int (value: 3)
-            match = re.search(r"Field '(\w+)' (expected .*)", str(error))
-            reason = f"{match[1]} {match[2]}" if match else one_line(error)
-            raise ValueError(f"model.extra: {self.name}'s config: {reason}") from error
+        config, model = self._build(section, vocab_size, end_of_text_id, is_gated=False)
+        if section.n_inner is None and self._is_gated(model):
+            config, model = self._build(section, vocab_size, end_of_text_id, is_gated=True)
+        self.check_knobs(section, config)
         self.check_one_step(model)
         if padded := padded_vocab_size(section, vocab_size):
             config.padded_vocab_size = padded  # in memory only; standard_config has none
         return config
 
-    def check_one_step(self, model: Any) -> None:
-        """Raises ValueError for a dropout outside [0, 1), or if a model on the meta device, which
-        computes shapes only, fails in a step.
+    def _build(self, *recipe: Any, is_gated: bool) -> tuple[PreTrainedConfig, PreTrainedModel]:
+        """The config of a recipe, and its model on the meta device."""
+        values = self.fields_from_recipe(*recipe, is_gated=is_gated)
+        try:
+            config = completed(self.config_class(**values))
+            with torch.device("meta"):
+                return config, self.model_class(config)
+        except Exception as error:
+            # one line of transformers' several: hidden_act expected str, got int (value: 3)
+            match = re.search(r"Field '(\w+)' (expected .*)", str(error))
+            reason = f"{match[1]} {match[2]}" if match else one_line(error)
+            raise ValueError(f"model.extra: {self.name}'s config: {reason}") from error
 
-        Removes blocks.
+    def _is_gated(self, model: PreTrainedModel) -> bool:
+        """Whether its MLPs or experts have three matrices."""
+        layers = (self.linear_layers(block)[1] for block in self.blocks(model))
+        return bool(experts_of(model)) or any(len(of) > 2 for of in layers)
+
+    def check_one_step(self, model: Any) -> list[str]:
+        """The trainable parameters that the loss gives no gradient, of a model on the meta device,
+        which computes shapes only; none if that device cannot tell.
+
+        Raises ValueError for a dropout outside [0, 1), or if the model fails in a step.
         """
         config = model.config
         # the meta device computes no dropout
         for name in (field.name for field in self._fields):
-            if wrong := wrong_dropout(name, getattr(config, name, None)):
+            if wrong := wrong_dropout(name, size_of(config, name)):
                 raise ValueError(wrong)
         if experts := experts_of(model):
-            if config.num_experts_per_tok < 1:  # its gradients would be nan
-                value = config.num_experts_per_tok
-                raise ValueError(f"num_experts_per_tok must be at least 1, got {value}")
+            if active_experts(config) < 1:  # its gradients would be nan
+                raise ValueError(
+                    f"num_experts_per_tok must be at least 1, got {active_experts(config)}"
+                )
             for p in experts[0].parameters():
                 if p.dim() > 2 and any(size % _EXPERT_MULTIPLE for size in p.shape[1:]):
                     raise ValueError(
                         f"{self.name}'s experts are matrices of {p.shape[1]} × {p.shape[2]}; their "
                         f"sizes must be multiples of {_EXPERT_MULTIPLE}"
                     )
-        del self.blocks(model)[_BLOCKS_OF_A_STEP:]
-        length = min(_TOKENS_OF_A_STEP, config.max_position_embeddings)
-        ids = torch.zeros(1, length, dtype=torch.long, device="meta")
+        if len(self.blocks(model)) != config.num_hidden_layers:
+            raise ValueError(f"{self.name} has not one block per layer, and is not supported")
         try:
-            model.train()
-            with shapes_only():
-                model(
-                    input_ids=ids, shift_labels=ids, use_cache=False, num_items_in_batch=1
-                ).loss.backward()
+            self.output_shapes(model).loss.backward()
         except Exception as error:
-            # it reads values, or a loss in chunks asks for autocast: the meta device has neither
+            # it reads values or asks for autocast: the meta device has neither
             if "meta tensor" in str(error) or "autocast" in str(error):
-                return
+                return []
             others = ("head_dim", "num_local_experts", "num_experts_per_tok")
             sizes = SIZES | {name: name for name in others}
-            values = {knob: getattr(config, name, None) for knob, name in sizes.items()}
+            values = {knob: size_of(config, name) for knob, name in sizes.items()}
             given = ", ".join(f"{knob} {value}" for knob, value in values.items() if value)
             raise ValueError(
                 f"model.architecture {self.name} cannot take a step with {given}: {one_line(error)}"
             ) from error
-        idle = [name for name, parameter in model.named_parameters() if parameter.grad is None]
-        if idle:
-            raise ValueError(
-                f"model.architecture {self.name}: {idle[0]} gets no gradient from the loss of the "
-                "next token, not supported"
+        idle = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
+        model.zero_grad()
+        return idle
+
+    def output_shapes(self, model: Any) -> Any:
+        """The output for a text of a model on the meta device, in training."""
+        # one chunk of the loss, since chunks cannot be on the meta device
+        config = model.config
+        length = rows_of_a_chunk(_TOKENS_OF_A_STEP, config.vocab_size + padding_rows(config))
+        length = min(length, config.max_position_embeddings)
+        ids = torch.zeros(1, length, dtype=torch.long, device="meta")
+        with shapes_only():
+            return model.train()(
+                input_ids=ids, shift_labels=ids, use_cache=False, num_items_in_batch=1
             )
 
     def read_model(
@@ -255,11 +252,11 @@ class Architecture(ConfigFields):
 
     def blocks(self, model: PreTrainedModel) -> Any:
         """Transformer blocks, lowest first."""
-        return model.get_submodule(self.parts.blocks)
+        return model.get_submodule(_parts_of(model).blocks)
 
     def embeddings(self, model: PreTrainedModel) -> list[nn.Module]:
         """Embeddings of tokens, and of positions if they are learned."""
-        inside = f"{self.parts.blocks}."
+        inside = f"{_parts_of(model).blocks}."
         return [
             module
             for name, module in model.named_modules()
@@ -267,7 +264,7 @@ class Architecture(ConfigFields):
         ]
 
     def final_norm(self, model: PreTrainedModel) -> nn.Module:
-        return model.get_submodule(self.parts.final_norm)
+        return model.get_submodule(_parts_of(model).final_norm)
 
     def attention(self, block: nn.Module) -> Any:
         """What mixes tokens: attention, or, of a block without, its first part."""
@@ -297,7 +294,7 @@ class Architecture(ConfigFields):
         width = sum(layer.in_features for layer in mlp[-1:])
         for experts in experts_of(block):
             matrix = experts.down_proj[0].numel()
-            width += config.num_experts_per_tok * matrix // config.hidden_size
+            width += active_experts(config) * matrix // config.hidden_size
         return width
 
     def residual_weights(self, block: nn.Module) -> list[nn.Parameter]:
@@ -392,10 +389,6 @@ class Architecture(ConfigFields):
             for module in [*self.embeddings(model), *self.blocks(model)[:layers]]:
                 module.requires_grad_(False)
 
-    def row_losses(self, model: Any, input_ids: torch.Tensor, targets: torch.Tensor) -> Any:
-        """(B, T), (B, T) -> the summed loss of each row, (B,)."""
-        return model.row_losses(input_ids, targets)
-
     def check_positions(self, config: Any, length: int, theta: float | None) -> None:
         """Raises ValueError if `resize_positions` cannot do that to a model of `config`."""
         self.resized_rope(config, length, theta)
@@ -426,7 +419,7 @@ class Architecture(ConfigFields):
         with torch.device("meta"):
             experts = experts_of(self.model_class(config))
         sizes = [(sum(p.numel() for p in m.parameters()), m.num_experts) for m in experts]
-        return sum(size - size * config.num_experts_per_tok // count for size, count in sizes)
+        return sum(size - size * active_experts(config) // count for size, count in sizes)
 
     def flops_per_token(self, config: PreTrainedConfig, block_size: int) -> float:
         """6·N + 12·L·H·Q·T: training, forward and backward (PaLM, arXiv:2204.02311, appendix B).
@@ -436,9 +429,11 @@ class Architecture(ConfigFields):
         """
         parameters = self.count_parameters(config) - self.lookup_parameters(config)
         parameters -= self.idle_parameters(config)
-        heads = config.num_attention_heads
-        width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
-        return 6 * parameters + 12 * config.num_hidden_layers * width * block_size
+        width = 0  # of all heads of all blocks
+        for block in config.per_layer_config:
+            if heads := getattr(block, "num_attention_heads", 0):
+                width += heads * (getattr(block, "head_dim", None) or block.hidden_size // heads)
+        return 6 * parameters + 12 * width * block_size
 
     def count_parameters(self, config: PreTrainedConfig) -> int:
         """Parameters of the model as it is saved: padded vocabulary rows are not counted, a tied
@@ -450,13 +445,20 @@ class Architecture(ConfigFields):
         return model.num_parameters() - matrices * padding_rows(config) * config.hidden_size
 
 
-def _parts_of(kind: str, model: PreTrainedModel) -> Parts:
-    names = set(model._no_split_modules or ())
-    lists = [
-        name
-        for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and type(module[0]).__name__ in names
-    ]
+def _parts_of(model: PreTrainedModel) -> Parts:
+    """The parts of a model, found when they are asked for first: wrappers change its types."""
+    if "parts" not in vars(model):
+        vars(model)["parts"] = _find_parts(model, str(model.config.model_type))
+    return vars(model)["parts"]
+
+
+def _find_parts(model: PreTrainedModel, kind: str) -> Parts:
+    names, lists = set(model._no_split_modules or ()), []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module):
+            is_block = isinstance(module[0], GradientCheckpointingLayer)
+            if is_block or type(module[0]).__name__ in names:
+                lists += [name] if not any(name.startswith(f"{of}.") for of in lists) else []
     if len(lists) != 1:
         raise ValueError(f"{kind} has no single list of blocks, and is not supported")
     container = lists[0].rpartition(".")[0]

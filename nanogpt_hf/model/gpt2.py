@@ -13,7 +13,7 @@ from transformers import GPT2Config
 from nanogpt_hf.config.schema import KNOBS, ModelSection, kind_options
 from nanogpt_hf.model.config_fields import padded_vocab_size
 from nanogpt_hf.model.configuration_gpt import GPTConfig
-from nanogpt_hf.model.decoders import Architecture, BlockActivations, Parts
+from nanogpt_hf.model.decoders import Architecture, BlockActivations
 from nanogpt_hf.model.layout_gpt import GPT2_LAYOUT
 from nanogpt_hf.model.modeling_gpt import GPTForCausalLM
 
@@ -28,7 +28,6 @@ class GPT2Architecture(Architecture):
     def __init__(self, config_class: type[GPTConfig]):
         self.config_class, self.model_class = config_class, GPTForCausalLM
         self.name, self.title = "gpt2", "GPT-2"
-        self.parts = Parts("transformer.h", "transformer.ln_f")
 
     def config_from_recipe(
         self, section: ModelSection, vocab_size: int, end_of_text_id: int | None

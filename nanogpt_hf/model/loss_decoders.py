@@ -41,9 +41,12 @@ def standard_class(config_class: type[PreTrainedConfig]) -> type[PreTrainedModel
 
 @cache
 def model_class_of(config_class: type[PreTrainedConfig]) -> type[PreTrainedModel]:
-    """The class of transformers with our loss. It has the same name, which config.json records."""
+    """The class of transformers with our loss. It has the same name, which config.json records,
+    and module, in whose source transformers looks for what it supports.
+    """
     standard = standard_class(config_class)
-    return type(standard.__name__, (_WithSummedLoss, standard), {"__module__": __name__})
+    names = {"__module__": standard.__module__}
+    return type(standard.__name__, (_WithSummedLoss, standard), names)
 
 
 class _WithSummedLoss(SummedLoss, PreTrainedModel):

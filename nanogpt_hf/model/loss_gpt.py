@@ -155,25 +155,6 @@ def compile_loss(head: nn.Module | None, **options: Any) -> None:
         head.chunk_loss = torch.compile(chunk_loss, **options)
 
 
-def head_loss(
-    head: nn.Module,
-    hidden: torch.Tensor,
-    targets: torch.Tensor,
-    vocab_size: int,
-    softcap: float | None = None,
-    row_loss: RowLoss | None = None,
-) -> torch.Tensor:
-    """(N, C), (N,) -> sum of the cross-entropies in float32. Logits from number `vocab_size` on are
-    padding.
-
-    A head that replaces ours (an adapter, a quantized one) computes only logits; `softcap` is
-    for it.
-    """
-    if isinstance(head, Head):
-        return head(hidden, targets, vocab_size, row_loss)
-    return _recomputed_loss(head, hidden, targets, vocab_size, softcap, row_loss)
-
-
 class SummedLoss(PreTrainedModel if TYPE_CHECKING else object):
     """Mixin of a causal LM whose logits are the product with its head, perhaps capped: logits and
     loss of hidden states.
@@ -183,9 +164,15 @@ class SummedLoss(PreTrainedModel if TYPE_CHECKING else object):
     softcap: float | None = None
 
     def summed_loss(self, hidden, targets, row_loss=None):
-        """(N, C), (N,) -> sum of the cross-entropies in float32, without N × V logits in memory."""
+        """(N, C), (N,) -> sum of the cross-entropies in float32, without N × V logits in memory.
+
+        A head that replaces ours (an adapter, a quantized one) computes only logits.
+        """
         head: Any = self.get_output_embeddings()
-        return head_loss(head, hidden, targets, self.config.vocab_size, self.softcap, row_loss)
+        size = self.config.vocab_size
+        if isinstance(head, Head):
+            return head(hidden, targets, size, row_loss)
+        return _recomputed_loss(head, hidden, targets, size, self.softcap, row_loss)
 
     def logits_of_rows(self, **inputs):
         """A function from some of the B · T rows to their logits (R, V), which only then exist."""
@@ -247,7 +234,7 @@ def cross_entropy(chunk, logits, targets):
     return F.cross_entropy(logits.float(), targets, reduction="sum")
 
 
-def _recomputed_loss(logits_of, hidden, targets, vocab_size, softcap, row_loss=None):
+def _recomputed_loss(logits_of, hidden, targets, vocab_size, softcap=None, row_loss=None):
     def loss_of(chunk, rows, row_targets):
         logits = cap_logits(logits_of(rows)[:, :vocab_size], softcap)
         return (row_loss or cross_entropy)(chunk, logits, row_targets)

@@ -130,8 +130,8 @@ def _split_parameters(model: PreTrainedModel) -> set[int]:
 def block_bytes(
     model: PreTrainedModel, block_size: int, *, autocast: bool, half: bool, written_out: bool
 ) -> tuple[float, float]:
-    """Bytes per token that autograd saves of the top block of a model on the meta device, and what
-    selective checkpointing keeps beside the block's input.
+    """Bytes per token that autograd saves of a block of a model on the meta device, and what
+    selective checkpointing keeps beside the block's input. The mean if there are several kinds.
 
     `autocast`: products in bfloat16; `half`: weights in bfloat16, too; `written_out`: attention
     of model/written_out.py. As the CPU's kernels do it. The difference of two batches leaves out
@@ -143,13 +143,14 @@ def block_bytes(
     if written_out:
         write_out_attention(model)
     blocks = architecture_of(model).blocks(model)
-    if len(set(getattr(model.config, "layer_types", None) or ())) <= 1:
-        del blocks[:-1]  # the top block has no other kind of attention: faster
+    kinds = {tuple((name, p.shape) for name, p in block.named_parameters()) for block in blocks}
+    if len(kinds | {*(getattr(model.config, "layer_types", None) or ())}) <= 2:
+        del blocks[:-1]  # of one kind: faster
     with FakeTensorMode(allow_non_fake_inputs=True), shapes_only():
         model.to_empty(device="cpu")
         batches = [torch.zeros(rows, block_size, dtype=torch.long) for rows in (1, 2)]
-        one, two = (_saved_bytes(model, blocks[-1], tokens, autocast) for tokens in batches)
-    saved, kept = ((b - a) / block_size for a, b in zip(one, two, strict=True))
+        one, two = (_saved_bytes(model, blocks, tokens, autocast) for tokens in batches)
+    saved, kept = ((b - a) / block_size / len(blocks) for a, b in zip(one, two, strict=True))
     return saved, kept
 
 
@@ -173,9 +174,9 @@ def narrower(model: PreTrainedModel, tp: int) -> PreTrainedModel:
 
 
 def _saved_bytes(
-    model: PreTrainedModel, block: nn.Module, tokens: torch.Tensor, autocast: bool
+    model: PreTrainedModel, blocks: Iterable[nn.Module], tokens: torch.Tensor, autocast: bool
 ) -> tuple[int, int]:
-    """Bytes of the storages that autograd saves while `block` runs, and of the results that
+    """Bytes of the storages that autograd saves while the blocks run, and of the results that
     selective checkpointing keeps.
     """
     # held, so that no storage is freed and its place used again
@@ -201,7 +202,8 @@ def _saved_bytes(
             saved[id(storage)] = storage
         return tensor
 
-    hooks = block.register_forward_pre_hook(switch), block.register_forward_hook(switch)
+    hooks = [block.register_forward_pre_hook(switch) for block in blocks]
+    hooks += [block.register_forward_hook(switch) for block in blocks]
     noting = torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor)
     with noting, Noting(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         model(

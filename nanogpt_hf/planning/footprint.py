@@ -217,7 +217,7 @@ def _loss(
 
 
 def saved_bytes_per_token(model: PreTrainedModel, block_size: int, place: Placement) -> float:
-    """Bytes that autograd saves of the top block for its backward pass, per token of a micro-batch.
+    """Bytes that autograd saves of a block for its backward pass, per token of a micro-batch.
 
     Without dropout and adapters 64 per value of the residual stream in float32, 40 under
     autocast, and 4, the block's input, with checkpointed activations; if only some blocks are
@@ -251,7 +251,7 @@ def _block_bytes(model: PreTrainedModel, block_size: int, place: Placement) -> t
 
 
 def _block_activation_bytes(model: PreTrainedModel, block_size: int, place: Placement) -> float:
-    """Bytes of the top block's activations per token, without checkpointing."""
+    """Bytes of a block's activations per token, without checkpointing."""
     config, architecture, value = model.config, architecture_of(model), place.compute_bytes
     if architecture.block_activations is None:
         return _block_bytes(narrower(model, place.tp), block_size, place)[0]

@@ -70,7 +70,8 @@ def finetune_config(
         if key != "model.n_positions" and get_value(config, key) != value
     ]
     if not set(config.lora.targets) <= set(targets):
-        wrong.append(f"lora.targets: expected some of {', '.join(targets)}")
+        experts = "; experts get no adapters" if architecture.idle_parameters(base) else ""
+        wrong.append(f"lora.targets: expected some of {', '.join(targets)}{experts}")
     try:
         architecture.check_positions(base, config.model.n_positions, config.finetune.rope_theta)
     except ValueError as error:

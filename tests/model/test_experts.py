@@ -2,16 +2,19 @@
 adds up; Muon and FLOPs.
 """
 
+import re
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
+from decoder_types import VOCAB, tiny, tiny_section
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 from transformers.integrations.moe import grouped_mm_experts_forward
 
-from nanogpt_hf.config.schema import Config, ModelSection, OptimSection
+from decoder_batch import batch, gradients
+from nanogpt_hf.config.schema import Config, OptimSection
 from nanogpt_hf.distributed import expert_parallel
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.model import loss_gpt
@@ -21,63 +24,22 @@ from nanogpt_hf.model.architecture import (
     next_token_loss,
     saved_buffers,
 )
-from nanogpt_hf.model.build import (
-    build_config,
-    build_model,
-    check_balance,
-    check_causal,
-    load_model,
-)
+from nanogpt_hf.model.build import check_balance, check_causal, load_model, start_model
 from nanogpt_hf.model.experts import experts_of, load_figures, products
 from nanogpt_hf.optim.muon import Stored, matrices, orthogonalize
 from nanogpt_hf.optim.optimizer import build_optimizer, set_learning_rate
 
-VOCAB = 61
-DENSE_FIRST = {"moe_intermediate_size": 16, "n_routed_experts": 4, "first_k_dense_replace": 1}
-DENSE_FIRST |= {"n_group": 1, "topk_group": 1}
-TYPES = {
-    "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 40},  # tall matrices
-    "mixtral": {"num_local_experts": 4},
-    "olmoe": {"num_experts": 4},
-    "granitemoe": {"num_local_experts": 4},
-    "gpt_oss": {"num_local_experts": 4},
-    "glm4_moe": DENSE_FIRST,
-    "deepseek_v3": DENSE_FIRST
-    | {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4}
-    | {"v_head_dim": 8},
-}
-HYBRIDS = {
-    "gemma3_text": {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4},
-    "lfm2": {"layer_types": ["conv", "full_attention"]},
-    "qwen3_5_text": {"layer_types": ["linear_attention", "full_attention"]},
-}
+TYPES = ["qwen3_moe", "mixtral", "olmoe", "granitemoe", "gpt_oss", "glm4_moe", "deepseek_v3"]
+HYBRIDS = ["gemma3_text", "lfm2", "qwen3_5_text"]
 
 
 def model_of(architecture: str):
     """A tiny model with weights and saved buffers large enough that a mistake shows."""
-    extra = (TYPES | HYBRIDS)[architecture]
-    extra = extra | ({"num_experts_per_tok": 2} if architecture in TYPES else {})
-    sizes = {"n_layer": 2, "n_head": 4, "n_embd": 32, "n_positions": 32}
-    section = ModelSection(architecture=architecture, extra=extra, **sizes)
-    model = build_model(build_config(section, VOCAB), 0)
+    model = tiny(architecture)
     draw = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for tensor in [*model.parameters(), *saved_buffers(model).values()]:
-            tensor.add_(torch.randn(tensor.shape, generator=draw), alpha=0.1)
+    for buffer in saved_buffers(model).values():
+        buffer.add_(torch.randn(buffer.shape, generator=draw), alpha=0.1)
     return model
-
-
-def batch(rows: int = 3, length: int = 16) -> dict[str, torch.Tensor]:
-    ids = torch.randint(0, VOCAB, (rows, length), generator=torch.Generator().manual_seed(2))
-    labels = ids.roll(-1, 1)
-    labels[:, -3:] = -100
-    return {"input_ids": ids, "shift_labels": labels}
-
-
-def gradients(model, loss) -> dict[str, torch.Tensor]:
-    model.zero_grad()
-    loss.backward()
-    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
 
 @pytest.mark.parametrize("architecture", [*TYPES, *HYBRIDS])
@@ -232,9 +194,19 @@ def test_only_active_parameters_count_as_work():
     assert attention == row.flops_per_token(config, 32) - row.flops_per_token(config, 16)
 
 
-def test_a_balance_loss_needs_experts():
+def test_a_balance_loss_needs_experts_whose_routers_show_logits():
     recipe = Config(optim=OptimSection(balance_loss=0.1))
-    dense = build_config(ModelSection(n_layer=1, n_head=2, n_embd=8), VOCAB)
-    with pytest.raises(UserError, match=r"optim.balance_loss: gpt2 has no experts"):
-        check_balance(recipe, dense)
-    check_balance(recipe, model_of("qwen3_moe").config)
+    with pytest.raises(UserError, match=r"optim.balance_loss: llama has no experts"):
+        check_balance(recipe, tiny("llama").config)
+    with pytest.raises(UserError, match=r"deepseek_v4 does not show the logits of its routers"):
+        check_balance(recipe, tiny("deepseek_v4").config)
+    check_balance(recipe, tiny("qwen3_moe").config)
+
+
+def test_what_only_chooses_tokens_is_frozen_with_a_line_in_the_log(caplog):
+    config = Config(model=tiny_section("deepseek_v32"))
+    with caplog.at_level("INFO"):
+        model = start_model(config, VOCAB, None)
+    frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
+    assert frozen == {name for name, _ in model.named_parameters() if ".indexer." in name}
+    assert re.search(r"frozen.* model\.layers\.0\S*indexer\S* and 9 others", caplog.text)

@@ -26,6 +26,11 @@ def add_noise(model):
     return model.eval()
 
 
+def ours(**options):
+    """A model of ours with noise."""
+    return add_noise(GPTForCausalLM(GPTConfig(**SHAPE | NO_TEXT | options)))
+
+
 @pytest.fixture
 def gpt2(tmp_path):
     """A GPT-2 of transformers and its saved folder."""
@@ -123,7 +128,7 @@ OPTIONS = [
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_saved_model_is_plain_gpt2_and_loads_exactly(tmp_path, options):
-    model = add_noise(GPTForCausalLM(GPTConfig(**SHAPE | NO_TEXT | options)))
+    model = ours(**options)
     model.save_pretrained(tmp_path)
     raw = json.loads((tmp_path / "config.json").read_text())
     assert (raw["model_type"], raw["architectures"], raw["vocab_size"]) == (
@@ -134,11 +139,10 @@ def test_saved_model_is_plain_gpt2_and_loads_exactly(tmp_path, options):
     assert not list(tmp_path.glob("*.py"))
     loaded_again = GPTForCausalLM.from_pretrained(tmp_path)
     assert loaded_again.config.bias == options.get("bias", True)
-    ours = gpt2_state_dict(model.config, model.state_dict())
-    theirs = gpt2_state_dict(loaded_again.config, loaded_again.state_dict())
-    assert ours.keys() == theirs.keys()
-    assert len(ours) > 30
-    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    saved, loaded = (gpt2_state_dict(m.config, m.state_dict()) for m in (model, loaded_again))
+    assert saved.keys() == loaded.keys()
+    assert len(saved) > 30
+    assert all(torch.equal(saved[name], loaded[name]) for name in saved)
     if "padded_vocab_size" not in options:
         assert model.state_dict().keys() == loaded_again.state_dict().keys()
     assert assert_same_logits(loaded_again, model)
@@ -158,9 +162,7 @@ def test_load_and_save_gpt2_changes_no_weight(gpt2, tmp_path):
 @pytest.mark.slow
 @pytest.mark.long
 def test_saved_model_opens_without_this_package(tmp_path):
-    model = add_noise(
-        GPTForCausalLM(GPTConfig(**SHAPE | NO_TEXT, bias=False, padded_vocab_size=64))
-    )
+    model = ours(bias=False, padded_vocab_size=64)
     model.save_pretrained(tmp_path / "model")
     with torch.no_grad():
         torch.save(model(TOKENS).logits, tmp_path / "logits.pt")
@@ -176,7 +178,7 @@ with torch.no_grad():
 
 
 def test_biases_trained_elsewhere_are_kept(tmp_path):
-    model = add_noise(GPTForCausalLM(GPTConfig(**SHAPE | NO_TEXT, bias=False)))
+    model = ours(bias=False)
     model.save_pretrained(tmp_path)
     trained = AutoModelForCausalLM.from_pretrained(tmp_path)
     with torch.no_grad():
@@ -189,7 +191,7 @@ def test_biases_trained_elsewhere_are_kept(tmp_path):
 
 @pytest.mark.parametrize("loader_name", ["config", "config folder", "subfolder"])
 def test_model_without_biases_loads_by_every_class(tmp_path, loader_name):
-    model = add_noise(GPTForCausalLM(GPTConfig(**SHAPE | NO_TEXT, bias=False)))
+    model = ours(bias=False)
     folder = tmp_path / "best"
     model.save_pretrained(folder)
     if loader_name == "subfolder":
@@ -207,20 +209,19 @@ def test_model_without_biases_loads_by_every_class(tmp_path, loader_name):
 def test_gpt2_state_dict_loads_into_a_model(gpt2):
     # like the Trainer with strict=False when it resumes or loads the best model
     reference, folder = gpt2()
-    model = GPTForCausalLM(GPTConfig(**SHAPE | NO_TEXT))
+    model = ours()
     loaded = model.load_state_dict(load_file(folder / "model.safetensors"), strict=False)
     assert loaded.missing_keys == ["lm_head.weight"]  # tied
     assert loaded.unexpected_keys == []
     assert assert_same_logits(model, reference)
-    repeated = GPTForCausalLM(GPTConfig(**SHAPE | NO_TEXT))
+    repeated = ours()
     repeated.load_state_dict(model.state_dict())
     assert assert_same_logits(repeated, reference)
 
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_padded_vocabulary_is_resized_and_saved(tmp_path, tied):
-    options = {"padded_vocab_size": 64, "tie_word_embeddings": tied}
-    model = GPTForCausalLM(GPTConfig(**SHAPE | NO_TEXT | options))
+    model = ours(padded_vocab_size=64, tie_word_embeddings=tied)
     model.resize_token_embeddings(70)
     assert type(model.lm_head) is Head
     assert (model.lm_head.weight is model.transformer.wte.weight) == tied
@@ -232,9 +233,7 @@ def test_padded_vocabulary_is_resized_and_saved(tmp_path, tied):
 
 
 def test_own_layout_is_saved_on_request_and_loads_by_auto_class(tmp_path):
-    model = add_noise(
-        GPTForCausalLM(GPTConfig(**SHAPE | NO_TEXT, bias=False, padded_vocab_size=64))
-    )
+    model = ours(bias=False, padded_vocab_size=64)
     model.save_pretrained(tmp_path, save_original_format=False)
     assert "transformer.h.0.attn.q_proj.weight" in load_file(tmp_path / "model.safetensors")
     loaded_again = AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -243,10 +242,3 @@ def test_own_layout_is_saved_on_request_and_loads_by_auto_class(tmp_path):
         torch.equal(a, b)
         for a, b in zip(model.parameters(), loaded_again.parameters(), strict=True)
     )
-
-
-def test_half_precision_is_kept_on_disk(tmp_path):
-    model = add_noise(GPTForCausalLM(GPTConfig(**SHAPE | NO_TEXT))).to(torch.bfloat16)
-    model.save_pretrained(tmp_path)
-    assert GPTForCausalLM.from_pretrained(tmp_path).dtype == torch.bfloat16
-    assert GPTForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).dtype == torch.float32

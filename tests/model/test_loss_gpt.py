@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanogpt_hf.model import loss_gpt
-from nanogpt_hf.model.loss_gpt import Head, chunk_loss, head_loss, rows_of_a_chunk
+from nanogpt_hf.model.loss_gpt import Head, chunk_loss, rows_of_a_chunk
 
 ROWS, WIDTH, VOCAB, PADDED = 40, 16, 61, 64
 CHUNKS = 5
@@ -51,7 +51,7 @@ def gradients(loss_of, head, hidden, targets) -> tuple[torch.Tensor, ...]:
 )
 def test_chunked_loss_and_gradients_equal_plain(hidden_requires_grad, head_requires_grad):
     case = build(hidden_requires_grad=hidden_requires_grad, head_requires_grad=head_requires_grad)
-    ours = gradients(head_loss, *case)
+    ours = gradients(Head.__call__, *case)
     assert len(ours) == 1 + hidden_requires_grad + head_requires_grad
     for actual, expected in zip(ours, gradients(plain, *case), strict=True):
         torch.testing.assert_close(actual, expected, atol=1e-6, rtol=1e-5)
@@ -60,9 +60,7 @@ def test_chunked_loss_and_gradients_equal_plain(hidden_requires_grad, head_requi
 def test_chunked_loss_without_gradients_equals_plain():
     head, hidden, targets = build()
     with torch.no_grad():
-        torch.testing.assert_close(
-            head_loss(head, hidden, targets, VOCAB), plain(head, hidden, targets)
-        )
+        torch.testing.assert_close(head(hidden, targets, VOCAB), plain(head, hidden, targets))
 
 
 def test_head_gradient_is_summed_in_float32_under_bf16():
@@ -74,7 +72,7 @@ def test_head_gradient_is_summed_in_float32_under_bf16():
             (gradient,) = torch.autograd.grad(plain(head, rows, row_targets) / 3, head.weight)
         in_bf16.append(in_bf16[-1] + gradient.bfloat16())
     with torch.autocast("cpu", torch.bfloat16):
-        _, _, ours = gradients(head_loss, head, hidden, targets)
+        _, _, ours = gradients(Head.__call__, head, hidden, targets)
     assert ours.dtype == torch.float32
     assert 0 < (ours - exact).norm() < (in_bf16[-1].float() - exact).norm()
 
@@ -82,7 +80,7 @@ def test_head_gradient_is_summed_in_float32_under_bf16():
 def test_bf16_weights_get_exactly_scaled_gradients():
     head, hidden, targets = build()
     head, hidden = head.bfloat16(), hidden.detach().bfloat16().requires_grad_()
-    _, *ours = gradients(head_loss, head, hidden, targets)
+    _, *ours = gradients(Head.__call__, head, hidden, targets)
     _, *exact = gradients(
         plain, copy.deepcopy(head).float(), hidden.detach().float().requires_grad_(), targets
     )
@@ -108,7 +106,7 @@ class Products(TorchDispatchMode):
 def test_chunks_need_no_extra_matrix_products(head_requires_grad):
     case = build(head_requires_grad=head_requires_grad)
     with Products() as ours:
-        gradients(head_loss, *case)
+        gradients(Head.__call__, *case)
     with Products() as eager:
         gradients(plain, *case)
     assert eager.count == 2 + head_requires_grad
@@ -125,7 +123,7 @@ def test_other_head_class_recomputes_logits():
 
     _, hidden, targets = build()
     head = Doubled(WIDTH, PADDED)
-    ours = gradients(head_loss, head, hidden, targets)
+    ours = gradients(loss_gpt._recomputed_loss, head, hidden, targets)
     assert head.calls == 2 * CHUNKS
     for actual, expected in zip(ours, gradients(plain, head, hidden, targets), strict=True):
         torch.testing.assert_close(actual, expected, atol=1e-6, rtol=1e-5)
@@ -135,7 +133,7 @@ def test_hooks_of_the_head_are_called_once():
     head, hidden, targets = build()
     calls = []
     head.register_forward_hook(lambda *_: calls.append(1))
-    head_loss(head, hidden, targets, VOCAB)
+    head(hidden, targets, VOCAB)
     assert len(calls) == 1  # FSDP2 and ZeRO-3 gather and free the weight in hooks
 
 
@@ -143,22 +141,14 @@ def test_backward_in_two_parts_equals_one():
     # as a zero-bubble pipeline does it: the gradient of the inputs, which keeps the graph, then
     # that of the weights
     head, hidden, targets = build()
-    _, *expected = gradients(head_loss, head, hidden, targets)
+    _, *expected = gradients(Head.__call__, head, hidden, targets)
     head.weight.grad = hidden.grad = None
-    loss = head_loss(head, hidden, targets, VOCAB) / 3
+    loss = head(hidden, targets, VOCAB) / 3
     dinputs, groups = stage_backward_input([loss], None, [hidden], head.parameters())
     assert head.weight.grad is None
     stage_backward_weight(head.parameters(), groups)
     assert torch.equal(dinputs[0], expected[0])
     assert torch.equal(head.weight.grad, expected[1])
-
-
-def test_second_backward_is_an_error():
-    head, hidden, targets = build()
-    loss = head_loss(head, hidden, targets, VOCAB)
-    loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
 
 
 @pytest.mark.parametrize(
@@ -181,9 +171,9 @@ def test_compiled_loss_is_one_graph_and_equal():
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
     case = build()
-    expected = gradients(head_loss, *case)
+    expected = gradients(Head.__call__, *case)
     case[0].chunk_loss = torch.compile(chunk_loss, backend="aot_eager", fullgraph=True)
-    for actual, eager in zip(gradients(head_loss, *case), expected, strict=True):
+    for actual, eager in zip(gradients(Head.__call__, *case), expected, strict=True):
         assert torch.equal(actual, eager)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     torch.compiler.reset()

@@ -10,7 +10,7 @@ from nanogpt_hf.config.schema import ModelSection
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.model.architecture import architecture_of
 from nanogpt_hf.model.build import build_config, build_model
-from nanogpt_hf.model.recompute import check_level, is_kept, recompute_blocks
+from nanogpt_hf.model.recompute import check_level, recompute_blocks
 
 SIZES = {"n_layer": 3, "n_head": 4, "n_embd": 32, "n_positions": 32}
 
@@ -27,10 +27,11 @@ class Counting(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def gradients(level: str, architecture="gpt2", **knobs) -> tuple[dict, Counter]:
+def gradients(level: str, architecture="gpt2", frozen=-1, **knobs) -> tuple[dict, Counter]:
     """All gradients of a micro-batch, and how often each block's MLP and products ran."""
     section = ModelSection(architecture=architecture, **SIZES | knobs)
     model = build_model(build_config(section, vocab_size=61), seed=0).train()
+    architecture_of(model).freeze(model, frozen)
     runs: Counter = Counter()
     for index, block in enumerate(architecture_of(model).blocks(model)):
         block.mlp.register_forward_pre_hook(lambda *_, index=index: runs.update([index]))
@@ -73,26 +74,8 @@ def test_selective_blocks_repeat_no_product_and_no_attention_without_dropout():
     assert counts["true"] == (counts[""][0] + 3 * 5, counts[""][1] + 3)
 
 
-def test_attention_with_dropout_is_repeated():
-    attention = torch.ops.aten._scaled_dot_product_flash_attention.default
-    tensors = [torch.zeros(1)] * 3
-    assert is_kept(attention, (*tensors, 0.0, True))
-    assert not is_kept(attention, (*tensors, 0.1, True))
-    assert is_kept(torch.ops.aten.mm.default, (*tensors[:2],))
-    assert not is_kept(torch.ops.aten.bmm.default, (*tensors[:2],))
-
-
 def test_frozen_blocks_below_are_not_computed_again():
-    section = ModelSection(architecture="gpt2", **SIZES)
-    model = build_model(build_config(section, vocab_size=61), seed=0).train()
-    architecture_of(model).freeze(model, 2)
-    recompute_blocks(model, "true")
-    runs: Counter = Counter()
-    for index, block in enumerate(architecture_of(model).blocks(model)):
-        block.mlp.register_forward_pre_hook(lambda *_, index=index: runs.update([index]))
-    ids = torch.zeros(1, 8, dtype=torch.long)
-    model(ids, labels=ids).loss.backward()
-    assert runs == {0: 1, 1: 1, 2: 2}
+    assert gradients("true", frozen=2)[1] == {0: 1, 1: 1, 2: 2}
 
 
 def test_evaluation_computes_nothing_again():

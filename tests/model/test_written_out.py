@@ -3,11 +3,10 @@
 import pytest
 import torch
 from torch.nn import functional as F
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from nanogpt_hf.config.schema import ModelSection
 from nanogpt_hf.model.build import build_config, build_model
-from nanogpt_hf.model.written_out import MAX_POSITIONS, write_out_attention
+from nanogpt_hf.model.written_out import MAX_POSITIONS, attend, write_out_attention
 
 SIZES = {"n_layer": 2, "n_head": 4, "n_embd": 32, "n_positions": 2 * MAX_POSITIONS}
 MODELS = {
@@ -76,7 +75,6 @@ def test_other_calls_take_the_fused_kernel(fused_calls):
 
 
 def test_dropout_keeps_the_mean_of_attention():
-    attend = write_out_function()
     query, key, value = torch.randn(3, 1, 2, 16, 8).bfloat16().unbind()
     module = torch.nn.Module()
     exact, _ = attend(module, query, key, value, None)
@@ -86,8 +84,3 @@ def test_dropout_keeps_the_mean_of_attention():
     )
     assert not drawn[0].equal(drawn[1])
     assert (drawn.mean(0) - exact).abs().max() < 0.25
-
-
-def write_out_function():
-    write_out_attention(build_model(build_config(ModelSection(**SIZES), 50), seed=0))
-    return ALL_ATTENTION_FUNCTIONS["written_out"]
