@@ -185,20 +185,14 @@ _ROWS = [
     ),
     (
         "pipeline stages",
-        "tensor parallelism | context parallelism",
-        "a stage is not split further",
-        "set pp_size 1",
-    ),
-    (
-        "pipeline stages",
-        "HSDP",
-        "a stage is not both sharded and copied",
-        "set dp_replicate_size 1",
+        "context parallelism",
+        "a stage does not share positions",
+        "set cp_size 1",
     ),
     (
         "tensor parallelism",
-        "copies of unsharded models",
-        "DDP does not take split matrices",
+        "DDP",
+        "it does not take split matrices",
         "take accelerate_configs/tp_fsdp2.yaml, with dp_shard_size for dp_replicate_size",
     ),
     (

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from nanogpt_hf.config.checks import divisors
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.model.experts import View, experts_of, products
-from nanogpt_hf.optim.state import by_mesh, local_part, total_norm
+from nanogpt_hf.optim.state import clip_to_norm, local_part, total_norm
 
 
 def experts_problem(model: PreTrainedModel, mesh: Mesh, is_sharded: bool) -> str | None:
@@ -127,8 +127,5 @@ def clip_gradients(parameters: list[nn.Parameter], mesh: Mesh, max_norm: float) 
             local = gradient.to_local().div_(mesh.dp_size)
             dist.all_reduce(local, group=gradient.device_mesh.get_group(0))
     norm = total_norm([p.grad for p in parameters if p.grad is not None])
-    if max_norm:
-        for split, group in by_mesh(parameters).items():
-            whole = DTensor.from_local(norm, split, run_check=False) if split else norm
-            nn.utils.clip_grads_with_norm_(group, max_norm, whole)
+    clip_to_norm(parameters, max_norm, norm)
     return norm

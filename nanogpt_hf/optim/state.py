@@ -49,6 +49,13 @@ def total_norm(tensors: list[torch.Tensor]) -> torch.Tensor:
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
 
 
+def clip_to_norm(parameters: list[torch.nn.Parameter], max_norm: float, norm: torch.Tensor) -> None:
+    """Clip the gradients, whose norm as one vector is `norm`, to `max_norm` (0: not)."""
+    for mesh, group in by_mesh(parameters).items() if max_norm else ():
+        whole = DTensor.from_local(norm, mesh, run_check=False) if mesh else norm
+        torch.nn.utils.clip_grads_with_norm_(group, max_norm, whole)
+
+
 def by_mesh(tensors: list[Any]) -> dict[Any, list[Any]]:
     """Tensors by the mesh over which they are split; None for those that are whole."""
     groups: dict[Any, list[Any]] = {}
