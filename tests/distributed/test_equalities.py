@@ -43,14 +43,17 @@ LAYOUTS = {
     "ZeRO-3 on 3": ("deepspeed_zero3", 3),
     "TP": ("tp", 2),
     "PP": ("pp", 2),
+    "PP × TP": ("pp_tp", 4),
     "EP": ("ep", 2),
     "EP × FSDP2": ("ep_fsdp2", 4),
 }
 # what `cli.py launch` passes on, and the rest of a config for GPUs
-VARIABLES = {"PP": {"PARALLELISM_CONFIG_PP_SIZE": "2"}}
+VARIABLES = {layout: {"PARALLELISM_CONFIG_PP_SIZE": "2"} for layout in ("PP", "PP × TP")}
 VARIABLES |= {layout: {"PARALLELISM_CONFIG_EP_SIZE": "2"} for layout in ("EP", "EP × FSDP2")}
-OPTIONS = {layout: ["--mixed_precision=no"] for layout in VARIABLES}
-OPTIONS["EP × FSDP2"] += ["--num_machines=1", "--parallelism_config_dp_shard_size=4"]
+OPTIONS = {
+    "EP × FSDP2": ["--num_machines=1", "--parallelism_config_dp_shard_size=4"],
+    "PP × TP": ["--parallelism_config_dp_replicate_size=1"],
+}
 # all others are forks of a process that has imported torch: warm.py
 REAL_LAUNCHER = ("FSDP2, recomputed", "ZeRO-2")
 needs_deepspeed = pytest.mark.skipif(
@@ -113,7 +116,7 @@ FEATURES = {
             "optim.name": "muon",
             "optim.rates": "{tokens: 0.5, mlp_out: 2}",
         },
-        ("DDP", "FSDP2", "TP", "PP"),
+        ("DDP", "FSDP2", "TP", "PP × TP"),
     ),
     "conversations": Feature(
         DROPOUT
@@ -223,6 +226,7 @@ EXHAUSTIVE = {
 }
 RESUMED_LAYOUTS = {("AdamW", "DDP on 3"), ("AdamW", "ZeRO-3 on 3"), ("Muon", "FSDP2 on 3")}
 RESUMED_LAYOUTS |= {("experts, AdamW", "EP"), ("experts, AdamW", "EP × FSDP2")}
+RESUMED_LAYOUTS |= {("mixture", "PP × TP")}
 RESUMED_SLOW = {("AdamW", "ZeRO-3 on 3"), ("experts, AdamW", "EP")}
 RESUMED_SLOW |= {(name, "one process") for name in ("nanochat", "llama", "olmo2")}
 
@@ -429,7 +433,7 @@ def test_moving_run_equals_one_process(moved, alone, feature, layout):
         assert kinds == {"DTensor"}
     elif layout == "EP":  # experts are shared, all else is whole
         assert kinds == {"Parameter", "DTensor"}
-    elif layout not in ("TP", "one process"):
+    elif "TP" not in layout and layout != "one process":
         assert kinds == {"Parameter"}
 
 
@@ -492,15 +496,13 @@ def test_each_process_holds_and_copies_its_share(moved, layout, weights_shared):
 
 
 def test_tensor_parallelism_splits_matrices_and_stages_the_blocks(moved):
-    for held in moved("mixture", "TP").held:
+    stages = moved("mixture", "PP × TP").held
+    for held in stages[2:]:
         for name in ("attn.q_proj", "attn.o_proj", "mlp.fc", "mlp.proj"):
             _, own, whole = held["weights"][f"transformer.h.1.{name}.weight"]
             assert own == whole / 2
-    blocks = [
-        {name.split(".")[2] for name in held["weights"] if ".h." in name}
-        for held in moved("mixture", "PP").held
-    ]
-    assert blocks == [{"0"}, {"1"}]
+    blocks = [{name.split(".")[2] for name in held["weights"] if ".h." in name} for held in stages]
+    assert blocks == [{"0"}, {"0"}, {"1"}, {"1"}]
 
 
 @pytest.mark.parametrize("layout", ["DDP", "FSDP2 on 3"])

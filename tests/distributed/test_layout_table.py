@@ -51,7 +51,7 @@ KNOBS = {
     "optim.warmup_steps": 0,
     "train.max_steps": STEPS,
     "train.tokens_per_step": 128,
-    "train.micro_batch_size": 2,  # four micro-batches
+    "train.micro_batch_size": 1,  # two for each stage of PP × HSDP
 }
 GPT2 = {"model.bias": True, "model.pad_vocab_to_multiple_of": 64}
 DECODER = {"model.n_kv_head": 2, "model.extra": {"tie_word_embeddings": False}}
