@@ -207,6 +207,18 @@ _ROWS = [
         "there is nothing to shard over",
         "set distributed_type MULTI_GPU, as in accelerate_configs/tp.yaml, or dp_shard_size",
     ),
+    (
+        "ddp_comm_hook",
+        "FSDP2 | DeepSpeed | tensor parallelism | pipeline stages",
+        "only gradients that DDP all-reduces are compressed",
+        "set ddp_comm_hook no, or use accelerate_configs/ddp.yaml",
+    ),
+    (
+        "train.gradient_groups",
+        "ddp_comm_hook",
+        "its sums are those of one process",
+        "set ddp_comm_hook no",
+    ),
     ("expert parallelism", "no experts", "there is nothing to share", "set ep_size 1"),
     (
         "expert parallelism",

@@ -26,8 +26,10 @@ from accelerate.utils import (
     gather_object,
     patch_environment,
 )
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from nanogpt_hf.config.schema import Config
@@ -42,6 +44,7 @@ from nanogpt_hf.distributed.accelerate_config import (
     one_line_of_accelerate,
     requested,
     requested_checkpointing,
+    requested_compression,
     requested_precision,
 )
 from nanogpt_hf.distributed.deepspeed import is_zero
@@ -288,6 +291,22 @@ def prepared_blocks(
         yield
     finally:  # for the next model of this run, after unfreezing or a loss spike
         plugin.backend = backend
+
+
+def compress_gradients(model: torch.nn.Module) -> None:
+    """Let DDP send the gradients of a prepared model in the precision that the accelerate config
+    sets.
+    """
+    if isinstance(model, DistributedDataParallel) and (kind := requested_compression()) != "no":
+        model.register_comm_hook(kind, _compressed_mean)
+
+
+def _compressed_mean(
+    kind: str, bucket: torch.distributed.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """torch's hook, which it refuses by its name for gloo's all-reduce in bf16."""
+    hooks = {"bf16": default_hooks.bf16_compress_hook, "fp16": default_hooks.fp16_compress_hook}
+    return hooks[kind](cast(Any, None), bucket)
 
 
 @contextmanager

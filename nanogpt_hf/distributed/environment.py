@@ -107,6 +107,10 @@ VARIABLES = {
     ),
     "PARALLELISM_CONFIG_PP_SCHEDULE": _one_of(" ".join(SCHEDULES)),
     "PARALLELISM_CONFIG_CP_COMM_STRATEGY": _one_of(" ".join(ROTATIONS)),
+    "PARALLELISM_CONFIG_DDP_COMM_HOOK": _Kind(
+        "no, bf16 or fp16; PowerSGD would not resume, since no checkpoint has its state",
+        ["no", "bf16", "fp16"].__contains__,
+    ),
     "PARALLELISM_CONFIG_CP_BACKEND": _one_of("torch"),
     "PARALLELISM_CONFIG_SP_BACKEND": _one_of("deepspeed"),
 }

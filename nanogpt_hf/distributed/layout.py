@@ -38,6 +38,7 @@ class Machine:
     precision: str = "no"
     compiles: bool = False
     device: str = "cpu"
+    compression: str = "no"  # of gradients under DDP: bf16 or fp16
     checkpoints: str = ""  # level of activation checkpointing
     reshards: bool = False  # FSDP2: weights after each forward pass
     sends_weights: bool = False  # FSDP2: from the only process that reads them
@@ -106,6 +107,7 @@ def machine_settings(mesh: Mesh, machine: Machine) -> dict[str, str]:
         "dynamo_backend": machine.compiles,
         "fsdp_activation_checkpointing": bool(machine.checkpoints),
         f"fsdp_activation_checkpointing {machine.checkpoints}": True,
+        f"ddp_comm_hook ({machine.compression})": machine.compression != "no",
         "fsdp_reshard_after_forward": machine.reshards,
         "fsdp_cpu_ram_efficient_loading": machine.sends_weights,
         "a CPU": machine.device == "cpu",

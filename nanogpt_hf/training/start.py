@@ -32,6 +32,7 @@ from nanogpt_hf.data.prepared import PreparedData, load_prepared
 from nanogpt_hf.distributed.accelerate_config import check_launch, requested_machine
 from nanogpt_hf.distributed.accelerator import (
     build_accelerator,
+    compress_gradients,
     is_sharded,
     mesh_of,
     prepared_blocks,
@@ -295,6 +296,7 @@ def _build(
             optimizer: Any = accelerator.prepare_optimizer(bare, device_placement=False)
         else:
             prepared, optimizer = accelerator.prepare(model, bare)
+            compress_gradients(prepared)
     if config.train.gradient_groups:
         fix_order(prepared, optimizer.optimizer)
     prepared.train()

@@ -20,7 +20,6 @@ from nanogpt_hf.runs.metrics import read_metrics
 
 OPTIONS = EXPERIMENT | {
     "model__n_layer": 3,  # split unevenly into stages
-    "model__bias": True,
     "train__micro_batch_size": 1,  # 128 tokens = 1 × 16 × 8 of accumulation
 }
 ZERO_BUBBLE = {"pp_schedule": "zero_bubble"}
