@@ -56,12 +56,13 @@ def transfers(
     DDP all-reduces gradients once, in float32 unless it compresses them. FSDP2 gathers the
     weights of each micro-batch in the compute precision, for the forward and the backward pass,
     and reduce-scatters its gradients in float32; HSDP also all-reduces their shards over the
-    copies, once. Tensor parallelism sums the output of attention and of the MLP in the forward pass, the gradients of
-    their inputs in the backward pass (Megatron-LM, arXiv:1909.08053, section 3), the embedding's
-    output and the gradient of the head's input. Context parallelism exchanges queries, keys,
-    values and outputs (Ulysses, arXiv:2309.14509); its ring sends keys and values past the other
-    devices in each pass (arXiv:2310.01889), and their gradients in float32 around to where they
-    came from. A stage of a pipeline sends activations on and their gradients back.
+    copies, once. Tensor parallelism sums the output of attention and of the MLP in the forward
+    pass, the gradients of their inputs in the backward pass (Megatron-LM, arXiv:1909.08053,
+    section 3), the embedding's output and the gradient of the head's input. Context parallelism
+    exchanges queries, keys, values and outputs (Ulysses, arXiv:2309.14509); its ring sends keys
+    and values past the other devices in each pass (arXiv:2310.01889), and their gradients in
+    float32 around to where they came from. A stage of a pipeline sends activations on and their
+    gradients back.
     """
     config, value, stages = model.config, place.compute_bytes, stages_of(model, place)
     shares = [Counts.of(model, place.tp, stage) for stage in stages]

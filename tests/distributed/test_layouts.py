@@ -36,6 +36,8 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "ring": ("cp_fsdp2", 2, {}),
     "ring_fsdp": ("cp_fsdp2", 4, {"dp_shard_size": 2, "cp_comm_strategy": "alltoall"}),
     "tp_ring": ("cp_fsdp2", 4, {"tp_size": 2}),
+    "ddp_bf16": ("cpu_ddp", 2, {"ddp_comm_hook": "bf16"}),
+    "ddp_fp16": ("cpu_ddp", 2, {"ddp_comm_hook": "fp16"}),
     "pp2": ("pp", 2, {"pp_size": 2}),
     "pp3": ("pp", 3, {"pp_size": 3}),
     "pp2_dp2": ("pp", 4, {"pp_size": 2, "dp_replicate_size": 2}),
@@ -47,7 +49,7 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "pp2_dp2_tp2": ("pp_tp", 8, {"pp_size": 2, "dp_replicate_size": 2}),
 }
 HEADS = {"ring": 3, "ring_fsdp": 3, "tp_ring": 6}  # others have 4
-EXHAUSTIVE = LAYOUTS.keys() - {"cp", "tp_fsdp", "pp2_fsdp2", "pp2_tp2"}
+EXHAUSTIVE = LAYOUTS.keys() - {"cp", "tp_fsdp", "pp2_fsdp2", "pp2_tp2", "ddp_bf16"}
 
 
 def layouts(*names: str) -> list:
@@ -81,10 +83,9 @@ def launch(launch_warm, recipe):
         machine, processes, sizes = LAYOUTS[layout]
         options = [] if layout == "one" else [f"--num_processes={processes}"]
         options += ["--fsdp_reshard_after_forward=false"] * ("zero_bubble" in layout)
-        options += [f"--parallelism_config_{k}={v}" for k, v in sizes.items() if k[:2] != "pp"]
-        variables = {  # what `cli.py launch` passes on
-            f"PARALLELISM_CONFIG_{k.upper()}": str(v) for k, v in sizes.items() if k[:2] == "pp"
-        }
+        own = sizes.keys() & {"pp_size", "pp_schedule", "ddp_comm_hook"}  # `launch` passes them on
+        options += [f"--parallelism_config_{k}={sizes[k]}" for k in sizes.keys() - own]
+        variables = {f"PARALLELISM_CONFIG_{name.upper()}": str(sizes[name]) for name in own}
         return launch_warm(
             *(machine, "pretrain", recipe, "--data.dir", recipe.parent / "data"),
             *("--run-dir", folder, *arguments),
@@ -126,7 +127,9 @@ def held(run: RunFolder) -> list[dict[str, Any]]:
 
 @pytest.mark.long
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", layouts(*list(LAYOUTS)[2:]))
+@pytest.mark.parametrize(
+    "layout", layouts(*(name for name in list(LAYOUTS)[2:] if name[:3] != "ddp"))
+)
 def test_layout_equals_one_process(trained, layout):
     heads, (_, processes, sizes) = HEADS.get(layout, 4), LAYOUTS[layout]
     assert_same_experiment_and_layers(trained(layout, heads), trained("one", heads))
@@ -153,7 +156,8 @@ def test_layout_equals_one_process(trained, layout):
 @pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "layout", layouts("tp", "cp", "pp2", "pp2_fsdp2", "pp2_zero_bubble", "pp2_tp2")
+    "layout",
+    layouts("tp", "cp", "ddp_bf16", "ddp_fp16", "pp2", "pp2_fsdp2", "pp2_zero_bubble", "pp2_tp2"),
 )
 def test_resumed_run_with_dropout_equals_uninterrupted(launch, tmp_path, layout):
     knobs = ["--model.dropout=0.1", "--train.micro_batch_size=auto"]
@@ -164,10 +168,21 @@ def test_resumed_run_with_dropout_equals_uninterrupted(launch, tmp_path, layout)
     for name in ("train/loss", "train/grad_norm", "val/loss"):
         assert column(resumed, name) == column(whole, name)
     # weights that are not split get the same gradients, so masks of the residual stream are equal
-    if "tp" in layout:
+    if "tp" in layout or "ddp" in layout:
         values = [rank["whole"] for rank in held(whole)]
         assert len(values) >= 2
         assert values[::2] == values[1::2]
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_compressed_gradients_are_those_of_one_process_rounded(trained):
+    norm, losses = (column(trained("one"), f"train/{name}") for name in ("grad_norm", "loss"))
+    for layout in ("ddp_bf16", "ddp_fp16"):
+        rounded = column(trained(layout), "train/grad_norm")
+        assert rounded[1] == pytest.approx(norm[1], rel=1e-3)
+        assert rounded[1] != pytest.approx(norm[1], rel=1e-7)
+        assert column(trained(layout), "train/loss") == pytest.approx(losses, abs=1e-2)
 
 
 @pytest.mark.long
