@@ -91,8 +91,8 @@ def check_config() -> None:
     precision = requested_precision()
     if precision == "fp8":
         raise UserError(
-            "the accelerate config sets mixed_precision fp8, which is not supported: its layers "
-            "replace weights of the optimizer, so they would neither train nor be saved; set bf16"
+            "the accelerate config sets mixed_precision fp8, which is not supported: it scales "
+            "tensors on each process alone, so losses would depend on the layout; set bf16"
         )
     if precision == "fp16" and _on_the_cpu() and not requested("DEEPSPEED"):
         raise UserError(

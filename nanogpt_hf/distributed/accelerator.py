@@ -28,7 +28,6 @@ from accelerate.utils import (
 )
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
@@ -49,11 +48,13 @@ from nanogpt_hf.distributed.accelerate_config import (
 )
 from nanogpt_hf.distributed.deepspeed import is_zero
 from nanogpt_hf.distributed.mesh import Mesh
+from nanogpt_hf.distributed.pipeline import pipeline_of
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.model.architecture import architecture_of
 from nanogpt_hf.model.loss_gpt import compile_loss
 from nanogpt_hf.model.recompute import recompute_blocks
 from nanogpt_hf.optim.optimizer import skip_step_unless_finite
+from nanogpt_hf.optim.state import clip_to_norm, full_tensor, total_norm
 from nanogpt_hf.runs.folder import RunFolder
 
 logger = logging.getLogger(__name__)
@@ -298,15 +299,9 @@ def compress_gradients(model: torch.nn.Module) -> None:
     sets.
     """
     if isinstance(model, DistributedDataParallel) and (kind := requested_compression()) != "no":
-        model.register_comm_hook(kind, _compressed_mean)
-
-
-def _compressed_mean(
-    kind: str, bucket: torch.distributed.GradBucket
-) -> torch.futures.Future[torch.Tensor]:
-    """torch's hook, which it refuses by its name for gloo's all-reduce in bf16."""
-    hooks = {"bf16": default_hooks.bf16_compress_hook, "fp16": default_hooks.fp16_compress_hook}
-    return hooks[kind](cast(Any, None), bucket)
+        hook = getattr(default_hooks, f"{kind}_compress_hook")
+        # not the hook itself: torch refuses the name of that for bf16 on gloo, which has its sum
+        model.register_comm_hook(None, lambda state, bucket: hook(state, bucket))
 
 
 @contextmanager
@@ -352,19 +347,20 @@ def clip_gradients(
     If it is not finite, the next step leaves weights and state unchanged; DeepSpeed and fp16's
     scaler do the same by themselves.
     """
-    if (mesh := mesh_of(accelerator)).ep_size > 1:
-        norm = expert_parallel.clip_gradients([*model.parameters()], mesh, max_norm)
-    elif is_sharded(accelerator) or accelerator.scaler is not None:
-        norm = accelerator.clip_grad_norm_(model.parameters(), max_norm or math.inf)
-    else:  # accelerate would look through all gradients for shards first
-        norm = torch.nn.utils.clip_grad_norm_(
-            _unwrap(optimizer).in_model_order, max_norm or math.inf
-        )
-    if not torch.is_tensor(norm):  # DeepSpeed has clipped and stepped already, and returns a number
-        return torch.tensor(norm, device=accelerator.device)
-    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-    if accelerator.scaler is None:
-        skip_step_unless_finite(_unwrap(optimizer), norm)
+    if is_zero(accelerator) or accelerator.scaler is not None:
+        norm: Any = accelerator.clip_grad_norm_(model.parameters(), max_norm or math.inf)
+        # DeepSpeed has clipped and stepped already, and returns a number
+        return torch.as_tensor(full_tensor(norm), device=accelerator.device)
+    bare, mesh = _unwrap(optimizer), mesh_of(accelerator)
+    parameters = [p for p in bare.in_model_order if p.grad is not None]
+    if mesh.ep_size > 1:
+        expert_parallel.average_copies(parameters, mesh)
+    if pipeline := pipeline_of(accelerator):
+        norm = pipeline.norm(parameters)
+    else:
+        norm = total_norm([cast(torch.Tensor, p.grad) for p in parameters])
+    clip_to_norm(parameters, max_norm, norm)
+    skip_step_unless_finite(bare, norm)
     return norm
 
 

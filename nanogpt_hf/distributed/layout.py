@@ -163,11 +163,6 @@ def _check_product(mesh: Mesh) -> None:
             "were started: set sizes whose product is num_processes"
             f"{'' if 'pp_size' in sizes else lost}"
         )
-    if sizes.get("sp_size", 1) > 1:
-        raise UserError(
-            f"parallelism_config: sp_size {sizes['sp_size']} is not supported; set cp_size, which "
-            "exchanges heads the same way"
-        )
 
 
 def _sizes_problem(config: Config, model: Any, mesh: Mesh, machine: Machine) -> str | None:

@@ -20,7 +20,7 @@ from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.distributed.stages import Links, Stage, own_blocks
 from nanogpt_hf.distributed.tensor_parallel import split_matrices, split_vocabulary
 from nanogpt_hf.model.architecture import architecture_of, saved_buffers
-from nanogpt_hf.optim.state import clip_to_norm, local_part, total_norm
+from nanogpt_hf.optim.state import local_part, total_norm
 
 
 class Pipeline(Links):
@@ -33,7 +33,7 @@ class Pipeline(Links):
     def __init__(self, model: PreTrainedModel, accelerator: Accelerator, mesh: Mesh):
         self.accelerator, self.device = accelerator, accelerator.device
         self.index, self.count, self.dp_size = mesh.pp_rank, mesh.pp_size, mesh.dp_size
-        self.is_zero_bubble = mesh.pp_schedule == "zero_bubble"
+        self.schedule = mesh.pp_schedule
         self.is_sharded = accelerator.distributed_type == DistributedType.FSDP
         copies = mesh.stated_sizes.get("dp_replicate_size", 1) if self.is_sharded else 1
         sizes = {"pp": mesh.pp_size, "copies": copies, "dp": mesh.dp_size // copies}
@@ -191,7 +191,7 @@ class Pipeline(Links):
             "scale_grads": False,
             "loss_fn": lambda summed_loss, targets: summed_loss / self._divisor,
         }
-        if self.is_zero_bubble:
+        if self.schedule == "zero_bubble":
             return ScheduleInterleavedZeroBubble([stage], count, **options)
         return Schedule1F1B(stage, count, **options)
 
@@ -219,18 +219,14 @@ class Pipeline(Links):
             work.wait()
         gradient += other
 
-    def clip_gradients(self, parameters: list[nn.Parameter], max_norm: float) -> torch.Tensor:
-        """Clip the gradients to `max_norm` (0: not), and return the norm of the whole gradient
-        before.
-        """
+    def norm(self, parameters: list[nn.Parameter]) -> torch.Tensor:
+        """The norm of the gradients of all stages; the copy of a tied matrix counts once."""
         copied = self.stage.is_last and self.stage.tied_here
         copy = self.model.get_parameter(copied) if copied else None
-        counted = [p.grad for p in parameters if p.grad is not None and p is not copy]
+        counted = [cast(torch.Tensor, p.grad) for p in parameters if p is not copy]
         square = total_norm(counted).square()
         dist.all_reduce(square, group=self.pp_group)
-        norm = square.sqrt()
-        clip_to_norm(parameters, max_norm, norm)
-        return norm
+        return square.sqrt()
 
 
 def pipeline_of(accelerator: Accelerator) -> Pipeline | None:

@@ -40,6 +40,15 @@ from nanogpt_hf.model.loss_gpt import (
 )
 from nanogpt_hf.optim.state import local_part
 
+_STYLES: dict[str, ParallelStyle] = {
+    "outputs": ColwiseParallel(),
+    "inputs": RowwiseParallel(),
+    # A layer on (batch, position, head, width), whose gradient is a sum over heads. Transformers'
+    # own plan sums the accumulated gradient over processes after each micro-batch, so it counts the
+    # earlier ones several times.
+    "heads": SequenceParallel(sequence_dim=2, use_local_output=True),
+}
+
 
 def split_matrices(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     """Split the blocks of a model, equal on all processes of `mesh`, or of a stage of it, in
@@ -52,7 +61,7 @@ def split_matrices(model: PreTrainedModel, mesh: DeviceMesh) -> None:
             name for name, parameter in block.named_parameters() if not parameter.requires_grad
         ]
         splits = architecture.tensor_parallel(block)
-        plan = {name: _style(split) for name, split in splits.items()}
+        plan = {name: _STYLES[split] for name, split in splits.items()}
         parallelize_module(block, mesh, plan, src_data_rank=None)
         for name in {
             name.rpartition(".")[0] for name, split in splits.items() if split == "outputs"
@@ -65,15 +74,6 @@ def split_matrices(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     # under FSDP2 it warns of each gather over both dimensions of the mesh, which only norms and
     # checkpoints need
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-
-
-def _style(split: str) -> ParallelStyle:
-    if split == "heads":
-        # A layer on (batch, position, head, width), whose gradient is a sum over heads.
-        # Transformers' own plan sums the accumulated gradient over processes after each
-        # micro-batch, so it counts the earlier ones several times.
-        return SequenceParallel(sequence_dim=2, use_local_output=True)
-    return ColwiseParallel() if split == "outputs" else RowwiseParallel()
 
 
 def _share_input(module: nn.Module, mesh: DeviceMesh) -> None:

@@ -289,7 +289,7 @@ def _build(
         Pipeline(model, accelerator, mesh)  # cuts this process's stage from the model
     else:
         split_model(model, accelerator, mesh)
-    bare = build_optimizer(model, config.optim, config.finetune.layer_decay, accelerator)
+    bare: Any = build_optimizer(model, config.optim, config.finetune.layer_decay, accelerator)
     with prepared_blocks(model, accelerator, bare):
         if mesh.pp_size > 1:
             prepared: Any = model
@@ -297,6 +297,8 @@ def _build(
         else:
             prepared, optimizer = accelerator.prepare(model, bare)
             compress_gradients(prepared)
+    # FSDP2 replaces parameters
+    bare.in_model_order = [p for p in prepared.parameters() if p.requires_grad]
     if config.train.gradient_groups:
         fix_order(prepared, optimizer.optimizer)
     prepared.train()

@@ -161,8 +161,6 @@ FEATURES = {
     "LoRA": Feature(FINETUNED | {"lora.rank": 2, "lora.dropout": 0.1}),
     "qwen3": Feature({"model.architecture": "qwen3"} | DECODER, ("ZeRO-3", "FSDP2")),
     "nanochat": Feature({"model.architecture": "nanochat"} | DECODER, ("ZeRO-3", "FSDP2")),
-    "llama": Feature({"model.architecture": "llama"} | DECODER, ("FSDP2",)),
-    "olmo2": Feature({"model.architecture": "olmo2"} | DECODER, ("DDP",)),
     # three experts on two processes; the first of the blocks is dense
     "experts": Feature(
         {
@@ -208,14 +206,10 @@ SLOW = {
     ("experts, AdamW", "EP × FSDP2"),
     ("rollback", "ZeRO-2"),
     *(("stages", layout) for layout in (*FEATURES["stages"].layouts, "one process")),
-    *(
-        (name, layout)
-        for name in ("nanochat", "llama", "olmo2")
-        for layout in (*FEATURES[name].layouts, "one process")
-    ),
+    *(("nanochat", layout) for layout in (*FEATURES["nanochat"].layouts, "one process")),
 }
 EXHAUSTIVE = {
-    *(cell for cell in SLOW if cell[0] in ("nanochat", "llama", "olmo2", "experts")),
+    *(cell for cell in SLOW if cell[0] in ("nanochat", "experts")),
     ("AdamW", "FSDP2, recomputed"),
     ("Muon", "DDP"),
     ("mixture", "DDP"),
@@ -227,8 +221,7 @@ EXHAUSTIVE = {
 RESUMED_LAYOUTS = {("AdamW", "DDP on 3"), ("AdamW", "ZeRO-3 on 3"), ("Muon", "FSDP2 on 3")}
 RESUMED_LAYOUTS |= {("experts, AdamW", "EP"), ("experts, AdamW", "EP × FSDP2")}
 RESUMED_LAYOUTS |= {("mixture", "PP × TP")}
-RESUMED_SLOW = {("AdamW", "ZeRO-3 on 3"), ("experts, AdamW", "EP")}
-RESUMED_SLOW |= {(name, "one process") for name in ("nanochat", "llama", "olmo2")}
+RESUMED_SLOW = {("AdamW", "ZeRO-3 on 3"), ("experts, AdamW", "EP"), ("nanochat", "one process")}
 
 
 def cells(*chosen: tuple[str, str], slow: Collection[tuple[str, str]] = SLOW) -> list:

@@ -1,6 +1,5 @@
 """Tensor, context and pipeline parallelism: runs equal one process, resume exactly and move between
-layouts; sizes that do not fit are refused. Models, precisions and kinds of data:
-test_layout_table.py.
+layouts. Models, precisions and kinds of data: test_layout_table.py; refusals: refusals.txt.
 """
 
 import functools
@@ -11,10 +10,6 @@ from typing import Any
 import pytest
 
 from assertions import CHUNKS, EXPERIMENT, assert_same_experiment, column, copy_at, same_weights
-from nanogpt_hf.config.load import load_config
-from nanogpt_hf.distributed.layout import Machine, check_layout
-from nanogpt_hf.distributed.mesh import Mesh
-from nanogpt_hf.errors import UserError
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.metrics import read_metrics
 
@@ -230,69 +225,3 @@ def test_tasks_in_training_over_stages_equal_one_process(
     one, several = (launch(name, tmp_path / name, *knobs) for name in ("one", "pp2_tp2"))
     assert column(several, "task/letters/acc") == column(one, "task/letters/acc")
     assert len(column(one, "task/letters/acc")) == 3
-
-
-@pytest.mark.long
-def test_stages_that_accelerate_launch_does_not_pass_on_are_refused(recipe, launch_warm, tmp_path):
-    arguments = ["pp", "pretrain", recipe, "--run-dir", tmp_path / "run"]
-    message = r"every size 1 = 1 process, but 2 were started: .* `python cli.py launch`"
-    with pytest.raises(AssertionError, match=message):
-        launch_warm(*arguments)
-    assert not (tmp_path / "run").exists()
-
-
-# by what does not fit: knobs, the mesh's fields, sizes that are stated, message
-REFUSED = {
-    "sizes that do not multiply to the processes": (
-        {},
-        {},
-        {"pp_size": 2, "dp_replicate_size": 2},
-        "= 4 processes",
-    ),
-    "pp_size that does not divide the processes": (
-        {},
-        {"world_size": 3},
-        {"pp_size": 2},
-        "3 were started",
-    ),
-    "unequal rounds of a zero bubble": (
-        {"train.tokens_per_step": 144},
-        ZERO_BUBBLE,
-        {},
-        (
-            "cannot divide 9 micro-batches into 4 equal rounds; set train.micro_batch_size to 3 or "
-            "set pp_schedule 1f1b"
-        ),
-    ),
-    "fewer layers than stages": (
-        {"model.n_layer": 1},
-        {},
-        {},
-        "model.n_layer is 1, fewer than the 2 stages",
-    ),
-    "fewer micro-batches than stages": (
-        {"train.micro_batch_size": 8},
-        {},
-        {},
-        (
-            "fewer micro-batches than stages; set train.micro_batch_size to 4 or raise "
-            "train.tokens_per_step"
-        ),
-    ),
-    "architecture": (
-        {"model.architecture": "falcon"},
-        {},
-        {},
-        "model.architecture falcon (it cannot be cut into stages",
-    ),
-}
-
-
-@pytest.mark.parametrize(("knobs", "fields", "sizes", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_stages_cannot_train_is_refused(recipe, knobs, fields, sizes, message):
-    config = load_config(recipe, [(key, str(value)) for key, value in knobs.items()])
-    mesh = {"world_size": 2, "pp_size": 2, "stated_sizes": sizes or {"pp_size": 2}} | fields
-    with pytest.raises(UserError) as error:
-        check_layout(config, Mesh(**mesh), Machine())
-    assert message in str(error.value)
-    assert "\n" not in str(error.value)
