@@ -12,7 +12,7 @@ import os
 import random
 import shutil
 import subprocess
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -82,10 +82,20 @@ UNFREEZING = FINETUNED | {"finetune.freeze_layers": 2, "finetune.unfreeze_every"
 
 
 class Feature(NamedTuple):
-    """Column of the table: knobs beside COMMON, and the layouts of its moving run."""
+    """Column of the table: knobs beside COMMON, and the layouts of its moving run, the slow ones at
+    the end, so that no other cell trains them.
+    """
 
     knobs: dict[str, Any]
-    layouts: tuple[str, ...] = ()
+    quick: tuple[str, ...] = ()
+    slow: tuple[str, ...] = ()
+    exhaustive: tuple[str, ...] = ()
+
+    @property
+    def layouts(self) -> list[str]:
+        last = [*self.slow, *self.exhaustive]
+        first = [*self.quick, *(["one process"] * ("one process" not in last))]
+        return [*first, *last] if len(first + last) > 1 else []
 
 
 FEATURES = {
@@ -93,7 +103,8 @@ FEATURES = {
     # padded.
     "AdamW": Feature(
         DROPOUT | LAYERS | SAMPLES | {"model.n_embd": 20, "train.tokens_per_step": 192},
-        ("DDP on 3", "FSDP2", "FSDP2, recomputed", "ZeRO-2", "ZeRO-3 on 3"),
+        ("DDP on 3", "FSDP2", "ZeRO-3 on 3"),
+        exhaustive=("FSDP2, recomputed", "ZeRO-2"),
     ),
     # 20 is no multiple of 3 processes, and there are fewer stacked matrices (2) than processes
     "Muon": Feature(
@@ -106,7 +117,7 @@ FEATURES = {
             "model.n_embd": 20,
             "train.tokens_per_step": 384,
         },
-        ("DDP", "FSDP2 on 3", "HSDP"),
+        *(("FSDP2 on 3",), ("HSDP",), ("DDP",)),
     ),
     "mixture": Feature(
         LAYERS
@@ -116,7 +127,7 @@ FEATURES = {
             "optim.name": "muon",
             "optim.rates": "{tokens: 0.5, mlp_out: 2}",
         },
-        ("DDP", "FSDP2", "TP", "PP × TP"),
+        *(("TP", "PP × TP"), ("FSDP2",), ("DDP",)),
     ),
     "conversations": Feature(
         DROPOUT
@@ -126,16 +137,16 @@ FEATURES = {
             "model.n_positions": 128,
             "train.tokens_per_step": 1024,
         },
-        ("DDP", "FSDP2"),
+        *(("DDP",), ("FSDP2",)),
     ),
     # the teacher has twice the model's blocks, its own width and dropout
     "distillation": Feature(
-        DROPOUT | {"distill.weight": 0.7, "distill.temperature": 2.0}, ("DDP on 3", "FSDP2")
+        DROPOUT | {"distill.weight": 0.7, "distill.temperature": 2.0}, ("FSDP2",), ("DDP on 3",)
     ),
     "documents": Feature(
-        {"data.packing": "documents", "data.mask": "documents"}, ("DDP", "FSDP2", "TP", "PP")
+        {"data.packing": "documents", "data.mask": "documents"}, ("FSDP2",), ("DDP", "TP", "PP")
     ),
-    "unfreezing": Feature(UNFREEZING, ("DDP", "FSDP2")),
+    "unfreezing": Feature(UNFREEZING, ("FSDP2",), exhaustive=("DDP",)),
     # both begin in the steps of the first layout
     "stages": Feature(
         DROPOUT
@@ -144,7 +155,7 @@ FEATURES = {
             "train.stages": "[{at: 1, weights: {text2: 9}, data.block_size: 8}, "
             "{at: 2, train.tokens_per_step: 256, optim.muon_learning_rate: 0.002}]",
         },
-        ("FSDP2", "DDP"),
+        slow=("FSDP2", "DDP", "one process"),
     ),
     # a spike in the steps of each layout
     "rollback": Feature(
@@ -155,12 +166,16 @@ FEATURES = {
             "optim.learning_rate": 1e-4,
             "optim.min_learning_rate": 0,
         },
-        ("ZeRO-2", "PP"),
+        ("PP",),
+        exhaustive=("ZeRO-2",),
     ),
     "unfreezing with Muon": Feature(UNFREEZING | {"optim.name": "muon"}),
     "LoRA": Feature(FINETUNED | {"lora.rank": 2, "lora.dropout": 0.1}),
-    "qwen3": Feature({"model.architecture": "qwen3"} | DECODER, ("ZeRO-3", "FSDP2")),
-    "nanochat": Feature({"model.architecture": "nanochat"} | DECODER, ("ZeRO-3", "FSDP2")),
+    "qwen3": Feature({"model.architecture": "qwen3"} | DECODER, ("FSDP2",), ("ZeRO-3",)),
+    "nanochat": Feature(
+        {"model.architecture": "nanochat"} | DECODER,
+        exhaustive=("ZeRO-3", "FSDP2", "one process"),
+    ),
     # three experts on two processes; the first of the blocks is dense
     "experts": Feature(
         {
@@ -171,7 +186,7 @@ FEATURES = {
             "optim.name": "muon",
         }
         | LAYERS,
-        ("DDP", "FSDP2", "FSDP2, recomputed"),
+        exhaustive=("DDP", "FSDP2", "FSDP2, recomputed"),
     ),
     "experts, AdamW": Feature(
         {
@@ -180,65 +195,27 @@ FEATURES = {
         }
         | LAYERS
         | SAMPLES,
-        ("ZeRO-3", "PP", "EP", "EP × FSDP2"),
+        *(("EP",), ("PP", "EP × FSDP2"), ("ZeRO-3",)),
     ),
 }
-# other cells of the same layouts are in `make test`
-SLOW = {
-    ("AdamW", "FSDP2, recomputed"),
-    ("AdamW", "ZeRO-2"),
-    ("Muon", "DDP"),
-    ("Muon", "HSDP"),
-    ("mixture", "DDP"),
-    ("mixture", "FSDP2"),
-    ("conversations", "FSDP2"),
-    ("unfreezing", "DDP"),
-    ("qwen3", "ZeRO-3"),
-    ("distillation", "DDP on 3"),
-    ("documents", "DDP"),
-    ("documents", "TP"),
-    ("documents", "PP"),
-    ("experts", "DDP"),
-    ("experts", "FSDP2"),
-    ("experts", "FSDP2, recomputed"),
-    ("experts, AdamW", "ZeRO-3"),
-    ("experts, AdamW", "PP"),
-    ("experts, AdamW", "EP × FSDP2"),
-    ("rollback", "ZeRO-2"),
-    *(("stages", layout) for layout in (*FEATURES["stages"].layouts, "one process")),
-    *(("nanochat", layout) for layout in (*FEATURES["nanochat"].layouts, "one process")),
+# beside one process: whether it is slow
+RESUMED = {
+    ("AdamW", "DDP on 3"): False,
+    ("AdamW", "ZeRO-3 on 3"): True,
+    ("Muon", "FSDP2 on 3"): False,
+    ("mixture", "PP × TP"): False,
+    ("experts, AdamW", "EP"): True,
+    ("experts, AdamW", "EP × FSDP2"): True,
 }
-EXHAUSTIVE = {
-    *(cell for cell in SLOW if cell[0] in ("nanochat", "experts")),
-    ("AdamW", "FSDP2, recomputed"),
-    ("Muon", "DDP"),
-    ("mixture", "DDP"),
-    ("unfreezing", "DDP"),
-    ("experts, AdamW", "ZeRO-3"),
-    ("rollback", "ZeRO-2"),
-    ("AdamW", "ZeRO-2"),
-}
-RESUMED_LAYOUTS = {("AdamW", "DDP on 3"), ("AdamW", "ZeRO-3 on 3"), ("Muon", "FSDP2 on 3")}
-RESUMED_LAYOUTS |= {("experts, AdamW", "EP"), ("experts, AdamW", "EP × FSDP2")}
-RESUMED_LAYOUTS |= {("mixture", "PP × TP")}
-RESUMED_SLOW = {("AdamW", "ZeRO-3 on 3"), ("experts, AdamW", "EP"), ("nanochat", "one process")}
 
 
-def cells(*chosen: tuple[str, str], slow: Collection[tuple[str, str]] = SLOW) -> list:
-    """(feature, layout) as parameters: those that are chosen, or all."""
-    every = [
-        (name, layout)
-        for name, feature in FEATURES.items()
-        if feature.layouts
-        for layout in (*feature.layouts, "one process")
-    ]
-    marks = {
-        cell: [needs_deepspeed] * ("ZeRO" in cell[1])
-        + [pytest.mark.slow] * (cell in slow)
-        + [pytest.mark.exhaustive] * (cell in EXHAUSTIVE)
-        for cell in (chosen or every)
-    }
-    return [pytest.param(*cell, marks=marks[cell], id=" ".join(cell)) for cell in marks]
+def cell(name: str, layout: str, *more: object, slow: bool = False):
+    """A feature and a layout as parameters."""
+    feature = FEATURES[name]
+    marks = [needs_deepspeed] * ("ZeRO" in layout)
+    marks += [pytest.mark.slow] * (slow or layout in feature.slow + feature.exhaustive)
+    marks += [pytest.mark.exhaustive] * (layout in feature.exhaustive)
+    return pytest.param(name, layout, *more, marks=marks)
 
 
 class Trained(NamedTuple):
@@ -344,9 +321,7 @@ def alone(train, folder):
     @functools.cache
     def alone(name: str) -> RunFolder:
         run = folder / f"{name} alone"
-        train(
-            name, "one process", run, STEPS * max(2, len(FEATURES[name].layouts) + 1), "--overwrite"
-        )
+        train(name, "one process", run, STEPS * max(2, len(FEATURES[name].layouts)), "--overwrite")
         return RunFolder(run)
 
     return alone
@@ -360,16 +335,11 @@ def moved(train, folder):
 
     @functools.cache
     def moved(name: str, layout: str) -> Trained:
-        available = [
+        layouts = [
             other
             for other in FEATURES[name].layouts
             if "ZeRO" not in other or not needs_deepspeed.args[0]
         ]
-        # the slow ones at the end, so that no other cell trains them
-        layouts = sorted(
-            [*available, "one process"],
-            key=lambda other: ((name, other) in SLOW) + ((name, other) in EXHAUSTIVE),
-        )
         number, run = layouts.index(layout), folder / f"{name} {layout}"
         shutil.rmtree(run, ignore_errors=True)
         if number:
@@ -392,7 +362,10 @@ def events(run: RunFolder, first: int, last: int) -> list[dict]:
     return found
 
 
-@pytest.mark.parametrize(("feature", "layout"), cells())
+@pytest.mark.parametrize(
+    ("feature", "layout"),
+    [cell(name, layout) for name, feature in FEATURES.items() for layout in feature.layouts],
+)
 def test_moving_run_equals_one_process(moved, alone, feature, layout):
     run, first, last, held = moved(feature, layout)
     one, zero = alone(feature), "ZeRO" in layout  # DeepSpeed gives no access to gradients
@@ -434,14 +407,11 @@ def test_moving_run_equals_one_process(moved, alone, feature, layout):
     ("feature", "layout", "steps_left"),
     [
         *(
-            pytest.param(*cell.values, steps, marks=cell.marks)
-            for cell in cells(
-                *((name, "one process") for name in FEATURES),
-                *sorted(RESUMED_LAYOUTS),
-                slow=SLOW | RESUMED_SLOW,
-            )
-            for steps in ((2, 3) if "unfreezing" in cell.values[0] else (2,))
+            cell(name, "one process", steps)
+            for name in FEATURES
+            for steps in ((2, 3) if "unfreezing" in name else (2,))
         ),
+        *(cell(*where, 2, slow=slow) for where, slow in RESUMED.items()),
     ],
 )
 def test_resumed_run_equals_uninterrupted(
