@@ -159,11 +159,6 @@ def requested_checkpointing() -> str:
     return level_of(os.environ.get("FSDP_ACTIVATION_CHECKPOINTING"))
 
 
-def requested_compression() -> str:
-    """The precision in which DDP sends gradients, bf16 or fp16; no for theirs."""
-    return os.environ.get("PARALLELISM_CONFIG_DDP_COMM_HOOK") or "no"
-
-
 def requested_machine() -> Machine:
     """The settings of the accelerate config that a parallel layout has to fit."""
     fsdp = requested("FSDP")
@@ -174,7 +169,7 @@ def requested_machine() -> Machine:
         device="cpu"
         if _on_the_cpu()
         else cast(torch.device, torch.accelerator.current_accelerator()).type,
-        compression=requested_compression(),
+        compression=os.environ.get("PARALLELISM_CONFIG_DDP_COMM_HOOK") or "no",
         checkpoints=requested_checkpointing(),
         reshards=fsdp and os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() == "true",
         sends_weights=fsdp

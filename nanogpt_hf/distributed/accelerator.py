@@ -43,7 +43,7 @@ from nanogpt_hf.distributed.accelerate_config import (
     one_line_of_accelerate,
     requested,
     requested_checkpointing,
-    requested_compression,
+    requested_machine,
     requested_precision,
 )
 from nanogpt_hf.distributed.deepspeed import is_zero
@@ -89,12 +89,8 @@ class _Accelerator(Accelerator):
         """
         return args
 
-    def _prepare_cp(self, *args: Any) -> Any:
-        """Nothing: context_parallel.py does it.
-
-        Accelerate's own hooks drop the masks of evaluations, too.
-        """
-        return args
+    # nothing: context_parallel.py does it; accelerate's hooks drop the masks of evaluations, too
+    _prepare_cp = _prepare_tp
 
 
 def mesh_of(accelerator: Accelerator) -> Mesh:
@@ -298,7 +294,8 @@ def compress_gradients(model: torch.nn.Module) -> None:
     """Let DDP send the gradients of a prepared model in the precision that the accelerate config
     sets.
     """
-    if isinstance(model, DistributedDataParallel) and (kind := requested_compression()) != "no":
+    kind = requested_machine().compression
+    if isinstance(model, DistributedDataParallel) and kind != "no":
         hook = getattr(default_hooks, f"{kind}_compress_hook")
         # not the hook itself: torch refuses the name of that for bf16 on gloo, which has its sum
         model.register_comm_hook(None, lambda state, bucket: hook(state, bucket))

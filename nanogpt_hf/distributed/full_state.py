@@ -187,12 +187,9 @@ class FullState:
         for saved, needed in ((weights, shapes), (saved_state, state)):
             kind = "weight" if saved is weights else "optimizer state"
             for name in sorted(saved.keys() | needed.keys()):
-                if name not in saved:
-                    return f"{kind} {name} is missing"
-                if name not in needed:
-                    return f"{kind} {name} is not in this model"
-                if saved[name][0] != tuple(needed[name]):
-                    return f"{kind} {name} is {saved[name][0]} instead of {tuple(needed[name])}"
+                shape = saved[name][0] if name in saved else "missing"
+                if shape != needed.get(name):
+                    return f"{kind} {name} is {shape} instead of {needed.get(name)}"
         return None
 
     def set_weights(self, saved: SavedTensors) -> None:

@@ -26,9 +26,10 @@ from nanogpt_hf.config.schema import Config, ModelSection
 from nanogpt_hf.data.prepare import prepare
 from nanogpt_hf.data.prepared import load_prepared
 from nanogpt_hf.distributed import layout as layouts
+from nanogpt_hf.distributed.accelerate_config import requested_machine
 from nanogpt_hf.distributed.accelerator import build_accelerator, sum_over_ranks
 from nanogpt_hf.distributed.full_state import full_weights
-from nanogpt_hf.distributed.layout import Machine, check_layout
+from nanogpt_hf.distributed.layout import check_layout
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.model import loss_gpt
@@ -215,24 +216,27 @@ def recipe_of(
     return recipe
 
 
+def environment(layout: str, feature: str) -> dict[str, str]:
+    """The variables that a launcher sets for all processes of a cell."""
+    processes, sizes, fsdp = LAYOUTS[layout]
+    values: dict[str, Any] = {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
+    values |= {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "ACCELERATE_USE_CPU": not fsdp}
+    values |= {f"PARALLELISM_CONFIG_{name.upper()}": size for name, size in sizes.items()}
+    if fsdp:
+        values |= {"ACCELERATE_TORCH_DEVICE": "cpu", "ACCELERATE_USE_FSDP": "true"}
+        values |= {"FSDP_VERSION": 2, "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
+        values["FSDP_RESHARD_AFTER_FORWARD"] = "pp_schedule" not in sizes
+    return {name: str(value) for name, value in values.items()} | feature_of(layout, feature)[1]
+
+
 def check(layout: str, config: Config, feature: str) -> None:
     """`check_layout` as a launch of the layout would call it."""
-    processes, sizes, fsdp = LAYOUTS[layout]
-    variables = feature_of(layout, feature)[1]
-    stated = {name: size for name, size in sizes.items() if name != "pp_schedule"}
-    of_mesh = {name: size for name, size in sizes.items() if name[:2] != "dp"}
-    mesh = Mesh(0, processes, **of_mesh, stated_sizes=stated)
-    machine = Machine(
-        sharding="fsdp" if fsdp else "none",
-        precision=variables.get("ACCELERATE_MIXED_PRECISION", "no"),
-        compiles="ACCELERATE_DYNAMO_BACKEND" in variables,
-        checkpoints=variables.get("FSDP_ACTIVATION_CHECKPOINTING", ""),
-        reshards=fsdp and "pp_schedule" not in sizes,
-    )
     with pytest.MonkeyPatch.context() as patch:
+        for name, value in environment(layout, feature).items():
+            patch.setenv(name, value)
         if layout == RING:
             take_ring(patch)
-        check_layout(config, mesh, machine)
+        check_layout(config, Mesh.from_environment(), requested_machine())
 
 
 def take_ring(patch: pytest.MonkeyPatch) -> None:
@@ -281,28 +285,7 @@ def train(config: Config, folder: Path) -> dict[str, torch.Tensor]:
 def train_rank(rank: int, port: int, layout: str, configs: dict[str, Config], folder: Path) -> None:
     """A process of a layout: train every feature."""
     torch.set_num_threads(1)
-    processes, sizes, fsdp = LAYOUTS[layout]
-    variables = {
-        "RANK": rank,
-        "LOCAL_RANK": rank,
-        "WORLD_SIZE": processes,
-        "LOCAL_WORLD_SIZE": processes,
-    }
-    variables |= {
-        "MASTER_PORT": port,
-        "MASTER_ADDR": "127.0.0.1",
-        "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
-    }
-    variables |= {f"PARALLELISM_CONFIG_{name.upper()}": size for name, size in sizes.items()}
-    if fsdp:
-        os.environ.pop("ACCELERATE_USE_CPU", None)
-        variables |= {
-            "ACCELERATE_TORCH_DEVICE": "cpu",
-            "ACCELERATE_USE_FSDP": "true",
-            "FSDP_VERSION": "2",
-        }
-        variables |= {"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
-        variables |= {"FSDP_RESHARD_AFTER_FORWARD": str("pp_schedule" not in sizes).lower()}
+    if LAYOUTS[layout][2]:
         state.PartialState._prepare_backend = lambda self, *a, **k: (
             "gloo",
             DistributedType.MULTI_GPU,
@@ -311,10 +294,8 @@ def train_rank(rank: int, port: int, layout: str, configs: dict[str, Config], fo
         allow_cpu_ring()
         take_ring(pytest.MonkeyPatch())
     for feature, config in configs.items():
-        own = {
-            name: str(value) for name, value in (variables | feature_of(layout, feature)[1]).items()
-        }
-        os.environ.update(own)
+        os.environ.update(environment(layout, feature), RANK=str(rank), LOCAL_RANK=str(rank))
+        os.environ.update(MASTER_PORT=str(port), MASTER_ADDR="127.0.0.1")
         try:
             values = train(config, folder)
             if rank == 0:
@@ -368,7 +349,6 @@ def trained(tmp_path_factory, recipe_of):
             fork = multiprocessing.get_context("fork")
             port, configs = get_free_port(), configs_of(layout)
             with pytest.MonkeyPatch.context() as patch:
-                patch.setenv("ACCELERATE_USE_CPU", "true")
                 patch.setattr(loss_gpt, "LOGITS_PER_CHUNK", 200)
                 ranks = [
                     fork.Process(target=train_rank, args=(rank, port, layout, configs, folder))
