@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from assertions import CHUNKS, copy_at
+from assertions import CHUNKS, copy_at, held_by_ranks, tensor_files
 from nanogpt_hf.checkpoint.reader import read_checkpoint
 from nanogpt_hf.commands import main
 from nanogpt_hf.runs.folder import RunFolder
@@ -307,9 +307,7 @@ def train(words_of, launch_warm, launch_command, root, forget_accelerate):
             assert completed.returncode == 0, completed.stdout[-2000:] + completed.stderr[-3000:]
         else:
             launch_warm(machine, *words, machine_options=options, **variables)
-        return [
-            json.loads(Path(f"{run}.held.{rank}.json").read_text()) for rank in range(processes)
-        ]
+        return held_by_ranks(RunFolder(run))
 
     return train
 
@@ -426,9 +424,7 @@ def test_resumed_run_equals_uninterrupted(
     train(feature, layout, resumed.path, last, "--resume")
     contents = []
     for run in (resumed, source):
-        paths = [*run.final.rglob("*.safetensors"), *run.checkpoint(last).glob("*.safetensors")]
-        assert len(paths) >= 3
-        contents.append({path.relative_to(run.path): path.read_bytes() for path in paths})
+        contents.append(tensor_files(run, last))
         numbers = [
             {key: value for key, value in event.items() if key not in MEASURED}
             for event in events(run, last - steps_left, last)

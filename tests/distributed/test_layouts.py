@@ -3,13 +3,19 @@ layouts. Models, precisions and kinds of data: test_layout_table.py; refusals: r
 """
 
 import functools
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from assertions import CHUNKS, EXPERIMENT, assert_same_experiment, column, copy_at, same_weights
+from assertions import (
+    CHUNKS,
+    EXPERIMENT,
+    assert_same_experiment,
+    column,
+    copy_at,
+    same_weights,
+)
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.metrics import read_metrics
 
@@ -114,12 +120,6 @@ def assert_same_experiment_and_layers(run: RunFolder, reference: RunFolder) -> N
         assert column(run, name) == pytest.approx(column(reference, name), rel=1e-3, abs=1e-4), name
 
 
-def held(run: RunFolder) -> list[dict[str, Any]]:
-    """What each process held at its last checkpoint: see launched.py."""
-    files = sorted(run.path.parent.glob(f"{run.path.name}.held.*.json"))
-    return [json.loads(file.read_text()) for file in files]
-
-
 @pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_layout_equals_one_process(trained, layout):
     each = processes // stages
     weights = [
         {name: own / whole for name, (_, own, whole) in rank["weights"].items()}
-        for rank in held(trained(layout, heads))
+        for rank in held_by_ranks(trained(layout, heads))
     ]
     assert len(weights) == processes
     blocks = [{name.split(".")[2] for name in names if ".h." in name} for names in weights[::each]]
@@ -164,7 +164,7 @@ def test_resumed_run_with_dropout_equals_uninterrupted(launch, tmp_path, layout)
         assert column(resumed, name) == column(whole, name)
     # weights that are not split get the same gradients, so masks of the residual stream are equal
     if "tp" in layout or "ddp" in layout:
-        values = [rank["whole"] for rank in held(whole)]
+        values = [rank["whole"] for rank in held_by_ranks(whole)]
         assert len(values) >= 2
         assert values[::2] == values[1::2]
 
