@@ -14,6 +14,7 @@ from assertions import (
     assert_same_experiment,
     column,
     copy_at,
+    held_by_ranks,
     same_weights,
 )
 from nanogpt_hf.runs.folder import RunFolder
