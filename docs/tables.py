@@ -26,6 +26,11 @@ LAYOUTS = {
     "PP × FSDP2": {_PP, "FSDP2"},
     "PP, zero bubble": _ZERO_BUBBLE,
     "PP, zero bubble × FSDP2": {*_ZERO_BUBBLE, "FSDP2"},
+    "PP × HSDP": {_PP, "FSDP2", "HSDP"},
+    "PP × TP": {_PP, _TP},
+    "PP, zero bubble × TP": {*_ZERO_BUBBLE, _TP},
+    "PP × TP × DP": {_PP, _TP},
+    "PP × TP × FSDP2": {_PP, _TP, "FSDP2"},
 }
 _EP = "expert parallelism"
 EXPERT_LAYOUTS = {"EP": {_EP}, "EP × DDP": {_EP}, "EP × FSDP2": {_EP, "FSDP2"}}

@@ -3,6 +3,7 @@ input in one line.
 """
 
 import dataclasses
+import json
 import re
 import shutil
 import subprocess
@@ -67,6 +68,19 @@ def same_weights(a: RunFolder, b: RunFolder) -> bool:
     return first.keys() == second.keys() and all(
         torch.equal(first[name], second[name]) for name in first
     )
+
+
+def tensor_files(run: RunFolder, step: int) -> dict[str, bytes]:
+    """The files with tensors of the final model and of the checkpoint of a step."""
+    paths = [*run.final.rglob("*.safetensors"), *run.checkpoint(step).glob("*.safetensors")]
+    assert len(paths) >= 3
+    return {str(path.relative_to(run.path)): path.read_bytes() for path in paths}
+
+
+def held_by_ranks(run: RunFolder) -> list[dict]:
+    """What each process held at its last checkpoint: see launched.py."""
+    files = sorted(run.path.parent.glob(f"{run.path.name}.held.*.json"))
+    return [json.loads(file.read_text()) for file in files]
 
 
 def replace_step(monkeypatch, step: Callable, method: methods.Method = methods.TEXT) -> None:

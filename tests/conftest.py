@@ -481,14 +481,14 @@ def launch_command():
     """A function that gives `accelerate launch` of launched.py with a shipped accelerate config, on
     CPUs.
 
-    The config `cpu` has one process, `hsdp` and `tp_fsdp2` four, the others two.
+    The config `cpu` has one process, `hsdp`, `tp_fsdp2` and `pp_tp` four, the others two.
     """
 
     def command(machine: str, *arguments: object, machine_options: Sequence[str] = ()) -> list[str]:
         threads = f"--num_cpu_threads_per_process={os.environ['OMP_NUM_THREADS']}"
         launch = [sys.executable, "-m", "accelerate.commands.launch", threads]
         config = ["--config_file", str(ROOT / "accelerate_configs" / f"{machine}.yaml")]
-        count = {"cpu": 1, "hsdp": 4, "tp_fsdp2": 4}.get(machine, 2)
+        count = {"cpu": 1, "hsdp": 4, "tp_fsdp2": 4, "pp_tp": 4}.get(machine, 2)
         if machine != "cpu":
             config += [f"--num_processes={count}", "--main_process_port=0"]
         if machine == "hsdp":  # two × two processes instead of two machines of eight
@@ -500,7 +500,7 @@ def launch_command():
             config += ["--parallelism_config_dp_shard_size=2"]
         if machine == "cp_fsdp2":
             config += argv("--parallelism_config_dp_shard_size=1 --parallelism_config_cp_size=2")
-        if machine.startswith(("fsdp", "hsdp", "deepspeed", "tp", "cp_")):
+        if machine.startswith(("fsdp", "hsdp", "deepspeed", "tp", "cp_", "pp", "ep")):
             config += ["--mixed_precision=no", "--dynamo_backend=no"]
         # DeepSpeed gives no access to gradients
         knobs = ["--tracking.layers=false"] if machine.startswith("deepspeed") else []

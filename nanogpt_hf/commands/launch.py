@@ -8,10 +8,11 @@ stops a training run after its current step and saves, however long that takes. 
 in place of COMMAND is launched unchanged.
 
 parallelism_config_pp_size, the number of pipeline stages, parallelism_config_pp_schedule, 1f1b or
-zero_bubble, and parallelism_config_ep_size, the number of data-parallel processes that share one
-copy of the experts, may be in the config's parallelism_config, or options: accelerate 1.15 does
-not know them, so this command passes them on, as PARALLELISM_CONFIG_PP_SIZE and so on. It also
-passes on fsdp_activation_checkpointing, of the config's fsdp_config, without FSDP.
+zero_bubble, parallelism_config_ep_size, the number of data-parallel processes that share one copy
+of the experts, and parallelism_config_ddp_comm_hook, bf16 or fp16, in which DDP sends gradients,
+may be in the config's parallelism_config, or options: accelerate 1.15 does not know them, so this
+command passes them on, as PARALLELISM_CONFIG_PP_SIZE and so on. It also passes on
+fsdp_activation_checkpointing, of the config's fsdp_config, without FSDP.
 """
 
 import argparse
@@ -35,7 +36,7 @@ from nanogpt_hf.errors import EXIT_STOPPED, EXIT_USER_ERROR, UserError, did_you_
 # by option; the last is accelerate's, which passes it on with FSDP2 only
 _PASSED_ON = {
     f"parallelism_config_{name}": "parallelism_config"
-    for name in ("pp_size", "pp_schedule", "ep_size")
+    for name in ("pp_size", "pp_schedule", "ep_size", "ddp_comm_hook")
 } | {"fsdp_activation_checkpointing": "fsdp_config"}
 
 

@@ -186,20 +186,14 @@ _ROWS = [
     ),
     (
         "pipeline stages",
-        "tensor parallelism | context parallelism",
-        "a stage is not split further",
-        "set pp_size 1",
-    ),
-    (
-        "pipeline stages",
-        "HSDP",
-        "a stage is not both sharded and copied",
-        "set dp_replicate_size 1",
+        "context parallelism",
+        "a stage does not share positions",
+        "set cp_size 1",
     ),
     (
         "tensor parallelism",
-        "copies of unsharded models",
-        "DDP does not take split matrices",
+        "DDP",
+        "it does not take split matrices",
         "take accelerate_configs/tp_fsdp2.yaml, with dp_shard_size for dp_replicate_size",
     ),
     (
@@ -213,6 +207,18 @@ _ROWS = [
         "FSDP2 over one process",
         "there is nothing to shard over",
         "set distributed_type MULTI_GPU, as in accelerate_configs/tp.yaml, or dp_shard_size",
+    ),
+    (
+        "ddp_comm_hook",
+        "FSDP2 | DeepSpeed | tensor parallelism | pipeline stages",
+        "only gradients that DDP all-reduces are compressed",
+        "set ddp_comm_hook no, or use accelerate_configs/ddp.yaml",
+    ),
+    (
+        "train.gradient_groups",
+        "ddp_comm_hook",
+        "its sums are those of one process",
+        "set ddp_comm_hook no",
     ),
     ("expert parallelism", "no experts", "there is nothing to share", "set ep_size 1"),
     (

@@ -91,8 +91,8 @@ def check_config() -> None:
     precision = requested_precision()
     if precision == "fp8":
         raise UserError(
-            "the accelerate config sets mixed_precision fp8, which is not supported: its layers "
-            "replace weights of the optimizer, so they would neither train nor be saved; set bf16"
+            "the accelerate config sets mixed_precision fp8, which is not supported: it scales "
+            "tensors on each process alone, so losses would depend on the layout; set bf16"
         )
     if precision == "fp16" and _on_the_cpu() and not requested("DEEPSPEED"):
         raise UserError(
@@ -169,6 +169,7 @@ def requested_machine() -> Machine:
         device="cpu"
         if _on_the_cpu()
         else cast(torch.device, torch.accelerator.current_accelerator()).type,
+        compression=os.environ.get("PARALLELISM_CONFIG_DDP_COMM_HOOK") or "no",
         checkpoints=requested_checkpointing(),
         reshards=fsdp and os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() == "true",
         sends_weights=fsdp

@@ -26,8 +26,9 @@ from accelerate.utils import (
     gather_object,
     patch_environment,
 )
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from nanogpt_hf.config.schema import Config
@@ -42,15 +43,18 @@ from nanogpt_hf.distributed.accelerate_config import (
     one_line_of_accelerate,
     requested,
     requested_checkpointing,
+    requested_machine,
     requested_precision,
 )
 from nanogpt_hf.distributed.deepspeed import is_zero
 from nanogpt_hf.distributed.mesh import Mesh
+from nanogpt_hf.distributed.pipeline import pipeline_of
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.model.architecture import architecture_of
 from nanogpt_hf.model.loss_gpt import compile_loss
 from nanogpt_hf.model.recompute import recompute_blocks
 from nanogpt_hf.optim.optimizer import skip_step_unless_finite
+from nanogpt_hf.optim.state import clip_to_norm, full_tensor, total_norm
 from nanogpt_hf.runs.folder import RunFolder
 
 logger = logging.getLogger(__name__)
@@ -85,12 +89,8 @@ class _Accelerator(Accelerator):
         """
         return args
 
-    def _prepare_cp(self, *args: Any) -> Any:
-        """Nothing: context_parallel.py does it.
-
-        Accelerate's own hooks drop the masks of evaluations, too.
-        """
-        return args
+    # nothing: context_parallel.py does it; accelerate's hooks drop the masks of evaluations, too
+    _prepare_cp = _prepare_tp
 
 
 def mesh_of(accelerator: Accelerator) -> Mesh:
@@ -290,6 +290,17 @@ def prepared_blocks(
         plugin.backend = backend
 
 
+def compress_gradients(model: torch.nn.Module) -> None:
+    """Let DDP send the gradients of a prepared model in the precision that the accelerate config
+    sets.
+    """
+    kind = requested_machine().compression
+    if isinstance(model, DistributedDataParallel) and kind != "no":
+        hook = getattr(default_hooks, f"{kind}_compress_hook")
+        # not the hook itself: torch refuses the name of that for bf16 on gloo, which has its sum
+        model.register_comm_hook(None, lambda state, bucket: hook(state, bucket))
+
+
 @contextmanager
 def accumulate(accelerator: Accelerator, model: torch.nn.Module) -> Iterator[None]:
     """Context for the forward and backward pass of a micro-batch; the last one of a step reduces
@@ -333,19 +344,20 @@ def clip_gradients(
     If it is not finite, the next step leaves weights and state unchanged; DeepSpeed and fp16's
     scaler do the same by themselves.
     """
-    if (mesh := mesh_of(accelerator)).ep_size > 1:
-        norm = expert_parallel.clip_gradients([*model.parameters()], mesh, max_norm)
-    elif is_sharded(accelerator) or accelerator.scaler is not None:
-        norm = accelerator.clip_grad_norm_(model.parameters(), max_norm or math.inf)
-    else:  # accelerate would look through all gradients for shards first
-        norm = torch.nn.utils.clip_grad_norm_(
-            _unwrap(optimizer).in_model_order, max_norm or math.inf
-        )
-    if not torch.is_tensor(norm):  # DeepSpeed has clipped and stepped already, and returns a number
-        return torch.tensor(norm, device=accelerator.device)
-    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-    if accelerator.scaler is None:
-        skip_step_unless_finite(_unwrap(optimizer), norm)
+    if is_zero(accelerator) or accelerator.scaler is not None:
+        norm: Any = accelerator.clip_grad_norm_(model.parameters(), max_norm or math.inf)
+        # DeepSpeed has clipped and stepped already, and returns a number
+        return torch.as_tensor(full_tensor(norm), device=accelerator.device)
+    bare, mesh = _unwrap(optimizer), mesh_of(accelerator)
+    parameters = [p for p in bare.in_model_order if p.grad is not None]
+    if mesh.ep_size > 1:
+        expert_parallel.average_copies(parameters, mesh)
+    if pipeline := pipeline_of(accelerator):
+        norm = pipeline.norm(parameters)
+    else:
+        norm = total_norm([cast(torch.Tensor, p.grad) for p in parameters])
+    clip_to_norm(parameters, max_norm, norm)
+    skip_step_unless_finite(bare, norm)
     return norm
 
 

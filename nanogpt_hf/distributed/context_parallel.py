@@ -74,11 +74,7 @@ def share_positions(model: PreTrainedModel, mesh: DeviceMesh, *, ring: bool, rot
         """
         if not module.training:
             return attend_locally(module, query, key, value, mask, **options)
-        if mask is not None:
-            raise ValueError(
-                "context parallelism has no attention masks: sequences are neither "
-                "packed nor padded"
-            )
+        assert mask is None  # config/compatibility.py refuses packed sequences
         with sdpa_kernel(_RING_KERNELS) if ring else nullcontext():
             out, _ = attend_locally(
                 module, before(query), before(key), before(value), None, **options

@@ -56,7 +56,7 @@ VARIABLES = {
     **_all("RANK LOCAL_RANK", _INDEX),
     **_all(
         "WORLD_SIZE LOCAL_WORLD_SIZE PARALLELISM_CONFIG_PP_SIZE PARALLELISM_CONFIG_TP_SIZE "
-        "PARALLELISM_CONFIG_CP_SIZE PARALLELISM_CONFIG_SP_SIZE PARALLELISM_CONFIG_EP_SIZE "
+        "PARALLELISM_CONFIG_CP_SIZE PARALLELISM_CONFIG_EP_SIZE "
         "PARALLELISM_CONFIG_DP_REPLICATE_SIZE PARALLELISM_CONFIG_DP_SHARD_SIZE",
         _COUNT,
     ),
@@ -98,17 +98,15 @@ VARIABLES = {
         _one_of("none cpu nvme"),
     ),
     "FSDP_VERSION": _number(1, 2),
-    "FSDP_BACKWARD_PREFETCH": _one_of("BACKWARD_PRE BACKWARD_POST NO_PREFETCH", any_case=True),
-    "FSDP_STATE_DICT_TYPE": _one_of(
-        "FULL_STATE_DICT LOCAL_STATE_DICT SHARDED_STATE_DICT", any_case=True
-    ),
-    "FSDP_AUTO_WRAP_POLICY": _one_of(
-        "TRANSFORMER_BASED_WRAP SIZE_BASED_WRAP NO_WRAP", any_case=True
-    ),
     "PARALLELISM_CONFIG_PP_SCHEDULE": _one_of(" ".join(SCHEDULES)),
     "PARALLELISM_CONFIG_CP_COMM_STRATEGY": _one_of(" ".join(ROTATIONS)),
-    "PARALLELISM_CONFIG_CP_BACKEND": _one_of("torch"),
-    "PARALLELISM_CONFIG_SP_BACKEND": _one_of("deepspeed"),
+    "PARALLELISM_CONFIG_DDP_COMM_HOOK": _Kind(
+        "no, bf16 or fp16; PowerSGD would not resume, since no checkpoint has its state",
+        ["no", "bf16", "fp16"].__contains__,
+    ),
+    "PARALLELISM_CONFIG_SP_SIZE": _Kind(
+        "1; cp_size exchanges heads the same way", lambda v: str(v) == "1"
+    ),
 }
 
 # what every launcher sets beside LOCAL_RANK

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel
 from nanogpt_hf.config.checks import divisors
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.model.experts import View, experts_of, products
-from nanogpt_hf.optim.state import by_mesh, local_part, total_norm
+from nanogpt_hf.optim.state import local_part
 
 
 def experts_problem(model: PreTrainedModel, mesh: Mesh, is_sharded: bool) -> str | None:
@@ -116,19 +116,9 @@ def _exchange(rows: torch.Tensor, receives: list[int], sends: list[int], group: 
     return wait_tensor(all_to_all_single_autograd(rows.contiguous(), receives, sends, group))
 
 
-def clip_gradients(parameters: list[nn.Parameter], mesh: Mesh, max_norm: float) -> torch.Tensor:
-    """Clip the gradients to `max_norm` (0: not), and return their norm before.
-
-    Under DDP it first takes the mean of experts' gradients over all processes.
-    """
-    parameters = [p for p in parameters if p.grad is not None]
+def average_copies(parameters: list[nn.Parameter], mesh: Mesh) -> None:
+    """Take the mean of experts' gradients over all processes, which DDP does not see."""
     for gradient in (p.grad for p in parameters):
         if isinstance(gradient, DTensor) and isinstance(gradient.placements[0], Replicate):
             local = gradient.to_local().div_(mesh.dp_size)
             dist.all_reduce(local, group=gradient.device_mesh.get_group(0))
-    norm = total_norm([p.grad for p in parameters if p.grad is not None])
-    if max_norm:
-        for split, group in by_mesh(parameters).items():
-            whole = DTensor.from_local(norm, split, run_check=False) if split else norm
-            nn.utils.clip_grads_with_norm_(group, max_norm, whole)
-    return norm

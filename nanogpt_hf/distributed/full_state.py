@@ -23,7 +23,7 @@ from nanogpt_hf.distributed.pipeline import pipeline_of
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.model.architecture import saved_buffers
 from nanogpt_hf.optim.optimizer import set_learning_rate
-from nanogpt_hf.optim.state import Item, local_part, state_items
+from nanogpt_hf.optim.state import Item, full_tensor, local_part, state_items
 from nanogpt_hf.runs.tensor_files import Box, Layout
 
 Tensors = Iterator[tuple[str, torch.Tensor]]
@@ -63,7 +63,7 @@ def full_weights(accelerator: Accelerator, model: torch.nn.Module) -> dict[str, 
     """The model's full weights on the main process's CPU; {} on other processes."""
     pipeline, full = pipeline_of(accelerator), {}
     for name, tensor in own_weights(accelerator, model):  # one whole tensor is on the device
-        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        whole = full_tensor(tensor)
         if pipeline.is_main_of_stage if pipeline else accelerator.is_main_process:
             full[name] = whole.cpu()
     return pipeline.gather(full) if pipeline else full
@@ -184,12 +184,9 @@ class FullState:
         for saved, needed in ((weights, shapes), (saved_state, state)):
             kind = "weight" if saved is weights else "optimizer state"
             for name in sorted(saved.keys() | needed.keys()):
-                if name not in saved:
-                    return f"{kind} {name} is missing"
-                if name not in needed:
-                    return f"{kind} {name} is not in this model"
-                if saved[name][0] != tuple(needed[name]):
-                    return f"{kind} {name} is {saved[name][0]} instead of {tuple(needed[name])}"
+                shape = saved[name][0] if name in saved else "missing"
+                if shape != needed.get(name):
+                    return f"{kind} {name} is {shape} instead of {needed.get(name)}"
         return None
 
     def set_weights(self, saved: SavedTensors) -> None:

@@ -89,7 +89,6 @@ def fix_order(model: torch.nn.Module, optimizer: Any) -> None:
             module.set_custom_reduce_scatter(cast(Any, _TreeReduceScatter()))
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    optimizer.in_model_order = [p for p in model.parameters() if p.requires_grad]
     for group in optimizer.param_groups:
         if group.get("fused"):
             group["fused"], group["foreach"] = False, True

@@ -20,7 +20,7 @@ from nanogpt_hf.distributed.context_parallel import (
 from nanogpt_hf.distributed.expert_parallel import experts_problem, split_experts
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.distributed.stages import check_stages
-from nanogpt_hf.distributed.tensor_parallel import split_matrices
+from nanogpt_hf.distributed.tensor_parallel import split_matrices, split_vocabulary
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.formatting import plural
 from nanogpt_hf.model.architecture import architecture_of
@@ -38,6 +38,7 @@ class Machine:
     precision: str = "no"
     compiles: bool = False
     device: str = "cpu"
+    compression: str = "no"  # of gradients under DDP: bf16 or fp16
     checkpoints: str = ""  # level of activation checkpointing
     reshards: bool = False  # FSDP2: weights after each forward pass
     sends_weights: bool = False  # FSDP2: from the only process that reads them
@@ -49,6 +50,7 @@ def split_model(model: PreTrainedModel, accelerator: Accelerator, mesh: Mesh) ->
     """
     device_mesh: Any = accelerator.torch_device_mesh
     if mesh.tp_size > 1:
+        split_vocabulary(model, device_mesh["tp"])
         split_matrices(model, device_mesh["tp"])
     if mesh.ep_size > 1:
         split_experts(model, accelerator, mesh)
@@ -100,11 +102,12 @@ def machine_settings(mesh: Mesh, machine: Machine) -> dict[str, str]:
         "FSDP2 in bf16": is_fsdp and machine.precision == "bf16",
         "FSDP2 over one process": is_fsdp and mesh.dp_cp_size == 1,
         "unsharded models": machine.sharding == "none",
-        "copies of unsharded models": machine.sharding == "none" and mesh.dp_size > 1,
+        "DDP": machine.sharding == "none" and mesh.dp_size > 1 and mesh.pp_size == 1,
         f"mixed_precision {machine.precision}": True,
         "dynamo_backend": machine.compiles,
         "fsdp_activation_checkpointing": bool(machine.checkpoints),
         f"fsdp_activation_checkpointing {machine.checkpoints}": True,
+        f"ddp_comm_hook ({machine.compression})": machine.compression != "no",
         "fsdp_reshard_after_forward": machine.reshards,
         "fsdp_cpu_ram_efficient_loading": machine.sends_weights,
         "a CPU": machine.device == "cpu",
@@ -161,11 +164,6 @@ def _check_product(mesh: Mesh) -> None:
             f"parallelism_config: {shown} = {plural(product, 'process')}, but {mesh.world_size} "
             "were started: set sizes whose product is num_processes"
             f"{'' if 'pp_size' in sizes else lost}"
-        )
-    if sizes.get("sp_size", 1) > 1:
-        raise UserError(
-            f"parallelism_config: sp_size {sizes['sp_size']} is not supported; set cp_size, which "
-            "exchanges heads the same way"
         )
 
 

@@ -14,13 +14,13 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleavedZeroBubble
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.distributed.stages import Links, Stage, own_blocks
+from nanogpt_hf.distributed.tensor_parallel import split_matrices, split_vocabulary
 from nanogpt_hf.model.architecture import architecture_of, saved_buffers
-from nanogpt_hf.optim.state import local_part
+from nanogpt_hf.optim.state import local_part, total_norm
 
 
 class Pipeline(Links):
@@ -33,18 +33,26 @@ class Pipeline(Links):
     def __init__(self, model: PreTrainedModel, accelerator: Accelerator, mesh: Mesh):
         self.accelerator, self.device = accelerator, accelerator.device
         self.index, self.count, self.dp_size = mesh.pp_rank, mesh.pp_size, mesh.dp_size
-        self.is_zero_bubble = mesh.pp_schedule == "zero_bubble"
-        device_mesh = init_device_mesh(
-            self.device.type, (mesh.pp_size, mesh.dp_size), mesh_dim_names=("pp", "dp")
-        )
-        self.pp_group, self.dp_mesh = device_mesh["pp"].get_group(), device_mesh["dp"]
-        self.is_main_of_stage = mesh.dp_rank == 0
+        self.schedule = mesh.pp_schedule
         self.is_sharded = accelerator.distributed_type == DistributedType.FSDP
+        copies = mesh.stated_sizes.get("dp_replicate_size", 1) if self.is_sharded else 1
+        sizes = {"pp": mesh.pp_size, "copies": copies, "dp": mesh.dp_size // copies}
+        sizes["tp"] = mesh.tp_size
+        device_mesh = init_device_mesh(
+            self.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes)
+        )
+        self.pp_group = device_mesh["pp"].get_group()
+        self.dp_mesh = device_mesh["copies", "dp"] if copies > 1 else device_mesh["dp"]
+        self.is_main_of_stage = mesh.dp_rank == mesh.tp_rank == 0
         self.model = model
         self._schedule_for = functools.lru_cache(maxsize=1)(self._build_schedule)
         self._divisor = 1.0
         self._before: Callable[[int], None] = lambda number: None
+        if mesh.tp_size > 1:  # while embedding and head are here, which may be one matrix
+            split_vocabulary(model, device_mesh["tp"])
         self.stage = Stage(model, self.index, self.count, self)
+        if mesh.tp_size > 1:
+            split_matrices(model, device_mesh["tp"])
         self._replace_forward(model)
         model.to(cast(Any, self.device))
         if self.is_sharded:
@@ -183,7 +191,7 @@ class Pipeline(Links):
             "scale_grads": False,
             "loss_fn": lambda summed_loss, targets: summed_loss / self._divisor,
         }
-        if self.is_zero_bubble:
+        if self.schedule == "zero_bubble":
             return ScheduleInterleavedZeroBubble([stage], count, **options)
         return Schedule1F1B(stage, count, **options)
 
@@ -192,7 +200,7 @@ class Pipeline(Links):
 
         DDP would overlap this with the last backward pass only.
         """
-        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        gradients = [local_part(p.grad) for p in self.model.parameters() if p.grad is not None]
         group = self.dp_mesh.get_group()
         for work in [dist.all_reduce(g, group=group, async_op=True) for g in gradients]:
             cast(dist.Work, work).wait()
@@ -211,23 +219,14 @@ class Pipeline(Links):
             work.wait()
         gradient += other
 
-    def clip_gradients(self, parameters: list[nn.Parameter], max_norm: float) -> torch.Tensor:
-        """Clip the gradients to `max_norm` (0: not), and return the norm of the whole gradient
-        before.
-        """
+    def norm(self, parameters: list[nn.Parameter]) -> torch.Tensor:
+        """The norm of the gradients of all stages; the copy of a tied matrix counts once."""
         copied = self.stage.is_last and self.stage.tied_here
         copy = self.model.get_parameter(copied) if copied else None
-        counted = [p.grad for p in parameters if p.grad is not None and p is not copy]
-        norm = nn.utils.get_total_norm(counted)
-        square = (norm.full_tensor() if isinstance(norm, DTensor) else norm).square()
+        counted = [cast(torch.Tensor, p.grad) for p in parameters if p is not copy]
+        square = total_norm(counted).square()
         dist.all_reduce(square, group=self.pp_group)
-        norm = square.sqrt()
-        if max_norm:
-            whole = (
-                DTensor.from_local(norm, self.dp_mesh, run_check=False) if self.is_sharded else norm
-            )
-            nn.utils.clip_grads_with_norm_(parameters, max_norm, whole)
-        return norm
+        return square.sqrt()
 
 
 def pipeline_of(accelerator: Accelerator) -> Pipeline | None:

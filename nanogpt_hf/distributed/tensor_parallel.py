@@ -28,6 +28,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from nanogpt_hf.config.seeds import derive_seed
+from nanogpt_hf.distributed.stages import own_blocks
 from nanogpt_hf.model.architecture import architecture_of
 from nanogpt_hf.model.loss_gpt import (
     IGNORED,
@@ -39,17 +40,28 @@ from nanogpt_hf.model.loss_gpt import (
 )
 from nanogpt_hf.optim.state import local_part
 
+_STYLES: dict[str, ParallelStyle] = {
+    "outputs": ColwiseParallel(),
+    "inputs": RowwiseParallel(),
+    # A layer on (batch, position, head, width), whose gradient is a sum over heads. Transformers'
+    # own plan sums the accumulated gradient over processes after each micro-batch, so it counts the
+    # earlier ones several times.
+    "heads": SequenceParallel(sequence_dim=2, use_local_output=True),
+}
+
 
 def split_matrices(model: PreTrainedModel, mesh: DeviceMesh) -> None:
-    """Split a model, equal on all processes of `mesh`, in place. Parameters keep their names."""
+    """Split the blocks of a model, equal on all processes of `mesh`, or of a stage of it, in
+    place. Parameters keep their names.
+    """
     architecture = architecture_of(model)
     drops = any("drop" in name and value for name, value in model.config.to_dict().items())
-    for index, block in enumerate(architecture.blocks(model)):
+    for index, block in own_blocks(architecture.blocks(model)).items():
         frozen = [
             name for name, parameter in block.named_parameters() if not parameter.requires_grad
         ]
         splits = architecture.tensor_parallel(block)
-        plan = {name: _style(split) for name, split in splits.items()}
+        plan = {name: _STYLES[split] for name, split in splits.items()}
         parallelize_module(block, mesh, plan, src_data_rank=None)
         for name in {
             name.rpartition(".")[0] for name, split in splits.items() if split == "outputs"
@@ -59,19 +71,9 @@ def split_matrices(model: PreTrainedModel, mesh: DeviceMesh) -> None:
             block.get_parameter(name).requires_grad_(False)
         if drops:
             _draw_own_dropout(architecture.attention(block), index, mesh.get_local_rank())
-    _split_vocabulary(model, mesh)
     # under FSDP2 it warns of each gather over both dimensions of the mesh, which only norms and
     # checkpoints need
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-
-
-def _style(split: str) -> ParallelStyle:
-    if split == "heads":
-        # A layer on (batch, position, head, width), whose gradient is a sum over heads.
-        # Transformers' own plan sums the accumulated gradient over processes after each
-        # micro-batch, so it counts the earlier ones several times.
-        return SequenceParallel(sequence_dim=2, use_local_output=True)
-    return ColwiseParallel() if split == "outputs" else RowwiseParallel()
 
 
 def _share_input(module: nn.Module, mesh: DeviceMesh) -> None:
@@ -116,31 +118,42 @@ def _generator(device: torch.device) -> torch.Generator:
     return torch.get_device_module(device).default_generators[device.index]
 
 
-def _split_vocabulary(model: PreTrainedModel, mesh: DeviceMesh) -> None:
-    """Split embedding and head by rows, unless one of them computes more than a lookup or a
-    product.
+def split_vocabulary(model: PreTrainedModel, mesh: DeviceMesh) -> None:
+    """Split embedding and head by rows, in place, unless one of them computes more than a lookup
+    or a product.
     """
-    embedding: Any = model.get_input_embeddings()
-    head: Any = model.get_output_embeddings()
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if type(embedding) is not nn.Embedding or not isinstance(head, Head):
         return
-    tied = head.weight is embedding.weight
-    parallelize_module(
-        embedding, mesh, RowwiseParallel(input_layouts=Replicate()), src_data_rank=None
-    )
-    # a view would lose FSDP2's hook if the model changed it in place
-    embedding.register_forward_hook(lambda module, inputs, output: output.clone())
-    if tied:
-        head.weight = embedding.weight
-    for name, parameter in list(head.named_parameters()):
-        if not isinstance(parameter, DTensor):
-            shard = distribute_tensor(parameter, mesh, [Shard(0)], src_data_rank=None)
-            head.register_parameter(
-                name, nn.Parameter(shard, requires_grad=parameter.requires_grad)
-            )
+    shards = {
+        parameter: nn.Parameter(
+            distribute_tensor(parameter, mesh, [Shard(0)], src_data_rank=None),
+            parameter.requires_grad,
+        )
+        for module in (embedding, head)
+        for parameter in module.parameters()
+    }
+    for module in (embedding, head):
+        for name, parameter in list(module.named_parameters()):
+            module.register_parameter(name, shards[parameter])
+    vars(embedding)["forward"] = partial(_look_up, embedding, mesh)
     own: Any = VocabularyParallelHead.of(head, head.softcap)
     own.mesh = mesh
     model.set_output_embeddings(own)
+
+
+def _look_up(embedding: nn.Embedding, mesh: DeviceMesh, ids: torch.Tensor) -> torch.Tensor:
+    """The rows of token ids, from this process's rows and those of the others.
+
+    DTensor's own lookup gives each process the gradient of all rows.
+    """
+    rows = local_part(embedding.weight)
+    index = ids - -(-len(embedding.weight) // mesh.size()) * mesh.get_local_rank()
+    mine = (index >= 0) & (index < len(rows))
+    part = F.embedding(index.where(mine, 0), rows) * mine[..., None]
+    part = DTensor.from_local(part, mesh, [Partial()], run_check=False)
+    # a view would lose FSDP2's hook if the model changed it in place
+    return part.redistribute(placements=[Replicate()]).to_local().clone()
 
 
 class VocabularyParallelHead(Head):

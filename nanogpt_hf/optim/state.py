@@ -45,8 +45,15 @@ def total_norm(tensors: list[torch.Tensor]) -> torch.Tensor:
     whole tensors.
     """
     norms = [torch.nn.utils.get_total_norm(group) for group in by_mesh(tensors).values()]
-    norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    norms = [full_tensor(norm) for norm in norms]
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+
+
+def clip_to_norm(parameters: list[torch.nn.Parameter], max_norm: float, norm: torch.Tensor) -> None:
+    """Clip the gradients, whose norm as one vector is `norm`, to `max_norm` (0: not)."""
+    for mesh, group in by_mesh(parameters).items() if max_norm else ():
+        whole = DTensor.from_local(norm, mesh, run_check=False) if mesh else norm
+        torch.nn.utils.clip_grads_with_norm_(group, max_norm, whole)
 
 
 def by_mesh(tensors: list[Any]) -> dict[Any, list[Any]]:
@@ -56,6 +63,11 @@ def by_mesh(tensors: list[Any]) -> dict[Any, list[Any]]:
         mesh = tensor.device_mesh if isinstance(tensor, DTensor) else None
         groups.setdefault(mesh, []).append(tensor)
     return groups
+
+
+def full_tensor(tensor: Any) -> Any:
+    """The whole of a DTensor, on all its processes, which call it; anything else as it is."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:

@@ -49,6 +49,7 @@ class Placement:
     offloads_weights: bool = False  # to host memory, with gradients and optimizer state
     offloads_optimizer: bool = False
     compiles: bool = False
+    compresses: bool = False  # DDP: gradients are sent in 16 bits
 
     @property
     def dp(self) -> int:
@@ -210,6 +211,7 @@ def _placement(path: str, config: Any) -> Placement:
         precision=precision,
         on_cpu=bool(config.use_cpu),
         compiles=str((config.dynamo_config or {}).get("dynamo_backend", "NO")).upper() != "NO",
+        compresses=mesh.get("ddp_comm_hook") in ("bf16", "fp16"),
         checkpointing=level_of(fsdp.get("fsdp_activation_checkpointing")),
     )
     if is_fsdp:

@@ -53,15 +53,16 @@ def transfers(
     """What one device sends per step; of a pipeline one of the middle, with as many parameters as
     the largest stage.
 
-    DDP all-reduces gradients in float32 once. FSDP2 gathers the weights of each micro-batch in
-    the compute precision, for the forward and the backward pass, and reduce-scatters its
-    gradients in float32; HSDP also all-reduces their shards over the copies, once. Tensor
-    parallelism sums the output of attention and of the MLP in the forward pass, the gradients of
-    their inputs in the backward pass (Megatron-LM, arXiv:1909.08053, section 3), the embedding's
-    output and the gradient of the head's input. Context parallelism exchanges queries, keys,
-    values and outputs (Ulysses, arXiv:2309.14509); its ring sends keys and values past the other
-    devices in each pass (arXiv:2310.01889), and their gradients in float32 around to where they
-    came from. A stage of a pipeline sends activations on and their gradients back.
+    DDP all-reduces gradients once, in float32 unless it compresses them. FSDP2 gathers the
+    weights of each micro-batch in the compute precision, for the forward and the backward pass,
+    and reduce-scatters its gradients in float32; HSDP also all-reduces their shards over the
+    copies, once. Tensor parallelism sums the output of attention and of the MLP in the forward
+    pass, the gradients of their inputs in the backward pass (Megatron-LM, arXiv:1909.08053,
+    section 3), the embedding's output and the gradient of the head's input. Context parallelism
+    exchanges queries, keys, values and outputs (Ulysses, arXiv:2309.14509); its ring sends keys
+    and values past the other devices in each pass (arXiv:2310.01889), and their gradients in
+    float32 around to where they came from. A stage of a pipeline sends activations on and their
+    gradients back.
     """
     config, value, stages = model.config, place.compute_bytes, stages_of(model, place)
     shares = [Counts.of(model, place.tp, stage) for stage in stages]
@@ -104,7 +105,8 @@ def transfers(
             "computation",
         )
     if place.kind in ("DDP", "FSDP2"):
-        gradients = all_reduce_bytes(4 * counts.trainable / place.shards, place.copies)
+        each = 2 if place.compresses else 4
+        gradients = all_reduce_bytes(each * counts.trainable / place.shards, place.copies)
         add(
             "all-reduce of gradients",
             gradients,
@@ -140,5 +142,5 @@ def transfers(
         )
         if config.tie_word_embeddings:
             head = next(model.get_input_embeddings().parameters())
-            add("gradients of the tied head", 4 * head.numel(), place.pp, stages_apart)
+            add("gradients of the tied head", 4 * head.numel() / place.tp, place.pp, stages_apart)
     return found

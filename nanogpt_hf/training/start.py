@@ -32,6 +32,7 @@ from nanogpt_hf.data.prepared import PreparedData, load_prepared
 from nanogpt_hf.distributed.accelerate_config import check_launch, requested_machine
 from nanogpt_hf.distributed.accelerator import (
     build_accelerator,
+    compress_gradients,
     is_sharded,
     mesh_of,
     prepared_blocks,
@@ -285,13 +286,16 @@ def _build(
         Pipeline(model, accelerator, mesh)  # cuts this process's stage from the model
     else:
         split_model(model, accelerator, mesh)
-    bare = build_optimizer(model, config.optim, config.finetune.layer_decay, accelerator)
+    bare: Any = build_optimizer(model, config.optim, config.finetune.layer_decay, accelerator)
     with prepared_blocks(model, accelerator, bare):
         if mesh.pp_size > 1:
             prepared: Any = model
             optimizer: Any = accelerator.prepare_optimizer(bare, device_placement=False)
         else:
             prepared, optimizer = accelerator.prepare(model, bare)
+            compress_gradients(prepared)
+    # FSDP2 replaces parameters
+    bare.in_model_order = [p for p in prepared.parameters() if p.requires_grad]
     if config.train.gradient_groups:
         fix_order(prepared, optimizer.optimizer)
     prepared.train()

@@ -97,7 +97,7 @@ def _pipelined_step(run: Run, pipeline: Pipeline, step: int, learning_rate: floa
     Without dropout it equals that of one process. With dropout, the first stage draws the masks
     of one process.
     """
-    batches, optimizer = run.batches, cast(Any, run.optimizer.optimizer)
+    batches, accelerator = run.batches, run.accelerator
     set_learning_rate(run.optimizer, learning_rate)
 
     def before(index: int) -> None:
@@ -106,9 +106,10 @@ def _pipelined_step(run: Run, pipeline: Pipeline, step: int, learning_rate: floa
         seed_dropout(pipeline.device, derive_seed(batches.seed, "dropout", step, number, *later))
 
     loss = pipeline.train(list(batches.micro_batches(step)), batches.num_targets(step), before)
-    grad_norm = pipeline.clip_gradients(optimizer.in_model_order, run.config.optim.max_grad_norm)
-    skip_step_unless_finite(optimizer, grad_norm)
-    update(run.accelerator, run.optimizer)
+    grad_norm = clip_gradients(
+        accelerator, run.model, run.optimizer, run.config.optim.max_grad_norm
+    )
+    update(accelerator, run.optimizer)
     return StepResult(loss, grad_norm, {}, {})
 
 

@@ -37,12 +37,15 @@ def passed_on(monkeypatch, tmp_path):
     return launch
 
 
-def test_share_of_experts_is_passed_on(passed_on, monkeypatch):
+def test_share_of_experts_and_compression_are_passed_on(passed_on, monkeypatch):
     monkeypatch.delenv("PARALLELISM_CONFIG_EP_SIZE", raising=False)
+    monkeypatch.delenv("PARALLELISM_CONFIG_DDP_COMM_HOOK", raising=False)
     layout = "parallelism_config:\n  parallelism_config_ep_size: 2\n"
+    layout += "  parallelism_config_ddp_comm_hook: bf16\n"
     for options, size in (([], "2"), (["--parallelism_config_ep_size=4"], "4")):
         passed_on(*options, layout=layout)
         assert os.environ["PARALLELISM_CONFIG_EP_SIZE"] == size
+        assert os.environ["PARALLELISM_CONFIG_DDP_COMM_HOOK"] == "bf16"
 
 
 @pytest.mark.parametrize(

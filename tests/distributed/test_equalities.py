@@ -12,13 +12,13 @@ import os
 import random
 import shutil
 import subprocess
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
-from assertions import CHUNKS, copy_at
+from assertions import CHUNKS, copy_at, held_by_ranks, tensor_files
 from nanogpt_hf.checkpoint.reader import read_checkpoint
 from nanogpt_hf.commands import main
 from nanogpt_hf.runs.folder import RunFolder
@@ -43,14 +43,17 @@ LAYOUTS = {
     "ZeRO-3 on 3": ("deepspeed_zero3", 3),
     "TP": ("tp", 2),
     "PP": ("pp", 2),
+    "PP × TP": ("pp_tp", 4),
     "EP": ("ep", 2),
     "EP × FSDP2": ("ep_fsdp2", 4),
 }
 # what `cli.py launch` passes on, and the rest of a config for GPUs
-VARIABLES = {"PP": {"PARALLELISM_CONFIG_PP_SIZE": "2"}}
+VARIABLES = {layout: {"PARALLELISM_CONFIG_PP_SIZE": "2"} for layout in ("PP", "PP × TP")}
 VARIABLES |= {layout: {"PARALLELISM_CONFIG_EP_SIZE": "2"} for layout in ("EP", "EP × FSDP2")}
-OPTIONS = {layout: ["--mixed_precision=no"] for layout in VARIABLES}
-OPTIONS["EP × FSDP2"] += ["--num_machines=1", "--parallelism_config_dp_shard_size=4"]
+OPTIONS = {
+    "EP × FSDP2": ["--num_machines=1", "--parallelism_config_dp_shard_size=4"],
+    "PP × TP": ["--parallelism_config_dp_replicate_size=1"],
+}
 # all others are forks of a process that has imported torch: warm.py
 REAL_LAUNCHER = ("FSDP2, recomputed", "ZeRO-2")
 needs_deepspeed = pytest.mark.skipif(
@@ -79,10 +82,20 @@ UNFREEZING = FINETUNED | {"finetune.freeze_layers": 2, "finetune.unfreeze_every"
 
 
 class Feature(NamedTuple):
-    """Column of the table: knobs beside COMMON, and the layouts of its moving run."""
+    """Column of the table: knobs beside COMMON, and the layouts of its moving run, the slow ones at
+    the end, so that no other cell trains them.
+    """
 
     knobs: dict[str, Any]
-    layouts: tuple[str, ...] = ()
+    quick: tuple[str, ...] = ()
+    slow: tuple[str, ...] = ()
+    exhaustive: tuple[str, ...] = ()
+
+    @property
+    def layouts(self) -> list[str]:
+        last = [*self.slow, *self.exhaustive]
+        first = [*self.quick, *(["one process"] * ("one process" not in last))]
+        return [*first, *last] if len(first + last) > 1 else []
 
 
 FEATURES = {
@@ -90,7 +103,8 @@ FEATURES = {
     # padded.
     "AdamW": Feature(
         DROPOUT | LAYERS | SAMPLES | {"model.n_embd": 20, "train.tokens_per_step": 192},
-        ("DDP on 3", "FSDP2", "FSDP2, recomputed", "ZeRO-2", "ZeRO-3 on 3"),
+        ("DDP on 3", "FSDP2", "ZeRO-3 on 3"),
+        exhaustive=("FSDP2, recomputed", "ZeRO-2"),
     ),
     # 20 is no multiple of 3 processes, and there are fewer stacked matrices (2) than processes
     "Muon": Feature(
@@ -103,7 +117,7 @@ FEATURES = {
             "model.n_embd": 20,
             "train.tokens_per_step": 384,
         },
-        ("DDP", "FSDP2 on 3", "HSDP"),
+        *(("FSDP2 on 3",), ("HSDP",), ("DDP",)),
     ),
     "mixture": Feature(
         LAYERS
@@ -113,7 +127,7 @@ FEATURES = {
             "optim.name": "muon",
             "optim.rates": "{tokens: 0.5, mlp_out: 2}",
         },
-        ("DDP", "FSDP2", "TP", "PP"),
+        *(("TP", "PP × TP"), ("FSDP2",), ("DDP",)),
     ),
     "conversations": Feature(
         DROPOUT
@@ -123,16 +137,16 @@ FEATURES = {
             "model.n_positions": 128,
             "train.tokens_per_step": 1024,
         },
-        ("DDP", "FSDP2"),
+        *(("DDP",), ("FSDP2",)),
     ),
     # the teacher has twice the model's blocks, its own width and dropout
     "distillation": Feature(
-        DROPOUT | {"distill.weight": 0.7, "distill.temperature": 2.0}, ("DDP on 3", "FSDP2")
+        DROPOUT | {"distill.weight": 0.7, "distill.temperature": 2.0}, ("FSDP2",), ("DDP on 3",)
     ),
     "documents": Feature(
-        {"data.packing": "documents", "data.mask": "documents"}, ("DDP", "FSDP2", "TP", "PP")
+        {"data.packing": "documents", "data.mask": "documents"}, ("FSDP2",), ("DDP", "TP", "PP")
     ),
-    "unfreezing": Feature(UNFREEZING, ("DDP", "FSDP2")),
+    "unfreezing": Feature(UNFREEZING, ("FSDP2",), exhaustive=("DDP",)),
     # both begin in the steps of the first layout
     "stages": Feature(
         DROPOUT
@@ -141,7 +155,7 @@ FEATURES = {
             "train.stages": "[{at: 1, weights: {text2: 9}, data.block_size: 8}, "
             "{at: 2, train.tokens_per_step: 256, optim.muon_learning_rate: 0.002}]",
         },
-        ("FSDP2", "DDP"),
+        slow=("FSDP2", "DDP", "one process"),
     ),
     # a spike in the steps of each layout
     "rollback": Feature(
@@ -152,14 +166,16 @@ FEATURES = {
             "optim.learning_rate": 1e-4,
             "optim.min_learning_rate": 0,
         },
-        ("ZeRO-2", "PP"),
+        ("PP",),
+        exhaustive=("ZeRO-2",),
     ),
     "unfreezing with Muon": Feature(UNFREEZING | {"optim.name": "muon"}),
     "LoRA": Feature(FINETUNED | {"lora.rank": 2, "lora.dropout": 0.1}),
-    "qwen3": Feature({"model.architecture": "qwen3"} | DECODER, ("ZeRO-3", "FSDP2")),
-    "nanochat": Feature({"model.architecture": "nanochat"} | DECODER, ("ZeRO-3", "FSDP2")),
-    "llama": Feature({"model.architecture": "llama"} | DECODER, ("FSDP2",)),
-    "olmo2": Feature({"model.architecture": "olmo2"} | DECODER, ("DDP",)),
+    "qwen3": Feature({"model.architecture": "qwen3"} | DECODER, ("FSDP2",), ("ZeRO-3",)),
+    "nanochat": Feature(
+        {"model.architecture": "nanochat"} | DECODER,
+        exhaustive=("ZeRO-3", "FSDP2", "one process"),
+    ),
     # three experts on two processes; the first of the blocks is dense
     "experts": Feature(
         {
@@ -170,7 +186,7 @@ FEATURES = {
             "optim.name": "muon",
         }
         | LAYERS,
-        ("DDP", "FSDP2", "FSDP2, recomputed"),
+        exhaustive=("DDP", "FSDP2", "FSDP2, recomputed"),
     ),
     "experts, AdamW": Feature(
         {
@@ -179,69 +195,27 @@ FEATURES = {
         }
         | LAYERS
         | SAMPLES,
-        ("ZeRO-3", "PP", "EP", "EP × FSDP2"),
+        *(("EP",), ("PP", "EP × FSDP2"), ("ZeRO-3",)),
     ),
 }
-# other cells of the same layouts are in `make test`
-SLOW = {
-    ("AdamW", "FSDP2, recomputed"),
-    ("AdamW", "ZeRO-2"),
-    ("Muon", "DDP"),
-    ("Muon", "HSDP"),
-    ("mixture", "DDP"),
-    ("mixture", "FSDP2"),
-    ("conversations", "FSDP2"),
-    ("unfreezing", "DDP"),
-    ("qwen3", "ZeRO-3"),
-    ("distillation", "DDP on 3"),
-    ("documents", "DDP"),
-    ("documents", "TP"),
-    ("documents", "PP"),
-    ("experts", "DDP"),
-    ("experts", "FSDP2"),
-    ("experts", "FSDP2, recomputed"),
-    ("experts, AdamW", "ZeRO-3"),
-    ("experts, AdamW", "PP"),
-    ("experts, AdamW", "EP × FSDP2"),
-    ("rollback", "ZeRO-2"),
-    *(("stages", layout) for layout in (*FEATURES["stages"].layouts, "one process")),
-    *(
-        (name, layout)
-        for name in ("nanochat", "llama", "olmo2")
-        for layout in (*FEATURES[name].layouts, "one process")
-    ),
+# beside one process: whether it is slow
+RESUMED = {
+    ("AdamW", "DDP on 3"): False,
+    ("AdamW", "ZeRO-3 on 3"): True,
+    ("Muon", "FSDP2 on 3"): False,
+    ("mixture", "PP × TP"): False,
+    ("experts, AdamW", "EP"): True,
+    ("experts, AdamW", "EP × FSDP2"): True,
 }
-EXHAUSTIVE = {
-    *(cell for cell in SLOW if cell[0] in ("nanochat", "llama", "olmo2", "experts")),
-    ("AdamW", "FSDP2, recomputed"),
-    ("Muon", "DDP"),
-    ("mixture", "DDP"),
-    ("unfreezing", "DDP"),
-    ("experts, AdamW", "ZeRO-3"),
-    ("rollback", "ZeRO-2"),
-    ("AdamW", "ZeRO-2"),
-}
-RESUMED_LAYOUTS = {("AdamW", "DDP on 3"), ("AdamW", "ZeRO-3 on 3"), ("Muon", "FSDP2 on 3")}
-RESUMED_LAYOUTS |= {("experts, AdamW", "EP"), ("experts, AdamW", "EP × FSDP2")}
-RESUMED_SLOW = {("AdamW", "ZeRO-3 on 3"), ("experts, AdamW", "EP")}
-RESUMED_SLOW |= {(name, "one process") for name in ("nanochat", "llama", "olmo2")}
 
 
-def cells(*chosen: tuple[str, str], slow: Collection[tuple[str, str]] = SLOW) -> list:
-    """(feature, layout) as parameters: those that are chosen, or all."""
-    every = [
-        (name, layout)
-        for name, feature in FEATURES.items()
-        if feature.layouts
-        for layout in (*feature.layouts, "one process")
-    ]
-    marks = {
-        cell: [needs_deepspeed] * ("ZeRO" in cell[1])
-        + [pytest.mark.slow] * (cell in slow)
-        + [pytest.mark.exhaustive] * (cell in EXHAUSTIVE)
-        for cell in (chosen or every)
-    }
-    return [pytest.param(*cell, marks=marks[cell], id=" ".join(cell)) for cell in marks]
+def cell(name: str, layout: str, *more: object, slow: bool = False):
+    """A feature and a layout as parameters."""
+    feature = FEATURES[name]
+    marks = [needs_deepspeed] * ("ZeRO" in layout)
+    marks += [pytest.mark.slow] * (slow or layout in feature.slow + feature.exhaustive)
+    marks += [pytest.mark.exhaustive] * (layout in feature.exhaustive)
+    return pytest.param(name, layout, *more, marks=marks)
 
 
 class Trained(NamedTuple):
@@ -333,9 +307,7 @@ def train(words_of, launch_warm, launch_command, root, forget_accelerate):
             assert completed.returncode == 0, completed.stdout[-2000:] + completed.stderr[-3000:]
         else:
             launch_warm(machine, *words, machine_options=options, **variables)
-        return [
-            json.loads(Path(f"{run}.held.{rank}.json").read_text()) for rank in range(processes)
-        ]
+        return held_by_ranks(RunFolder(run))
 
     return train
 
@@ -347,9 +319,7 @@ def alone(train, folder):
     @functools.cache
     def alone(name: str) -> RunFolder:
         run = folder / f"{name} alone"
-        train(
-            name, "one process", run, STEPS * max(2, len(FEATURES[name].layouts) + 1), "--overwrite"
-        )
+        train(name, "one process", run, STEPS * max(2, len(FEATURES[name].layouts)), "--overwrite")
         return RunFolder(run)
 
     return alone
@@ -363,16 +333,11 @@ def moved(train, folder):
 
     @functools.cache
     def moved(name: str, layout: str) -> Trained:
-        available = [
+        layouts = [
             other
             for other in FEATURES[name].layouts
             if "ZeRO" not in other or not needs_deepspeed.args[0]
         ]
-        # the slow ones at the end, so that no other cell trains them
-        layouts = sorted(
-            [*available, "one process"],
-            key=lambda other: ((name, other) in SLOW) + ((name, other) in EXHAUSTIVE),
-        )
         number, run = layouts.index(layout), folder / f"{name} {layout}"
         shutil.rmtree(run, ignore_errors=True)
         if number:
@@ -395,7 +360,10 @@ def events(run: RunFolder, first: int, last: int) -> list[dict]:
     return found
 
 
-@pytest.mark.parametrize(("feature", "layout"), cells())
+@pytest.mark.parametrize(
+    ("feature", "layout"),
+    [cell(name, layout) for name, feature in FEATURES.items() for layout in feature.layouts],
+)
 def test_moving_run_equals_one_process(moved, alone, feature, layout):
     run, first, last, held = moved(feature, layout)
     one, zero = alone(feature), "ZeRO" in layout  # DeepSpeed gives no access to gradients
@@ -429,7 +397,7 @@ def test_moving_run_equals_one_process(moved, alone, feature, layout):
         assert kinds == {"DTensor"}
     elif layout == "EP":  # experts are shared, all else is whole
         assert kinds == {"Parameter", "DTensor"}
-    elif layout not in ("TP", "one process"):
+    elif "TP" not in layout and layout != "one process":
         assert kinds == {"Parameter"}
 
 
@@ -437,14 +405,11 @@ def test_moving_run_equals_one_process(moved, alone, feature, layout):
     ("feature", "layout", "steps_left"),
     [
         *(
-            pytest.param(*cell.values, steps, marks=cell.marks)
-            for cell in cells(
-                *((name, "one process") for name in FEATURES),
-                *sorted(RESUMED_LAYOUTS),
-                slow=SLOW | RESUMED_SLOW,
-            )
-            for steps in ((2, 3) if "unfreezing" in cell.values[0] else (2,))
+            cell(name, "one process", steps)
+            for name in FEATURES
+            for steps in ((2, 3) if "unfreezing" in name else (2,))
         ),
+        *(cell(*where, 2, slow=slow) for where, slow in RESUMED.items()),
     ],
 )
 def test_resumed_run_equals_uninterrupted(
@@ -459,9 +424,7 @@ def test_resumed_run_equals_uninterrupted(
     train(feature, layout, resumed.path, last, "--resume")
     contents = []
     for run in (resumed, source):
-        paths = [*run.final.rglob("*.safetensors"), *run.checkpoint(last).glob("*.safetensors")]
-        assert len(paths) >= 3
-        contents.append({path.relative_to(run.path): path.read_bytes() for path in paths})
+        contents.append(tensor_files(run, last))
         numbers = [
             {key: value for key, value in event.items() if key not in MEASURED}
             for event in events(run, last - steps_left, last)
@@ -492,15 +455,13 @@ def test_each_process_holds_and_copies_its_share(moved, layout, weights_shared):
 
 
 def test_tensor_parallelism_splits_matrices_and_stages_the_blocks(moved):
-    for held in moved("mixture", "TP").held:
+    stages = moved("mixture", "PP × TP").held
+    for held in stages[2:]:
         for name in ("attn.q_proj", "attn.o_proj", "mlp.fc", "mlp.proj"):
             _, own, whole = held["weights"][f"transformer.h.1.{name}.weight"]
             assert own == whole / 2
-    blocks = [
-        {name.split(".")[2] for name in held["weights"] if ".h." in name}
-        for held in moved("mixture", "PP").held
-    ]
-    assert blocks == [{"0"}, {"1"}]
+    blocks = [{name.split(".")[2] for name in held["weights"] if ".h." in name} for held in stages]
+    assert blocks == [{"0"}, {"0"}, {"1"}, {"1"}]
 
 
 @pytest.mark.parametrize("layout", ["DDP", "FSDP2 on 3"])

@@ -26,9 +26,10 @@ from nanogpt_hf.config.schema import Config, ModelSection
 from nanogpt_hf.data.prepare import prepare
 from nanogpt_hf.data.prepared import load_prepared
 from nanogpt_hf.distributed import layout as layouts
+from nanogpt_hf.distributed.accelerate_config import requested_machine
 from nanogpt_hf.distributed.accelerator import build_accelerator, sum_over_ranks
 from nanogpt_hf.distributed.full_state import full_weights
-from nanogpt_hf.distributed.layout import Machine, check_layout
+from nanogpt_hf.distributed.layout import check_layout
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.model import loss_gpt
@@ -51,7 +52,7 @@ KNOBS = {
     "optim.warmup_steps": 0,
     "train.max_steps": STEPS,
     "train.tokens_per_step": 128,
-    "train.micro_batch_size": 2,  # four micro-batches
+    "train.micro_batch_size": 1,  # two for each stage of PP × HSDP
 }
 GPT2 = {"model.bias": True, "model.pad_vocab_to_multiple_of": 64}
 DECODER = {"model.n_kv_head": 2, "model.extra": {"tie_word_embeddings": False}}
@@ -74,6 +75,15 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], bool]] = {
         {"pp_size": 2, "dp_shard_size": 2, "pp_schedule": "zero_bubble"},
         True,
     ),
+    "PP × HSDP": (8, {"pp_size": 2, "dp_replicate_size": 2, "dp_shard_size": 2}, True),
+    "PP × TP": (4, {"pp_size": 2, "tp_size": 2}, False),
+    "PP, zero bubble × TP": (
+        4,
+        {"pp_size": 2, "tp_size": 2, "pp_schedule": "zero_bubble"},
+        False,
+    ),
+    "PP × TP × DP": (8, {"pp_size": 2, "dp_replicate_size": 2, "tp_size": 2}, False),
+    "PP × TP × FSDP2": (8, {"pp_size": 2, "dp_shard_size": 2, "tp_size": 2}, True),
     "EP": (2, {"ep_size": 2}, False),
     "EP × DDP": (4, {"ep_size": 2}, False),
     "EP × FSDP2": (4, {"ep_size": 2, "dp_shard_size": 4}, True),
@@ -206,24 +216,27 @@ def recipe_of(
     return recipe
 
 
+def environment(layout: str, feature: str) -> dict[str, str]:
+    """The variables that a launcher sets for all processes of a cell."""
+    processes, sizes, fsdp = LAYOUTS[layout]
+    values: dict[str, Any] = {"WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
+    values |= {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "ACCELERATE_USE_CPU": not fsdp}
+    values |= {f"PARALLELISM_CONFIG_{name.upper()}": size for name, size in sizes.items()}
+    if fsdp:
+        values |= {"ACCELERATE_TORCH_DEVICE": "cpu", "ACCELERATE_USE_FSDP": "true"}
+        values |= {"FSDP_VERSION": 2, "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
+        values["FSDP_RESHARD_AFTER_FORWARD"] = "pp_schedule" not in sizes
+    return {name: str(value) for name, value in values.items()} | feature_of(layout, feature)[1]
+
+
 def check(layout: str, config: Config, feature: str) -> None:
     """`check_layout` as a launch of the layout would call it."""
-    processes, sizes, fsdp = LAYOUTS[layout]
-    variables = feature_of(layout, feature)[1]
-    stated = {name: size for name, size in sizes.items() if name != "pp_schedule"}
-    of_mesh = {name: size for name, size in sizes.items() if name[:2] != "dp"}
-    mesh = Mesh(0, processes, **of_mesh, stated_sizes=stated)
-    machine = Machine(
-        sharding="fsdp" if fsdp else "none",
-        precision=variables.get("ACCELERATE_MIXED_PRECISION", "no"),
-        compiles="ACCELERATE_DYNAMO_BACKEND" in variables,
-        checkpoints=variables.get("FSDP_ACTIVATION_CHECKPOINTING", ""),
-        reshards=fsdp and "pp_schedule" not in sizes,
-    )
     with pytest.MonkeyPatch.context() as patch:
+        for name, value in environment(layout, feature).items():
+            patch.setenv(name, value)
         if layout == RING:
             take_ring(patch)
-        check_layout(config, mesh, machine)
+        check_layout(config, Mesh.from_environment(), requested_machine())
 
 
 def take_ring(patch: pytest.MonkeyPatch) -> None:
@@ -272,28 +285,7 @@ def train(config: Config, folder: Path) -> dict[str, torch.Tensor]:
 def train_rank(rank: int, port: int, layout: str, configs: dict[str, Config], folder: Path) -> None:
     """A process of a layout: train every feature."""
     torch.set_num_threads(1)
-    processes, sizes, fsdp = LAYOUTS[layout]
-    variables = {
-        "RANK": rank,
-        "LOCAL_RANK": rank,
-        "WORLD_SIZE": processes,
-        "LOCAL_WORLD_SIZE": processes,
-    }
-    variables |= {
-        "MASTER_PORT": port,
-        "MASTER_ADDR": "127.0.0.1",
-        "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
-    }
-    variables |= {f"PARALLELISM_CONFIG_{name.upper()}": size for name, size in sizes.items()}
-    if fsdp:
-        os.environ.pop("ACCELERATE_USE_CPU", None)
-        variables |= {
-            "ACCELERATE_TORCH_DEVICE": "cpu",
-            "ACCELERATE_USE_FSDP": "true",
-            "FSDP_VERSION": "2",
-        }
-        variables |= {"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
-        variables |= {"FSDP_RESHARD_AFTER_FORWARD": str("pp_schedule" not in sizes).lower()}
+    if LAYOUTS[layout][2]:
         state.PartialState._prepare_backend = lambda self, *a, **k: (
             "gloo",
             DistributedType.MULTI_GPU,
@@ -302,10 +294,8 @@ def train_rank(rank: int, port: int, layout: str, configs: dict[str, Config], fo
         allow_cpu_ring()
         take_ring(pytest.MonkeyPatch())
     for feature, config in configs.items():
-        own = {
-            name: str(value) for name, value in (variables | feature_of(layout, feature)[1]).items()
-        }
-        os.environ.update(own)
+        os.environ.update(environment(layout, feature), RANK=str(rank), LOCAL_RANK=str(rank))
+        os.environ.update(MASTER_PORT=str(port), MASTER_ADDR="127.0.0.1")
         try:
             values = train(config, folder)
             if rank == 0:
@@ -359,7 +349,6 @@ def trained(tmp_path_factory, recipe_of):
             fork = multiprocessing.get_context("fork")
             port, configs = get_free_port(), configs_of(layout)
             with pytest.MonkeyPatch.context() as patch:
-                patch.setenv("ACCELERATE_USE_CPU", "true")
                 patch.setattr(loss_gpt, "LOGITS_PER_CHUNK", 200)
                 ranks = [
                     fork.Process(target=train_rank, args=(rank, port, layout, configs, folder))

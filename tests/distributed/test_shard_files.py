@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from assertions import held_by_ranks, tensor_files
 from nanogpt_hf.checkpoint.reader import read_checkpoint
 from nanogpt_hf.runs.folder import RunFolder
 
@@ -39,12 +40,6 @@ def train(recipe, launch_warm):
 @pytest.fixture(scope="module")
 def uninterrupted(train, recipe) -> RunFolder:
     return train("fsdp2", recipe.parent / "uninterrupted")
-
-
-def contents(run: RunFolder) -> dict[str, bytes]:
-    """The files with tensors of the run's last checkpoint and of its final model."""
-    paths = [*run.final.glob("*.safetensors"), *run.checkpoint(4).glob("*.safetensors")]
-    return {path.name: path.read_bytes() for path in paths}
 
 
 def test_each_process_writes_its_parts(uninterrupted):
@@ -92,8 +87,8 @@ def test_resume_after_a_process_is_killed_during_a_write_is_exact(
     for folder in run.checkpoint_folders():
         read_checkpoint(folder)
     train("fsdp2", tmp_path / "run", "--auto-resume")
-    assert len(contents(run)) == 5
-    assert contents(run) == contents(uninterrupted)
+    assert len(tensor_files(run, 4)) == 5
+    assert tensor_files(run, 4) == tensor_files(uninterrupted, 4)
     assert not [path for path in run.path.rglob("*") if re.search(r"\.(partial|old)$", path.name)]
 
 
@@ -119,7 +114,7 @@ def test_full_disk_of_one_process_is_one_line(train, uninterrupted, tmp_path, ra
     )
     assert [path.name for path in run.checkpoints.iterdir()] == ["step_00000001"]
     train("fsdp2", tmp_path / "run", "--resume")
-    assert contents(run) == contents(uninterrupted)
+    assert tensor_files(run, 4) == tensor_files(uninterrupted, 4)
 
 
 @pytest.mark.slow
@@ -139,10 +134,8 @@ def test_missing_or_damaged_part_is_named_and_older_checkpoint_loaded(
         "step_00000003: damaged checkpoint: model-00002-of-00002.safetensors was changed"
     ) in outputs[0]
     assert f"resuming from {run.checkpoint(2)}" in outputs[0]
-    assert contents(run) == contents(uninterrupted)
-    verified = [
-        json.loads(Path(f"{run.path}.held.{rank}.json").read_text())["verified"] for rank in (0, 1)
-    ]
+    assert tensor_files(run, 4) == tensor_files(uninterrupted, 4)
+    verified = [process["verified"] for process in held_by_ranks(run)]
     shares = [
         [name for name in names if re.match(r"step_00000002/.*safetensors", name)]
         for names in verified

@@ -40,6 +40,7 @@ ON_8 = {"processes": 8, "precision": "bf16"}
             "pp_fsdp2",
             Placement(kind="FSDP2", processes=4, shards=2, pp=2, per_machine=4, precision="bf16"),
         ),
+        ("pp_tp", Placement(kind="DDP", pp=2, tp=2, **ON_8)),
         ("ep", Placement(kind="DDP", ep=8, **ON_8)),
         (
             "ep_fsdp2",

@@ -64,6 +64,14 @@ def split(**sizes: int) -> dict[str, str]:
 
 LAYOUTS = {
     "DDP": (Placement(kind="DDP", processes=2, on_cpu=True), ON_CPU),
+    "DDP in bf16": (
+        Placement(kind="DDP", processes=2, on_cpu=True, compresses=True),
+        ON_CPU | {"PARALLELISM_CONFIG_DDP_COMM_HOOK": "bf16"},
+    ),
+    "PP × TP": (
+        Placement(processes=4, pp=2, tp=2, on_cpu=True),
+        ON_CPU | split(tp_size=2) | {"PARALLELISM_CONFIG_PP_SIZE": "2"},
+    ),
     "FSDP2": (Placement(kind="FSDP2", processes=2, shards=2, on_cpu=True), SHARDED),
     "TP": (Placement(processes=2, tp=2, on_cpu=True), ON_CPU | split(tp_size=2)),
     "CP": (
