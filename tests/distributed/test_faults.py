@@ -1,23 +1,34 @@
-"""File operations that fail on one of two processes: both end, and the resumed run's bytes are
-those of an undisturbed one.
+"""File operations that fail once, in one process and in each of two: the run ends in one line or
+goes on, and the resumed run's bytes are those of an undisturbed one.
+
+Each cell tries a few operations. This tries all, and writes a line of JSON for each:
+
+    EVERY_OPERATION=cases.jsonl python -m pytest tests/distributed/test_faults.py
 """
 
+import json
+import os
+import re
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
 
 import operations
 from assertions import assert_undisturbed
 
+EVERY = os.environ.get("EVERY_OPERATION")
 pytestmark = [
-    pytest.mark.exhaustive,
+    pytest.mark.slow,
+    pytest.mark.timeout(0 if EVERY else 400),
     pytest.mark.skipif(
         sys.platform != "linux" or not shutil.which("cc"),
         reason="no C compiler on Linux: faults.c makes operations fail",
     ),
 ]
 KNOBS = {"model__n_layer": 1, "train__max_steps": 4, "eval__every": 2, "checkpoint__keep": 1}
+KNOBS |= {"eval__samples": ["A cat "], "eval__sample_tokens": 4}
 
 
 @pytest.fixture(scope="module")
@@ -26,10 +37,10 @@ def launch(start_warm, tmp_path_factory):
         yield launch
 
 
-@pytest.fixture(scope="module", params=["cpu_ddp", "fsdp2"])
+@pytest.fixture(scope="module", params=["cpu", "cpu_ddp", "fsdp2"])
 def faulty(request, launch, tmp_path_factory, make_recipe):
-    """A function that trains on two processes in a new folder, in which the nth operation of a rank
-    fails; and the folder of a run without a fault.
+    """A function that prepares data and trains in a new folder, in which the nth operation of a
+    rank fails; and the folder of a run without a fault.
     """
     folder = tmp_path_factory.mktemp("faults")
     recipe = make_recipe(folder / "recipe.yaml", **KNOBS)
@@ -40,29 +51,43 @@ def faulty(request, launch, tmp_path_factory, make_recipe):
         ended = []
         launch(
             *(request.param, "pretrain", recipe, "--auto-resume"),
-            *("--run-dir", folder / name / "run"),
+            *("--run-dir", folder / name / "run", "--data.dir", folder / name / "data"),
             FAULT=f"{rank}:{error}:{point}",
             ends_with=lambda *end: ended.append(end),
         )
         return ended[0]
 
-    status, output = faulty("undisturbed")  # prepares the data
+    status, output = faulty("undisturbed")
     assert status == 0, output
-    return faulty, folder
+    return faulty, folder, request.param
 
 
-@pytest.mark.parametrize(("rank", "stride"), [(0, 57), (1, 11)])
-def test_resume_after_a_failed_operation_of_a_rank_is_exact(faulty, rank, stride):
-    """Every 11th operation of rank 1, and fewer of rank 0, since one process has those, too."""
-    train, folder = faulty
+@pytest.mark.parametrize("error", operations.ERRORS)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_resume_after_a_failed_operation_is_exact(faulty, rank, error):
+    train, folder, layout = faulty
+    if rank and layout == "cpu":
+        pytest.skip("one process has rank 0 only")
     assert train("counted", rank)[0] == 0
-    _, _, count = (folder / "counted.fault").read_text().partition("\n")
-    for number, point in enumerate(range(1, int(count) + 1, stride)):
+    count = int((folder / "counted.fault").read_text().partition("\n")[2])
+    sample = range(1 + 29 * operations.ERRORS.index(error), count + 1, 116)
+    for point in range(1, count + 1) if EVERY else sample:
         shutil.rmtree(folder / "failed", ignore_errors=True)
-        error = operations.ERRORS[number % 4]
         status, output = train("failed", rank, point, error)
-        operations.check_fault(error, status, output)
-        if status:
-            status, output = train("failed")
-        assert status == 0, (point, error, output)
-        assert_undisturbed(folder / "failed", folder / "undisturbed", 8)
+        operation = (folder / "failed.fault").read_text().partition("\n")[0]
+        case = {"layout": layout, "rank": rank, "point": point, "of": count, "error": error}
+        case |= {"operation": operation.replace(f"{folder}/", ""), "status": status}
+        try:
+            assert operation
+            operations.check_fault(error, status, output)
+            if status:
+                again, output = train("failed")
+                assert again == 0, output
+            assert_undisturbed(folder / "failed", folder / "undisturbed")
+        except AssertionError as broken:
+            case |= {"broken": str(broken)[:2000], "output": output}
+            if not EVERY:
+                raise AssertionError(case) from broken
+        if EVERY:
+            with Path(EVERY).open("a", encoding="utf-8") as file:
+                file.write(json.dumps(case) + "\n")

@@ -108,7 +108,7 @@ def prepare_fault(rank: str, kind: str, number: str, arguments: list[str]) -> No
     """Make a rank kill itself at its nth change to the run folder, fail once in its nth operation
     on files beside it (`kind` is the error's name), or find the disk full in its nth checkpoint.
     """
-    if os.environ.get("RANK") != rank:
+    if os.environ.get("RANK", "0") != rank:
         return
     run = Path(arguments[arguments.index("--run-dir") + 1])
     if kind == "killed":
