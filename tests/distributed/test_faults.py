@@ -8,7 +8,6 @@ Each cell tries a few operations. This tries all, and writes a line of JSON for 
 
 import json
 import os
-import re
 import shutil
 import sys
 from pathlib import Path
@@ -77,6 +76,7 @@ def test_resume_after_a_failed_operation_is_exact(faulty, rank, error):
         operation = (folder / "failed.fault").read_text().partition("\n")[0]
         case = {"layout": layout, "rank": rank, "point": point, "of": count, "error": error}
         case |= {"operation": operation.replace(f"{folder}/", ""), "status": status}
+        case["output"] = output.replace(f"{folder}/", "")
         try:
             assert operation
             operations.check_fault(error, status, output)
@@ -85,7 +85,7 @@ def test_resume_after_a_failed_operation_is_exact(faulty, rank, error):
                 assert again == 0, output
             assert_undisturbed(folder / "failed", folder / "undisturbed")
         except AssertionError as broken:
-            case |= {"broken": str(broken)[:2000], "output": output}
+            case |= {"broken": f"{broken}"[:2000]}
             if not EVERY:
                 raise AssertionError(case) from broken
         if EVERY:
