@@ -140,6 +140,8 @@ def test_processes_end_with_the_bytes_of_one(trained, feature, layout):
     assert contents(several) == contents(one)
     assert numbers(several) == numbers(one)
     assert read_starts(several)[0]["processes"] > read_starts(one)[0]["processes"] == 1
+    skipped = read_checkpoint(several.newest_checkpoint()).state.skipped_steps
+    assert (skipped > 0) == ("rollback" in feature)
 
 
 @pytest.mark.slow
