@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import random
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -144,15 +145,32 @@ def test_processes_end_with_the_bytes_of_one(trained, feature, layout):
     assert (skipped > 0) == ("rollback" in feature)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", ["one", "DDP 2", "FSDP2 2"])
-def test_run_of_eight_processes_is_verified_on_fewer(trained, launch_warm, layout):
-    def equal(status: int, output: str) -> None:
-        assert status == 0, output
-        assert "\nsteps 2 to 12: equal\n" in output
+def equal(status: int, output: str) -> None:
+    assert status == 0, output
+    assert re.search(r"\nsteps \d+ to \d+: equal\n", output)
 
-    words = ["verify", str(trained("gpt2", "HSDP 4 × 2").path), "--steps", "2:12"]
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("feature", "processes", "layout"),
+    [
+        *(("gpt2", "HSDP 4 × 2", layout) for layout in ("one", "DDP 2", "FSDP2 2")),
+        ("mixture", "FSDP2 4", "one"),
+        ("conversations, rollback", "FSDP2 4", "one"),
+    ],
+)
+def test_run_is_verified_on_fewer_processes(trained, launch_warm, feature, processes, layout):
+    words = ["verify", str(trained(feature, processes).path), "--steps", "2:12"]
     launch(launch_warm, words, layout, ends_with=equal)
+
+
+@pytest.mark.exhaustive
+def test_run_of_64_processes_is_verified_on_one(words_of, launch_warm, tmp_path):
+    words = [*words_of("gpt2", tmp_path / "run"), "--train.gradient_groups", "64"]
+    words += ["--train.tokens_per_step", "1024", "--train.max_steps", "4"]
+    run = launch_warm("cpu_ddp", *words, machine_options=["--num_processes=64"])
+    assert read_starts(run)[0]["processes"] == 64
+    launch(launch_warm, ["verify", str(run.path), "--steps", "0:4"], "one", ends_with=equal)
 
 
 @pytest.mark.long
