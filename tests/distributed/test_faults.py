@@ -1,8 +1,8 @@
 """File operations that fail once, in one process and in each of two: the run ends in one line or
 goes on, and the resumed run's bytes are those of an undisturbed one.
 
-Each cell tries a few operations with one error each. This tries all with all errors, and adds a line
-of JSON for each to a file; what the file has is not tried again:
+Each cell tries a few operations with one error each. This tries all with all errors, and adds a
+line of JSON for each to a file; what the file has is not tried again:
 
     EVERY_OPERATION=cases.jsonl python -m pytest tests/distributed/test_faults.py
 """
