@@ -137,8 +137,9 @@ def sum_over_branches(own: torch.Tensor) -> torch.Tensor:
     if not dist.is_initialized() or (size := dist.get_world_size()) == 1:
         return own
     slices = _slices(own, size)
-    dist.all_gather([*slices.unbind()], _own_sum(slices))
-    return slices.view(-1)[: len(own)]
+    whole = slices.view(-1)
+    dist.all_gather_into_tensor(whole, _own_sum(slices))
+    return whole[: len(own)]
 
 
 def _slices(values: torch.Tensor, count: int) -> torch.Tensor:
