@@ -233,7 +233,7 @@ def test_run_killed_and_moved_ends_with_the_bytes_of_one_process(
     assert numbers(run) == numbers(one)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_bench_counts_the_bytes_of_the_plain_mode(words_of, launch_warm, tmp_path):
     file = tmp_path / "figures.json"
     _, recipe, _, _, *knobs, _ = words_of("gpt2", tmp_path)
