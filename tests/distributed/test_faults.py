@@ -87,7 +87,7 @@ def assert_undisturbed(failed: Path, undisturbed: Path) -> None:
         }
         for folder in (failed, undisturbed)
     )
-    assert len(theirs) >= 12
+    assert len(theirs) >= 8
     assert ours == theirs
     events = (numbers(RunFolder(folder / "run")) for folder in (failed, undisturbed))
     assert next(events) == next(events)
