@@ -3,8 +3,6 @@ input in one line.
 """
 
 import dataclasses
-import json
-import re
 import shutil
 import subprocess
 import sys
@@ -160,22 +158,3 @@ def refusal(call: Callable, *arguments, error: type[Exception] = DataError, **op
         call(*arguments, **options)
     assert "\n" not in str(raised.value)
     return str(raised.value)
-
-
-def assert_undisturbed(failed: Path, undisturbed: Path, least: int = 12) -> None:
-    """Data, checkpoints, models and metrics are equal; hidden leftovers are removed at the next
-    start.
-    """
-    ours, theirs = (
-        {
-            name: content
-            for name, content in file_contents(folder).items()
-            if name.endswith((".safetensors", ".arrow", "manifest.json", "tokenizer.json"))
-            and not re.search(r"/\.\w+\.old/", f"/{name}")
-        }
-        for folder in (failed, undisturbed)
-    )
-    assert len(theirs) >= least
-    assert ours == theirs
-    events = (numbers(RunFolder(folder / "run")) for folder in (failed, undisturbed))
-    assert next(events) == next(events)

@@ -7,7 +7,6 @@ empty. Failures are those of the C library (faults.c), which all libraries of a 
 """
 
 import ctypes
-import errno
 import os
 import shutil
 import signal
@@ -17,7 +16,6 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-ERRORS = ("ENOSPC", "EIO", "EACCES", "EMFILE")
 _EVENTS = {
     f"os.{name}" for name in ("rename", "remove", "rmdir", "mkdir", "link", "symlink", "truncate")
 }
@@ -103,11 +101,3 @@ def fail_at(root: Path, point: int, error: int, report: int) -> Callable[[], int
     library.fault_arm.argtypes = [ctypes.c_char_p, ctypes.c_long, ctypes.c_int, ctypes.c_int]
     library.fault_arm(os.path.realpath(root).encode(), point, error, report)
     return library.fault_count
-
-
-def check_fault(error: str, status: int, output: str) -> None:
-    """A command whose operation failed with `error` has gone on, or ended in one line."""
-    reason, lines = os.strerror(getattr(errno, error)), output.splitlines()
-    warnings = [line for line in lines if reason in line]
-    assert "Traceback" not in output
-    assert status == 0 or (status == 2 and len(warnings) == 1), (status, output)

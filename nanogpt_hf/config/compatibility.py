@@ -329,8 +329,8 @@ _ROWS = [
     ),
     (
         "train.gradient_groups",
-        "HSDP of more than two copies | FSDP2 in bf16",
-        "sums or products are rounded in another way there",
+        "FSDP2 in bf16",
+        "FSDP2 rounds the parameters, one process the products",
         "use accelerate_configs/ddp.yaml",
     ),
     (

@@ -5,7 +5,7 @@ number of processes. Here the micro-batches of a step belong to a fixed number o
 of two. A group's gradient is a sum in order, and the step's is a binary tree over the groups. A
 process of whole models has a whole branch of the tree; the processes exchange slices of their
 sums, add them up the rest of the tree, and gather: as many bytes as a ring sends. Processes with
-shards (FSDP2) take groups in turn, and each reduce-scatter is a branch of the tree.
+shards (FSDP2, HSDP) take groups in turn, and each reduce-scatter is a branch of the tree.
 
 Nothing else of a step may depend on the shards: `clip` adds up rows, and AdamW is not fused, since
 the fused kernel rounds the last values of a tensor, fewer than a vector, in another way.
@@ -86,7 +86,7 @@ def fix_order(model: torch.nn.Module, optimizer: Any) -> None:
     """Make the gradients' sums and the updates of a prepared model the same on any shards."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.set_custom_reduce_scatter(cast(Any, _TreeReduceScatter()))
+            module.set_custom_reduce_scatter(cast(Any, _TreeReduceScatter(_copies_of(model))))
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     for group in optimizer.param_groups:
@@ -95,8 +95,21 @@ def fix_order(model: torch.nn.Module, optimizer: Any) -> None:
             optimizer.kind = dataclasses.replace(optimizer.kind, reads_found_inf=False)
 
 
+def _copies_of(model: torch.nn.Module) -> dist.ProcessGroup | None:
+    """The processes that have this one's shards, too (HSDP), if their sum depends on its order."""
+    mesh = cast(DTensor, next(model.parameters())).device_mesh
+    return mesh.get_group(0) if mesh.ndim > 1 and mesh.size(0) > 2 else None
+
+
 class _TreeReduceScatter:
-    """The reduce-scatter of FSDP2 (its interface `ReduceScatter`), whose sum is the tree."""
+    """The reduce-scatter of FSDP2 (its interface `ReduceScatter`), whose sum is the tree.
+
+    FSDP2 then all-reduces over the copies of HSDP. If they are more than two, each has added up
+    its slice of the shard before: that sum is exact, since all others have -0.0 there.
+    """
+
+    def __init__(self, copies: dist.ProcessGroup | None):
+        self.copies = copies
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -109,16 +122,28 @@ class _TreeReduceScatter:
         op: Any,
         async_op: bool = False,
     ) -> None:
-        output_tensor.copy_(_own_sum(input_tensor.view(group.size(), -1), group))
+        own = _own_sum(input_tensor.view(group.size(), -1), group)
+        if self.copies:
+            slices = _slices(own, self.copies.size())
+            whole = torch.full_like(slices, -0.0)
+            whole[self.copies.rank()] = _own_sum(slices, self.copies)
+            own = whole.view(-1)[: len(own)]
+        output_tensor.copy_(own)
 
 
 def sum_over_branches(own: torch.Tensor) -> torch.Tensor:
     """The sum of a 1-D tensor over all processes, a power of two, by the tree; on all of them."""
     if not dist.is_initialized() or (size := dist.get_world_size()) == 1:
         return own
-    slices = torch.nn.functional.pad(own, (0, -len(own) % size)).view(size, -1)
-    dist.all_gather([*slices.unbind()], _own_sum(slices))
-    return slices.view(-1)[: len(own)]
+    slices = _slices(own, size)
+    whole = slices.view(-1)
+    dist.all_gather_into_tensor(whole, _own_sum(slices))
+    return whole[: len(own)]
+
+
+def _slices(values: torch.Tensor, count: int) -> torch.Tensor:
+    """A 1-D tensor as `count` equal rows, with zeros at its end."""
+    return torch.nn.functional.pad(values, (0, -len(values) % count)).view(count, -1)
 
 
 def _own_sum(slices: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:

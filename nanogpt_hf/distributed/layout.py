@@ -98,7 +98,6 @@ def machine_settings(mesh: Mesh, machine: Machine) -> dict[str, str]:
         "DeepSpeed": machine.sharding == "zero",
         "FSDP2": is_fsdp,
         f"HSDP (dp_replicate_size {copies})": is_fsdp and copies > 1,
-        f"HSDP of more than two copies (dp_replicate_size {copies})": is_fsdp and copies > 2,
         "FSDP2 in bf16": is_fsdp and machine.precision == "bf16",
         "FSDP2 over one process": is_fsdp and mesh.dp_cp_size == 1,
         "unsharded models": machine.sharding == "none",

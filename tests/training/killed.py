@@ -5,10 +5,6 @@ Reads orders as lines of JSON: the arguments of `pretrain`, and `kill`: a name o
 which the first child kills itself; "anywhere", for kills at random times; a number n, for a kill
 at the nth change to the run folder; or null. Answers with the number of kills and the last exit
 status. Children are forks: torch is imported once.
-
-With `fault`, a folder, a number n and an error, the nth operation on files in the folder fails in
-one child. The answer is its exit status and output, the operation that failed, and the number of
-operations.
 """
 
 import json
@@ -17,9 +13,7 @@ import random
 import shutil
 import signal
 import sys
-import tempfile
 import time
-import traceback
 from pathlib import Path
 
 # imported once for all forks
@@ -39,7 +33,6 @@ from nanogpt_hf.reports import live
 from nanogpt_hf.training import start, step  # noqa: F401
 
 torch.set_num_threads(1)
-flush = os.fsync
 os.fsync = lambda descriptor: None  # a killed process loses nothing that it has written
 
 # place -> (object, function, number of calls before the one that is killed)
@@ -94,35 +87,6 @@ def train(arguments: list[str], kill: str | int | None) -> tuple[int, int]:
         kills += 1
 
 
-def train_with_fault(arguments: list[str], fault: list) -> tuple[int, str, str, int]:
-    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as report:
-        child = os.fork()
-        if child == 0:
-            os.dup2(output.fileno(), 1)
-            os.dup2(output.fileno(), 2)
-            os.fsync = flush
-            live.draw_run = lambda *_: None
-            count = operations.fail_at(*fault, report.fileno())
-            status = 1
-            try:
-                status = main(arguments)
-            except BaseException:
-                traceback.print_exc()
-            os.write(report.fileno(), f"\n{count()}".encode())
-            os._exit(status)
-        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        output.seek(0)
-        report.seek(0)
-        operation, _, count = report.read().decode().partition("\n")
-        return status, output.read().decode(), operation, int(count or 0)
-
-
 for line in sys.stdin:
     order = json.loads(line)
-    fault = order.get("fault")
-    answer = (
-        train_with_fault(order["arguments"], fault)
-        if fault
-        else train(order["arguments"], order["kill"])
-    )
-    print(json.dumps(answer), flush=True)
+    print(json.dumps(train(order["arguments"], order["kill"])), flush=True)

@@ -28,8 +28,9 @@ from nanogpt_hf.checkpoint import reader, writer
 from nanogpt_hf.checkpoint.writer import CheckpointWriter
 from nanogpt_hf.commands import main
 from nanogpt_hf.distributed import deepspeed, full_state, rendezvous
+from nanogpt_hf.export import model_folder
 from nanogpt_hf.model import loss_gpt
-from nanogpt_hf.reports import live
+from nanogpt_hf.reports import live, page
 
 save, configure_deepspeed, file_digest = (
     CheckpointWriter.save,
@@ -108,7 +109,7 @@ def prepare_fault(rank: str, kind: str, number: str, arguments: list[str]) -> No
     """Make a rank kill itself at its nth change to the run folder, fail once in its nth operation
     on files beside it (`kind` is the error's name), or find the disk full in its nth checkpoint.
     """
-    if os.environ.get("RANK") != rank:
+    if os.environ.get("RANK", "0") != rank:
         return
     run = Path(arguments[arguments.index("--run-dir") + 1])
     if kind == "killed":
@@ -116,6 +117,8 @@ def prepare_fault(rank: str, kind: str, number: str, arguments: list[str]) -> No
         return
     if kind.startswith("E"):
         os.fsync = flush
+        # a third of the time of such a run
+        model_folder.model_card, page.render = lambda *_: "a card", lambda *_: "a report"
         report = os.open(f"{run.parent}.fault", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         count = operations.fail_at(run.parent, int(number), getattr(errno, kind), report)
         ending.append(lambda: os.write(report, f"\n{count()}".encode()))

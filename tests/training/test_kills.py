@@ -1,8 +1,5 @@
-"""SIGKILL anywhere in a run, and file operations that fail: the resumed run equals an uninterrupted
-one bit for bit.
-"""
+"""SIGKILL anywhere in a run: the resumed run equals an uninterrupted one bit for bit."""
 
-import errno
 import itertools
 import json
 import os
@@ -13,15 +10,11 @@ from pathlib import Path
 
 import pytest
 
-import operations
-from assertions import assert_undisturbed, file_contents, numbers
+from assertions import file_contents, numbers
 from nanogpt_hf.runs.folder import RunFolder
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.long
-# a run in which operations fail
-FAULTS = {"model__n_layer": 1, "train__max_steps": 4, "eval__every": 2, "checkpoint__keep": 1}
-FAULTS |= {"eval__samples": ["A cat "]}
 # one begins at an evaluation, the other with a checkpoint
 STAGES = [{"at": 6, "data.block_size": 8}, {"at": 24, "train.micro_batch_size": 8}]
 OTHER_PLACES = [
@@ -35,58 +28,26 @@ OTHER_PLACES = [
 
 
 @pytest.fixture(scope="module")
-def answer(tmp_path_factory):
-    """A function that gives an order to killed.py."""
-    faults = operations.build_faults(tmp_path_factory.mktemp("faults"))
+def train():
+    """A function that trains a recipe to its end despite kills, and returns their number."""
     with subprocess.Popen(
         [sys.executable, Path(__file__).with_name("killed.py")],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT)} | faults,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
     ) as process:
 
-        def answer(recipe: Path, folder: Path, *options: str, **order) -> list:
-            order |= {"arguments": ["pretrain", str(recipe), "--run-dir", str(folder), *options]}
-            process.stdin.write(json.dumps(order) + "\n")
+        def train(recipe: Path, folder: Path, kill: str | int | None = None) -> int:
+            arguments = ["pretrain", str(recipe), "--run-dir", str(folder)]
+            process.stdin.write(json.dumps({"arguments": arguments, "kill": kill}) + "\n")
             process.stdin.flush()
-            return json.loads(process.stdout.readline())
+            kills, status = json.loads(process.stdout.readline())
+            assert status == 0
+            return kills
 
-        yield answer
+        yield train
         process.stdin.close()
-
-
-@pytest.fixture(scope="module")
-def train(answer):
-    """A function that trains a recipe to its end despite kills, and returns their number."""
-
-    def train(recipe: Path, folder: Path, kill: str | int | None = None) -> int:
-        kills, status = answer(recipe, folder, kill=kill)
-        assert status == 0
-        return kills
-
-    return train
-
-
-@pytest.fixture(scope="module")
-def faulty(tmp_path_factory, make_recipe, answer):
-    """A function that trains in a new folder, with its own prepared data, in which the nth
-    operation fails; the folder of the run without a fault, and the number of operations.
-    """
-    if not shutil.which("cc") or sys.platform != "linux":
-        pytest.skip("no C compiler on Linux: faults.c makes operations fail")
-    folder = tmp_path_factory.mktemp("faults")
-    recipe = make_recipe(folder / "recipe.yaml", **FAULTS)
-
-    def faulty(name: str, point: int = 0, error: str = "EIO") -> list:
-        (folder / name).mkdir(exist_ok=True)
-        options = f"--data.dir {folder / name}/data --auto-resume".split()
-        fault = [str(folder / name), point, getattr(errno, error)]
-        return answer(recipe, folder / name / "run", *options, fault=fault)
-
-    status, output, _, count = faulty("undisturbed")
-    assert (status, count > 250) == (0, True), output
-    return faulty, folder, count
 
 
 def assert_same(killed: Path, uninterrupted: Path) -> None:
@@ -155,19 +116,3 @@ def test_resume_after_kill_at_file_changes_is_exact(train, tmp_path, make_recipe
             break
         shutil.rmtree(tmp_path / "killed")
     assert change > 4 * 29
-
-
-@pytest.mark.slow
-def test_resume_after_a_failed_operation_is_exact(faulty):
-    """16 of the operations of preparing the data and training. All take ten minutes."""
-    (train, folder, count), share = faulty, 17
-    for number, point in enumerate(range(count // share, count, count // share)):
-        shutil.rmtree(folder / "failed", ignore_errors=True)
-        error = operations.ERRORS[number % 4]
-        status, output, operation, _ = train("failed", point, error)
-        operations.check_fault(error, status, output)
-        assert operation
-        if status:
-            status, output, *_ = train("failed")
-        assert status == 0, (point, error, operation, output)
-        assert_undisturbed(folder / "failed", folder / "undisturbed")

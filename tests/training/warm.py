@@ -25,7 +25,8 @@ from accelerate.utils.other import get_free_port
 from launched import run
 
 from nanogpt_hf.commands import train  # noqa: F401
-from nanogpt_hf.training import start  # noqa: F401
+from nanogpt_hf.evaluation import table  # noqa: F401
+from nanogpt_hf.training import loop, start  # noqa: F401
 
 if importlib.util.find_spec("deepspeed") is not None:
     import deepspeed.runtime.engine
