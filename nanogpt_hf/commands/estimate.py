@@ -1,15 +1,17 @@
 """Estimate what a run needs: memory of a device by part, time on GPUs, tokens per parameter, disk.
 
-With --gpus it proposes how to lay the run out over them, with reasons, and writes the accelerate
-config. Arithmetic on recipe and machine; nothing is trained and nothing is measured. How far it
-has been checked: docs/machines.md.
+With --gpus it proposes how to lay the run out over them, and writes the accelerate config.
+Arithmetic on recipe and machine; nothing is trained and nothing is measured. How far it has been
+checked: docs/machines.md.
 """
 
 import argparse
+import dataclasses
 import re
 from typing import TYPE_CHECKING
 
 from nanogpt_hf.commands.arguments import (
+    add_flags,
     add_json_argument,
     add_knobs,
     add_option,
@@ -53,6 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_option(parser, "--write-config FILE", written, type=output_file)
     share = "share of the GPUs' peak FLOPs that is reached"
     add_option(parser, "--mfu X", share, type=bounded(float, 1e-6, 1), default=0.4)
+    rehearsal = "also build the run and take a step of it on tensors without values"
+    add_flags(parser, {"--rehearse": rehearsal})
     add_json_argument(parser, "the figures")
     list_knobs(parser)
 
@@ -77,13 +81,8 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
     config, proposal = largest_stage(config), None
     if arguments.gpus:
         proposal = _proposal(arguments, config, base)
-        layout = proposal.layout
-        if layout is None:
-            raise UserError(proposal.reasons[0])
-        place, config = (
-            layout.place,
-            replace_knobs(config, {"train.micro_batch_size": layout.micro_batch_size}),
-        )
+        place, size = proposal.layout.place, proposal.layout.micro_batch_size
+        config = replace_knobs(config, {"train.micro_batch_size": size})
     elif arguments.config_file:
         place = read_placement(arguments.config_file)
     else:
@@ -109,8 +108,15 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
         size = format_bytes(place.compute_bytes * count_parameters(teacher))
         show(f"distill.teacher takes {size} more on each device, and is not counted above\n")
     show("these are estimates; docs/machines.md lists which of them were measured")
+    figures = estimate_figures(result, proposal)
+    if arguments.rehearse:
+        from nanogpt_hf.bench.rehearsal import rehearse
+
+        rehearsal = rehearse(config, place)
+        figures["rehearsal"] = dataclasses.asdict(rehearsal)
+        show("", *rehearsal.lines(), sep="\n")
     if arguments.json:
-        write_json(arguments.json, estimate_figures(result, proposal))
+        write_json(arguments.json, figures)
 
 
 def _check_options(arguments: argparse.Namespace) -> None:
@@ -163,7 +169,7 @@ def _proposal(
         Cluster(arguments.gpus, name, gpu, per_machine, network),
         arguments.mfu,
     )
-    if arguments.write_config and proposal.layout:
+    if arguments.write_config:
         with output_target(arguments.write_config) as target:
             target.write_text(config_text(proposal.layout.place), encoding="utf-8")
     return proposal
