@@ -1,6 +1,5 @@
 """Find faults of this machine and its network: versions, devices, memory, disk, launch, and time
-and bandwidth of an all-reduce with its equality on all processes. With a RECIPE, also the disk
-that it needs.
+and bandwidth of an all-reduce with its equality on all processes.
 
 Each line is ok, a warning (works, but slower or with a risk) or a fault (a run would fail, or
 differ from what the config states). Exit status: 0 without a fault, 1 with one, 2 for an error

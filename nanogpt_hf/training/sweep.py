@@ -27,7 +27,7 @@ from nanogpt_hf.config.values import convert, parse_flow_list
 from nanogpt_hf.data.manifest import DECIDING_KNOBS
 from nanogpt_hf.errors import EXIT_STOPPED, ConfigError, RunFolderError, UserError
 from nanogpt_hf.formatting import align, format_duration
-from nanogpt_hf.reports.curves import draw_comparison
+from nanogpt_hf.reports.curves import draw_curves
 from nanogpt_hf.runs.files import write_json
 from nanogpt_hf.runs.folder import RunFolder, step_of
 from nanogpt_hf.runs.metrics import column, read_metrics
@@ -310,5 +310,5 @@ def write_results(sweep: Sweep, statuses: dict[str, str]) -> dict[str, Any]:
     sweep.folder.mkdir(parents=True, exist_ok=True)
     write_json(sweep.folder / "sweep.json", tree)
     metric = "val/bits_per_byte" if other_tokens else "val/loss"
-    draw_comparison(events_of, metric, "tokens", sweep.folder / "sweep.png")
+    draw_curves(events_of, sweep.folder / "sweep.png", metric, "tokens")
     return tree

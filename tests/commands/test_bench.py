@@ -31,12 +31,9 @@ def test_bench_prints_each_measurement(bench):
     status, lines, _ = bench
     assert status == 0
     assert lines[0].endswith("4 sequences × 16 × 1 processes × 2 accumulated")
-    topics = (
-        "tokens machine step data set-up forward backward optimizer throughput MFU memory "
-        "checkpoint against trace"
-    )
+    topics = "tokens machine step throughput MFU memory against trace"
     assert [line.split()[0] for line in lines[1:]] == topics.split()
-    assert "MFU         n/a: the bf16 peak of this device is unknown" in lines[10]
+    assert "MFU         n/a: the peak of this device is unknown" in lines[5]
 
 
 @pytest.mark.long
@@ -45,8 +42,6 @@ def test_bench_json_has_the_measurements(bench):
     figures = json.loads((folder / "figures.json").read_text())
     assert figures["tokens_per_second"] == pytest.approx(128 / figures["step_seconds"]["median"])
     assert figures["mfu"] is None
-    assert figures["communication_seconds"] is None
-    assert set(figures["phases_seconds"]) > {"forward", "backward", "optimizer"}
     assert figures["against_bare"]["ratio"]["median"] > 0
 
 

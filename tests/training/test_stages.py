@@ -171,13 +171,13 @@ def test_plot_and_report_name_the_stages(undisturbed, monkeypatch):
     monkeypatch.setattr(
         Axes, "axvline", lambda self, x, **style: marks.append(x) or line(self, x, **style)
     )
-    texts, annotate = [], Axes.annotate
+    texts, write = [], Axes.text
     monkeypatch.setattr(
         Axes,
-        "annotate",
-        lambda self, text, *at, **style: texts.append(text) or annotate(self, text, *at, **style),
+        "text",
+        lambda self, x, y, text, **style: texts.append(text) or write(self, x, y, text, **style),
     )
     draw_run(undisturbed, load_config(undisturbed.recipe), read_metrics(undisturbed))
     assert marks == [3, 3, 5, 5]
-    assert {"short", "stage 3"} <= set(texts)
+    assert {" short", " stage 3"} <= set(texts)
     assert '"stages":[[3,"short"],[5,"stage 3"]]' in undisturbed.report.read_text()
