@@ -3,6 +3,7 @@ input in one line.
 """
 
 import dataclasses
+import json
 import shutil
 import subprocess
 import sys

@@ -1,13 +1,11 @@
-"""The workload of a bench, a training run without a run folder: the time of its steps and of their
-phases, and the bytes that collectives send, which do not depend on how busy a machine is.
+"""The workload of a bench, a training run without a run folder: the time of its steps, and the
+bytes that collectives send, which do not depend on how busy a machine is.
 """
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, cast
 
 import numpy as np
@@ -19,10 +17,10 @@ from accelerate.utils import gather
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from nanogpt_hf.bench.synthetic import prepared_if_any, synthetic_data
+from nanogpt_hf.bench.synthetic import synthetic_data
 from nanogpt_hf.config.schema import Config
-from nanogpt_hf.data.prepared import PreparedData
-from nanogpt_hf.errors import UserError
+from nanogpt_hf.data.manifest import find_manifest
+from nanogpt_hf.data.prepared import PreparedData, load_prepared
 from nanogpt_hf.optim.schedule import learning_rate_at
 from nanogpt_hf.planning.transfers import all_gather_bytes, all_reduce_bytes
 from nanogpt_hf.training.run import Run
@@ -50,20 +48,18 @@ def build_workload(accelerator: Accelerator, config: Config, *, use_prepared: bo
 
     Raises UserError if the prepared data does not fit the recipe, or the recipe the machine.
     """
-    data, token_source, problem = prepared_if_any(config, use_prepared)
-    if problem:
-        raise UserError(problem)
-    if data is None:
-        token_source = f"synthetic tokens ({token_source})"
+    if use_prepared and find_manifest(config.data):
+        data, token_source = load_prepared(config), config.data.dir
+    else:
         # has all that a run needs without evaluations
         data = cast(PreparedData, synthetic_data(config))
+        why = f"{config.data.dir} is not prepared" if use_prepared else "no recipe"
+        token_source = f"synthetic tokens: {why}"
     return Workload(build_run(config, accelerator, data), token_source)
 
 
 WARM_STEPS = 3  # the first compiles and allocates, the next fill caches
 _WINDOW_SECONDS, _WINDOW_STEPS = 0.5, 50  # the length to aim at, and its largest number of steps
-_PROFILED_STEPS = 3
-PHASES = ("data wait", "set-up", "forward", "backward", "optimizer")
 
 
 Spread = dict[str, float]
@@ -100,116 +96,11 @@ def warm_up(work: Workload) -> int:
     return max(1, min(_WINDOW_STEPS, round(_WINDOW_SECONDS / slowest)))
 
 
-class _Timeline:
-    """When the phases of a step end: on the device, by CUDA events, or by the clock."""
-
-    def __init__(self, on_cuda: bool):
-        self._on_cuda = on_cuda
-        self._marks: list[tuple[str, Any]] = []
-
-    def mark(self, phase: str) -> None:
-        """The time since the previous mark belongs to `phase`."""
-        now: Any = time.perf_counter()
-        if self._on_cuda:
-            now = torch.cuda.Event(enable_timing=True)
-            now.record()
-        self._marks.append((phase, now))
-
-    def seconds(self) -> dict[str, float]:
-        """Seconds by phase; on CUDA after a synchronization."""
-        seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
-        for (_, start), (phase, end) in pairwise(self._marks):
-            seconds[phase] += start.elapsed_time(end) / 1e3 if self._on_cuda else end - start
-        return seconds
-
-
-@contextmanager
-def _marked_phases(work: Workload, timeline: _Timeline) -> Iterator[None]:
-    """Mark the phases of the steps taken in this block, except the start of the first and the
-    end of the last.
-    """
-    accelerator, batches, mark = work.run.accelerator, work.run.batches, timeline.mark
-
-    def backward(loss: torch.Tensor) -> None:
-        type(accelerator).backward(accelerator, loss)
-        mark("backward")
-
-    def micro_batches(step: int) -> Iterator[dict[str, torch.Tensor]]:
-        drawn = type(batches).micro_batches(batches, step)
-        mark("set-up")
-        while batch := next(drawn, None):
-            mark("data wait")
-            yield batch
-            mark("optimizer")  # clipping and step, after the last backward pass
-
-    hooks = (
-        work.run.model.register_forward_pre_hook(lambda *_: mark("set-up")),
-        work.run.model.register_forward_hook(lambda *_: mark("forward")),
-    )
-    # hide the methods
-    vars(accelerator)["backward"], vars(batches)["micro_batches"] = backward, micro_batches
-    try:
-        yield
-    finally:
-        del vars(accelerator)["backward"], vars(batches)["micro_batches"]
-        for hook in hooks:
-            hook.remove()
-
-
-def phases_of_step(work: Workload, steps: int) -> dict[str, Spread] | None:
-    """Seconds of each of PHASES in a step, over `steps` steps; None on devices without such a
-    clock.
-
-    None with pipeline stages, too: passes of several micro-batches overlap, and a stage waits for
-    others inside them.
-
-    Data wait is drawing the micro-batch. Set-up is the rest before the forward pass: learning
-    rate, targets of the step, dropout's seed, copy to the device. On a GPU both are only the
-    time in which it idles or copies. The optimizer phase includes clipping and clearing of
-    gradients. The backward phase includes their reduction, and the step of DeepSpeed's engine.
-    """
-    device = work.run.accelerator.device
-    if device.type not in ("cpu", "cuda") or work.run.mesh.pp_size > 1:
-        return None
-    rows = []
-    for _ in range(steps):
-        timeline = _Timeline(on_cuda=device.type == "cuda")
-        with _marked_phases(work, timeline):
-            timeline.mark("start")
-            work.step()
-            timeline.mark("optimizer")
-            synchronize(device)
-        rows.append(timeline.seconds())
-    return {phase: spread([row[phase] for row in rows]) for phase in PHASES}
-
-
-def communication(work: Workload) -> float | None:
-    """Seconds per step in collectives, by torch's profiler; None with one process.
-
-    They overlap with the backward pass, so they are not part of the sum of the phases.
-    """
-    if work.run.mesh.world_size == 1:
-        return None
-    with profiler(work.run.accelerator.device) as profile:
-        for _ in range(_PROFILED_STEPS):
-            work.step()
-        synchronize(work.run.accelerator.device)
-    return (
-        sum(event.time_range.elapsed_us() for event in collectives(profile)) / 1e6 / _PROFILED_STEPS
-    )
-
-
 def profiler(device: torch.device) -> torch.profiler.profile:
     activities = [torch.profiler.ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     return torch.profiler.profile(activities=activities, acc_events=True)  # else torch 2.11 warns
-
-
-def collectives(profile: torch.profiler.profile) -> list:
-    """The events of gloo's operations and NCCL's kernels."""
-    names = ("gloo:", "ncclDevKernel", "ncclKernel")
-    return [event for event in profile.events() or () if event.name.startswith(names)]
 
 
 # operations of c10d and of its functional form, by the beginning of their names

@@ -9,7 +9,6 @@ from nanogpt_hf.config.names import GPT2_VOCAB_SIZE
 from nanogpt_hf.config.schema import Config, DataSection, ModelSection, TrainSection
 from nanogpt_hf.data.blocks import TokenBlocks, TokenStream
 from nanogpt_hf.data.manifest import find_manifest
-from nanogpt_hf.data.prepared import PreparedData, load_prepared
 from nanogpt_hf.data.tokenizer import known_vocab_size
 from nanogpt_hf.errors import DataError
 
@@ -32,22 +31,6 @@ def small_config(name: str, world_size: int) -> Config:
         data=DataSection(tokenizer="char", block_size=128, dir="data"),
         train=TrainSection(micro_batch_size=8, tokens_per_step=8 * 128 * world_size),
     )
-
-
-def prepared_if_any(
-    config: Config, use_prepared: bool
-) -> tuple[PreparedData | None, str, str | None]:
-    """The recipe's prepared data or None; its folder or why there is none; what is wrong with
-    it, if anything.
-    """
-    if not use_prepared:
-        return None, "no recipe", None
-    try:
-        if find_manifest(config.data) is None:
-            return None, f"{config.data.dir} is not prepared yet", None
-        return load_prepared(config), config.data.dir, None
-    except DataError as error:
-        return None, f"{config.data.dir} cannot be used", str(error)
 
 
 def vocab_size_of(config: Config) -> int:

@@ -39,7 +39,7 @@ def run_compare(arguments: argparse.Namespace) -> None:
 
     from nanogpt_hf.config.load import load_config
     from nanogpt_hf.reports.comparison import compare_recipes, compare_runs, summarize
-    from nanogpt_hf.reports.curves import draw_comparison
+    from nanogpt_hf.reports.curves import draw_curves
     from nanogpt_hf.reports.reference import find_reference, judge, read_reference
     from nanogpt_hf.runs.metrics import read_metrics
 
@@ -84,7 +84,7 @@ def run_compare(arguments: argparse.Namespace) -> None:
     band = next(iter(references.values())) if same_reference else None
     output = arguments.output or Path("compare.png")
     with output_target(output) as target:
-        drawn = draw_comparison(events, metric, by, target, band)
+        drawn = draw_curves(events, target, metric, by, band)
     if drawn:
         show(f"\nplot: {output}")
 
@@ -95,11 +95,10 @@ def _make_reference(folders: list["RunFolder"], output: Path) -> None:
     reference = make_reference(folders, output.stem)
     with output_target(output) as target:
         write_reference(reference, target)
-    curve = reference.curve
-    assert curve
+    step, mean, low, high = (reference.curve[side][-1] for side in ("step", "mean", "low", "high"))
     show(
-        f"{output}: {len(folders)} seeds; at step {curve.step[-1]:,} the validation loss is "
-        f"{curve.mean[-1]:.4f} on average, and the band {curve.low[-1]:.4f} to {curve.high[-1]:.4f}"
+        f"{output}: {len(folders)} seeds; at step {step:,} the validation loss is {mean:.4f} on "
+        f"average, and the band {low:.4f} to {high:.4f}"
     )
 
 

@@ -1,9 +1,11 @@
 """The commands before a run: estimate, bench, doctor and knobs."""
 
 import argparse
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from nanogpt_hf.commands.arguments import (
+    add_flag,
     add_knobs,
     add_option,
     add_optional_recipe_argument,
@@ -47,6 +49,8 @@ def add_estimate_arguments(parser: argparse.ArgumentParser) -> None:
     add_output(parser, "--write-config", "of --gpus: write the accelerate config of the layout")
     share = "share of the GPUs' peak FLOPs that is reached"
     add_option(parser, "--mfu X", share, type=bounded(float, 1e-6, 1), default=0.4)
+    rehearsal = "also build the run and take a step of it on tensors without values"
+    add_flag(parser, "--rehearse", rehearsal)
     add_output(parser, "--json", "also write the figures to FILE")
 
 
@@ -54,9 +58,9 @@ def run_estimate(arguments: argparse.Namespace, overrides: list[tuple[str, str]]
     """Estimate what a run needs: memory of a device by part, time on GPUs, tokens per parameter,
     disk.
 
-    With --gpus it proposes how to lay the run out over them, with reasons, and writes the
-    accelerate config. Arithmetic on recipe and machine; nothing is trained and nothing is measured.
-    How far it has been checked: docs/machines.md.
+    With --gpus it proposes how to lay the run out over them, and writes the accelerate config.
+    Arithmetic on recipe and machine; nothing is trained and nothing is measured. How far it has
+    been checked: docs/machines.md.
     """
     _check_options(arguments)
     base = None
@@ -78,11 +82,8 @@ def run_estimate(arguments: argparse.Namespace, overrides: list[tuple[str, str]]
     config, proposal = largest_stage(config), None
     if arguments.gpus:
         proposal = _proposal(arguments, config, base)
-        layout = proposal.layout
-        if layout is None:
-            raise UserError(proposal.reasons[0])
-        place = layout.place
-        config = replace_knobs(config, {"train.micro_batch_size": layout.micro_batch_size})
+        place, size = proposal.layout.place, proposal.layout.micro_batch_size
+        config = replace_knobs(config, {"train.micro_batch_size": size})
         lines += [*layout_lines(proposal, config), ""]
     elif arguments.config_file:
         place = read_placement(arguments.config_file)
@@ -96,8 +97,15 @@ def run_estimate(arguments: argparse.Namespace, overrides: list[tuple[str, str]]
     show(
         *lines, "these are estimates; docs/machines.md lists which of them were measured", sep="\n"
     )
+    figures = estimate_figures(result, proposal)
+    if arguments.rehearse:
+        from nanogpt_hf.bench.rehearsal import rehearse
+
+        rehearsal = rehearse(config, place)
+        figures["rehearsal"] = dataclasses.asdict(rehearsal)
+        show("", *rehearsal.lines(), sep="\n")
     if arguments.json:
-        write_json(arguments.json, estimate_figures(result, proposal))
+        write_json(arguments.json, figures)
 
 
 def _check_options(arguments: argparse.Namespace) -> None:
@@ -148,7 +156,7 @@ def _proposal(
         Cluster(arguments.gpus, name, gpu, per_machine, network),
         arguments.mfu,
     )
-    if arguments.write_config and proposal.layout:
+    if arguments.write_config:
         with output_target(arguments.write_config) as target:
             target.write_text(config_text(proposal.layout.place), encoding="utf-8")
     return proposal
@@ -230,8 +238,7 @@ def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_doctor(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
     """Find faults of this machine and its network: versions, devices, memory, disk, launch, and
-    time and bandwidth of an all-reduce with its equality on all processes. With a RECIPE, also the
-    disk that it needs.
+    time and bandwidth of an all-reduce with its equality on all processes.
 
     Each line is ok, a warning (works, but slower or with a risk) or a fault (a run would fail, or
     differ from what the config states). Exit status: 0 without a fault, 1 with one, 2 for an error

@@ -222,9 +222,3 @@ def ignore_layout() -> None:
     """
     for name in os.environ.keys() & {"ACCELERATE_USE_PARALLELISM_CONFIG", *SIZE_VARIABLES}:
         del os.environ[name]
-
-
-def requested_settings() -> dict[str, str]:
-    """Precision and compilation of the accelerate config, as far as the launcher passes them on."""
-    variables = {"precision": "ACCELERATE_MIXED_PRECISION", "dynamo": "ACCELERATE_DYNAMO_BACKEND"}
-    return {name: os.environ[key] for name, key in variables.items() if os.environ.get(key)}

@@ -12,20 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.constants import HF_HOME
 
-from nanogpt_hf.bench.synthetic import small_config, vocab_size_of
+from nanogpt_hf.bench.synthetic import small_config
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.cpu import share_threads
-from nanogpt_hf.distributed.accelerate_config import requested_settings
 from nanogpt_hf.distributed.accelerator import actual_settings, build_accelerator
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.doctor import machine
 from nanogpt_hf.doctor.machine import Place, Process
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.formatting import format_bytes, plural
-from nanogpt_hf.model.architecture import count_parameters
-from nanogpt_hf.model.build import build_config
-from nanogpt_hf.planning.estimate import run_bytes
 from nanogpt_hf.runs.files import write_json
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.machine import describe_host, fingerprint, versions
@@ -143,14 +140,7 @@ def diagnose(recipe: Config | None, run_dir: str | None, report: Report, mesh: M
 
     text = ", ".join(f"{name} {version}" for name, version in versions().items())
     report.add(Finding("ok", "versions", text, figures=versions()))
-    report.add(*(Finding("warning", "versions", text) for text in machine.outside_ranges()))
     report.add(Finding("ok", "machine", describe_host()))
-    places, needed = machine.places_of_a_run(folder.path, config.data.dir), None
-    if recipe:
-        parameters = count_parameters(build_config(config.model, vocab_size_of(config)))
-        # AdamW's state is the largest
-        needed = run_bytes(parameters, 8 * parameters, config.checkpoint.keep)
-    report.add(*judge_places(places, needed))
     try:
         with report.together("launch"):
             accelerator = build_accelerator(config, folder, mesh)
@@ -161,17 +151,20 @@ def diagnose(recipe: Config | None, run_dir: str | None, report: Report, mesh: M
     except UserError as error:
         report.add(Finding("fault", "launch", str(error)))
         return report.end()
-    settings = requested_settings(), actual_settings(accelerator)
-    report.add(*judge_launch(*settings, mesh, torch.cuda.device_count()))
+    report.add(*judge_launch(actual_settings(accelerator), mesh, torch.cuda.device_count()))
     same = fingerprint(accelerator.device)
     text = ", ".join(f"{name} {value}" for name, value in same.items())
     report.add(Finding("ok", "fingerprint", text, figures=same))
     with report.together("processes"):
-        processes = gather(machine.this_process(accelerator, places))
+        folders = {
+            f"run folder {folder.path}": folder.path,
+            f"data folder {config.data.dir}": config.data.dir,
+            "Hugging Face cache": HF_HOME,
+        }
+        processes = gather(machine.this_process(accelerator, folders))
     report.add(*judge_processes(processes))
-    for host, process in {p.host: p for p in reversed(processes)}.items():
-        if host != processes[0].host:
-            report.add(*judge_places(process.places, None, host=f"{host}: "))
+    for process in {process.host: process for process in processes}.values():
+        report.add(*(judge_place(process.host, place) for place in process.places))
     if len(processes) == 1:
         report.add(Finding("ok", "all-reduce", "n/a with one process"))
     else:
@@ -183,49 +176,26 @@ def diagnose(recipe: Config | None, run_dir: str | None, report: Report, mesh: M
     return status
 
 
-def judge_places(places: list[Place], needed: int | None, host: str = "") -> list[Finding]:
-    """Judge the disk of each folder.
-
-    `needed`: the largest size of the run folder, the first of them.
-    """
-    findings = []
-    for place, required in zip(places, [needed, *[None] * len(places)], strict=False):
-        level, more = "fault", ""
-        if not place.writable:
-            more = ", which is not writable: choose another folder"
-        elif required and place.free < required:
-            more = f", but the run's checkpoints and models need {format_bytes(required)}"
-        elif place.free < _MIN_DISK:
-            level, more = "warning", f", less than {format_bytes(_MIN_DISK)}"
-        else:
-            level = "ok"
-            more = f"; the run needs up to {format_bytes(required)}" if required else ""
-        text = f"{host}{place.what}: {format_bytes(place.free)} free in {place.path}{more}"
-        figures = dataclasses.asdict(place) | {"needed": required}
-        findings.append(Finding(level, "disk", text, figures=figures))
-    return findings
+def judge_place(host: str, place: Place) -> Finding:
+    """Judge the disk of a folder."""
+    level, more = "ok", ""
+    if not place.writable:
+        level, more = "fault", ", which is not writable: choose another folder"
+    elif place.free < _MIN_DISK:
+        level, more = "warning", f", less than {format_bytes(_MIN_DISK)}"
+    text = f"{place.what}: {format_bytes(place.free)} free in {place.path} of {host}{more}"
+    return Finding(level, "disk", text, figures=dataclasses.asdict(place))
 
 
-def judge_launch(
-    requested: dict[str, str], actual: dict[str, str], mesh: Mesh, gpus: int
-) -> list[Finding]:
-    """Compare settings of the accelerate config with the actual ones; this host has `gpus`."""
-    local = mesh.local_world_size
-    facts = ", ".join(f"{name} {value}" for name, value in actual.items())
-    problems = [
-        f"the accelerate config requests {name} {value}, the launch has {actual[name]}"
-        for name, value in requested.items()
-        if value.lower() != actual[name].lower()
-    ]
+def judge_launch(actual: dict[str, str], mesh: Mesh, gpus: int) -> list[Finding]:
+    """The settings that the launch has; this host has `gpus`, which it may not use."""
+    local, facts = mesh.local_world_size, [f"{name} {value}" for name, value in actual.items()]
+    text = ", ".join([plural(mesh.world_size, "process"), *facts])
+    findings = [Finding("ok", "launch", text, figures=actual)]
     if actual["device"] == "cuda" and gpus > local:
-        problems.append(
-            f"this host has {gpus} GPUs and uses {local}: set num_processes in the "
-            "accelerate config"
-        )
-    return [
-        Finding("ok", "launch", f"{plural(mesh.world_size, 'process')}, {facts}", figures=actual),
-        *(Finding("warning", "launch", problem) for problem in problems),
-    ]
+        text = f"this host has {gpus} GPUs and uses {local}: set num_processes in the config"
+        findings.append(Finding("warning", "launch", text))
+    return findings
 
 
 def judge_processes(processes: list[Process]) -> list[Finding]:
@@ -245,17 +215,13 @@ def judge_processes(processes: list[Process]) -> list[Finding]:
             findings.append(Finding("fault", "processes", text))
     first = processes[0]
     for p in processes[1:]:
-        names = first.versions | p.versions
-        differing = [n for n in names if first.versions.get(n) != p.versions.get(n)]
-        if differing:
-            here, there = (
-                ", ".join(f"{n} {q.versions.get(n, 'none')}" for n in differing) for q in (p, first)
-            )
-            where = f"on the same host {p.host}" if p.host == first.host else f"on {p.host}"
-            text = (
-                f"rank {p.rank} {where} has {here}, rank 0 has {there}: use one environment for all"
-            )
-            findings.append(Finding("fault", "versions", text))
+        for name in first.versions | p.versions:
+            here, there = (of.versions.get(name, "none") for of in (p, first))
+            if here != there:
+                text = (
+                    f"rank {p.rank} on {p.host} has {name} {here}, rank 0 on {first.host} {there}"
+                )
+                findings.append(Finding("fault", "versions", f"{text}: use one environment"))
     return findings
 
 

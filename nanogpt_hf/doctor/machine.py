@@ -11,9 +11,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +19,6 @@ import psutil
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from huggingface_hub.constants import HF_HOME
-from packaging.requirements import Requirement
 
 from nanogpt_hf.runs.machine import versions
 
@@ -34,10 +30,10 @@ _SIZES_ON_GPUS = (1 << 28, 1 << 30)
 
 @dataclass(frozen=True)
 class Place:
-    """A folder that a run writes to, or the nearest one above it that exists."""
+    """A folder that a run writes to."""
 
     what: str
-    path: str
+    path: str  # the nearest one that exists
     free: int  # bytes
     writable: bool
 
@@ -58,26 +54,6 @@ class Process:
     places: list[Place]
 
 
-def outside_ranges() -> list[str]:
-    """Dependencies that are missing or outside the range of pyproject.toml, one line each."""
-    try:
-        lines = metadata.requires("nanogpt_hf") or ()
-    except metadata.PackageNotFoundError:
-        return [
-            "nanogpt_hf is not installed, so the versions it needs are unknown: pip install -e ."
-        ]
-    problems = []
-    for needed in map(Requirement, lines):
-        if needed.marker and not needed.marker.evaluate({"extra": ""}):
-            continue
-        wanted, found = f"{needed.name}{needed.specifier}", None
-        with suppress(metadata.PackageNotFoundError):
-            found = metadata.version(needed.name)
-        if found is None or not needed.specifier.contains(found, prereleases=True):
-            problems.append(f"{wanted} is needed, found {found or 'none'}: pip install '{wanted}'")
-    return problems
-
-
 def inspect_folder(what: str, folder: Path | str) -> Place:
     """Free bytes at the location of `folder`, which need not exist, and whether a file can be
     written there.
@@ -93,17 +69,8 @@ def inspect_folder(what: str, folder: Path | str) -> Place:
     return Place(what, str(path), shutil.disk_usage(path).free, writable)
 
 
-def places_of_a_run(run_folder: Path, data_folder: str) -> list[Place]:
-    """The run folder, the data folder and the caches."""
-    return [
-        inspect_folder(f"run folder {run_folder}", run_folder),
-        inspect_folder(f"data folder {data_folder}", data_folder),
-        inspect_folder("Hugging Face cache", HF_HOME),
-        inspect_folder("torch cache", torch.hub.get_dir()),
-    ]
-
-
-def this_process(accelerator: Accelerator, places: list[Place]) -> Process:
+def this_process(accelerator: Accelerator, folders: dict[str, Path | str]) -> Process:
+    """The process, and the disk of each folder (what it is -> its path)."""
     device, ram = accelerator.device, psutil.virtual_memory()
     name, gpu, free, memory = str(device), None, ram.available, ram.total
     if device.type == "cuda":
@@ -120,7 +87,7 @@ def this_process(accelerator: Accelerator, places: list[Place]) -> Process:
         memory=memory,
         threads=torch.get_num_threads(),
         versions=versions(),
-        places=places,
+        places=[inspect_folder(what, folder) for what, folder in folders.items()],
     )
 
 

@@ -54,16 +54,6 @@ class Parts:
     final_norm: str
 
 
-@dataclass(frozen=True)
-class BlockActivations:
-    """Values per token that autograd keeps of a block, except the inputs of its linear layers."""
-
-    residual: int  # in the residual's precision: inputs of the norms
-    attention: int  # queries, keys and values
-    # in the precision of the products: output of attention, inputs of activation functions
-    other: int
-
-
 class Architecture(ConfigFields):
     """How to build, load, save and take apart a model, and what it costs. Methods take a model
     that is not prepared.
@@ -73,8 +63,6 @@ class Architecture(ConfigFields):
     summed loss) and skip_logits. A model whose vocabulary is padded never predicts the added rows.
     """
 
-    # config -> without dropout and adapters; None: planning/counts.py counts them
-    block_activations: Any = None
     # layer of a block on disk -> ours in it; empty if they are the same
     layers_on_disk: dict[str, tuple[str, ...]] = {}  # noqa: RUF012
 

@@ -13,7 +13,7 @@ from transformers import GPT2Config
 from nanogpt_hf.config.schema import KNOBS, ModelSection, kind_options
 from nanogpt_hf.model.config_fields import padded_vocab_size
 from nanogpt_hf.model.configuration_gpt import GPTConfig
-from nanogpt_hf.model.decoders import Architecture, BlockActivations
+from nanogpt_hf.model.decoders import Architecture
 from nanogpt_hf.model.layout_gpt import GPT2_LAYOUT
 from nanogpt_hf.model.modeling_gpt import GPTForCausalLM
 
@@ -88,7 +88,3 @@ class GPT2Architecture(Architecture):
 
     def lookup_parameters(self, config: GPTConfig) -> int:
         return config.n_positions * config.n_embd
-
-    def block_activations(self, config: GPTConfig) -> BlockActivations:
-        width, inner = config.n_embd, config.inner_size
-        return BlockActivations(residual=2 * width, attention=3 * width, other=width + inner)

@@ -305,6 +305,7 @@ class _ChunkedLoss(torch.autograd.Function):
                     weight_gradient += by_logits.T @ (rows * counts)
                 if bias_gradient is not None:
                     bias_gradient += (by_logits * counts).sum(0)
+                del by_logits  # not beside the logits of the next chunk
         ctx.save_for_backward(hidden_gradient)
         ctx.mark_non_differentiable(
             *(tensor for tensor in (weight_gradient, bias_gradient) if tensor is not None)

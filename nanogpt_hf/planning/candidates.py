@@ -3,6 +3,7 @@
 Data, tensor, context and pipeline parallelism, and sharding.
 """
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -11,8 +12,6 @@ from transformers import PreTrainedModel
 
 from nanogpt_hf.config.checks import divisors
 from nanogpt_hf.config.schema import Config, replace_knobs
-from nanogpt_hf.distributed.layout import Machine, check_layout
-from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.distributed.stages import head_in_blocks, split_blocks
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.formatting import format_bytes
@@ -87,68 +86,34 @@ def candidates(
 
 
 def _placements(config: Config, model: PreTrainedModel, cluster: Cluster) -> Iterator[Placement]:
-    """Every placement that the recipe can be trained on: docs/machines.md has what combines."""
-    gpus, sequences = cluster.gpus, config.train.tokens_per_step // config.data.block_size
-    shared = {"processes": gpus, "precision": "bf16", "per_machine": cluster.per_machine}
-    for tp, cp, pp in _model_parallel_sizes(config, model, cluster):
-        dp = gpus // (tp * cp * pp)
-        if sequences % dp or sequences // dp < pp:
+    """Every placement that the recipe can be trained on: docs/machines.md has what combines.
+
+    Tensor and context parallelism communicate most, and stay inside a machine.
+    """
+    gpus, per_machine = cluster.gpus, cluster.per_machine
+    shared: dict[str, Any] = {"processes": gpus, "precision": "bf16", "per_machine": per_machine}
+    for tp, cp, pp in itertools.product(divisors(gpus), repeat=3):
+        if gpus % (tp * cp * pp) or per_machine % (tp * cp):
             continue
-        ranks, inside = dp * cp, cluster.per_machine // tp
+        dp, inside = gpus // (tp * cp * pp), per_machine // tp
+        ranks, each = dp * cp, shared | {"tp": tp, "cp": cp, "pp": pp}
+        whole = Placement(**each, **({"kind": "FSDP2", "shards": ranks} if ranks > 1 else {}))
+        try:
+            whole.check(replace_knobs(config, {"train.micro_batch_size": 1}), model)
+        except UserError:
+            continue
         sharded = {ranks} if ranks > 1 else set()
         if pp == 1 and ranks > inside > 1 and ranks % inside == 0 and inside % cp == 0:
             sharded.add(inside)  # HSDP
-        # others compile with limits
-        sizes = {"tp": tp, "cp": cp, "pp": pp, "compiles": tp == cp == pp == 1}
         for level in ("", "true"):
-            each: dict[str, Any] = shared | sizes | {"checkpointing": level}
+            # others compile with limits
+            each |= {"checkpointing": level, "compiles": tp == cp == pp == 1}
             if ranks == 1:
                 yield Placement(**each)
             elif tp == cp == 1:
                 yield Placement(kind="DDP", **each)
             for shards in sorted(sharded):
                 yield Placement(kind="FSDP2", shards=shards, **each)
-
-
-def _model_parallel_sizes(
-    config: Config, model: PreTrainedModel, cluster: Cluster
-) -> Iterator[tuple[int, int, int]]:
-    """Sizes (tp, cp, pp).
-
-    Tensor and context parallelism communicate most, and stay inside a machine.
-    """
-    yield 1, 1, 1
-    for size in divisors(cluster.gpus)[1:]:
-        if cluster.per_machine % size == 0:
-            for tp, cp in ((size, 1), (1, size)):
-                if problem_with(config, cluster, tp, cp, model=model) is None:
-                    yield tp, cp, 1
-        fits = size <= model.config.num_hidden_layers
-        if fits and problem_with(config, cluster, pp=size) is None:
-            yield 1, 1, size
-
-
-def problem_with(
-    config: Config,
-    cluster: Cluster,
-    tp: int = 1,
-    cp: int = 1,
-    pp: int = 1,
-    model: PreTrainedModel | None = None,
-) -> str | None:
-    """Why the recipe cannot be trained with these sizes, whatever the micro-batch; None if it
-    can.
-    """
-    config = replace_knobs(config, {"train.micro_batch_size": 1})
-    sharding = "fsdp" if cluster.gpus > tp * pp else "none"
-    dp_size = cluster.gpus // (tp * cp * pp)
-    sizes = {"dp_shard_size": dp_size, "tp_size": tp, "cp_size": cp, "pp_size": pp}
-    mesh = Mesh(world_size=cluster.gpus, tp_size=tp, cp_size=cp, pp_size=pp, stated_sizes=sizes)
-    try:
-        check_layout(config, mesh, Machine(sharding, "bf16", device="cuda"), model)
-    except UserError as error:
-        return str(error)
-    return None
 
 
 def _costed(
@@ -205,35 +170,29 @@ def waiting_seconds(
 
 @dataclass(frozen=True)
 class Proposal:
-    """The proposed layout, None if none fits, and the best of each family: the fastest that
-    fits, or the smallest.
-    """
+    """The proposed layout, and the best of each family: the fastest that fits, or the smallest."""
 
     cluster: Cluster
-    layout: Candidate | None
+    layout: Candidate
     best: list[Candidate]
-    reasons: list[str]
 
 
 def propose(config: Config, model: PreTrainedModel, cluster: Cluster, mfu: float) -> Proposal:
     """The fastest layout that fits for a run of `config`, or the simplest of those that are
-    nearly as fast.
+    nearly as fast. Raises UserError if none fits.
     """
     found = candidates(config, model, cluster, mfu)
     by_cost = sorted(found, key=lambda one: (cluster.lacks(one), one.step_seconds), reverse=True)
     best = {candidate.place.family: candidate for candidate in by_cost}
     fitting = [candidate for candidate in by_cost if not cluster.lacks(candidate)]
     if not fitting:
-        return Proposal(cluster, None, [*best.values()], [_misfit(config, cluster, found)])
+        raise UserError(_misfit(config, cluster, found))
     limit = NEARLY * fitting[-1].step_seconds
     nearly = [candidate for candidate in fitting if candidate.step_seconds <= limit]
     chosen = min(nearly, key=lambda one: (one.place.complexity, one.step_seconds))
     best[chosen.place.family] = chosen
     listed = sorted(best.values(), key=lambda one: one.place.complexity)
-    usable = format_bytes(cluster.usable_memory)
-    reasons = [f"{chosen.place.name} needs {_memory(chosen)} of {usable} usable on each GPU"]
-    reasons += [_why_not(other, chosen, cluster) for other in listed if other is not chosen]
-    return Proposal(cluster, chosen, listed, [*reasons, *_missing(config, cluster, listed)])
+    return Proposal(cluster, chosen, listed)
 
 
 def _misfit(config: Config, cluster: Cluster, found: list[Candidate]) -> str:
@@ -248,42 +207,7 @@ def _misfit(config: Config, cluster: Cluster, found: list[Candidate]) -> str:
     return (
         f"no layout over {cluster.gpus} × {cluster.name} fits: the smallest, "
         f"{smallest.place.name} with micro-batches of {smallest.micro_batch_size}, needs "
-        f"{_memory(smallest)} of each GPU, and {format_bytes(cluster.usable_memory)} are usable; "
-        "take more GPUs, a shorter data.block_size or a smaller model"
+        f"{format_bytes(smallest.memory.peak)} of each GPU, and "
+        f"{format_bytes(cluster.usable_memory)} are usable; take more GPUs, a shorter "
+        "data.block_size or a smaller model"
     )
-
-
-def _why_not(other: Candidate, chosen: Candidate, cluster: Cluster) -> str:
-    name = other.place.name
-    if cluster.lacks(other):
-        return f"{name} does not fit: it needs {_memory(other)} of each GPU"
-    if other.step_seconds < chosen.step_seconds:
-        gain = chosen.step_seconds / other.step_seconds - 1
-        return f"{name} would be {gain:.1%} faster only, and is less simple"
-    times = [seconds(time) for time in (other.step_seconds, chosen.step_seconds)]
-    waiting = seconds(other.waiting_seconds + other.bubble_seconds)
-    return (
-        f"{name} fits, but a step takes {times[0]} instead of {times[1]}, {waiting} of it waiting"
-    )
-
-
-def _missing(config: Config, cluster: Cluster, listed: list[Candidate]) -> Iterator[str]:
-    """Why there is no layout with tensor, context or pipeline parallelism at all."""
-    families = {name for candidate in listed for name in candidate.place.family.split(" × ")}
-    sizes = [size for size in divisors(cluster.gpus)[1:] if cluster.per_machine % size == 0]
-    for kind, name in (("tp", "tensor"), ("cp", "context"), ("pp", "pipeline")):
-        if kind.upper() in families or not sizes:
-            continue
-        tried: dict[str, Any] = {kind: sizes[0]}
-        if problem := problem_with(config, cluster, **tried):
-            yield f"no {name} parallelism: {problem}"
-
-
-def _memory(candidate: Candidate) -> str:
-    return format_bytes(candidate.memory.peak)
-
-
-def seconds(value: float) -> str:
-    """Such as `0.12 s`, `9.56 s` or `437 s`."""
-    digits = ",.0f" if value >= 100 else ".3g" if value >= 1 else ".2g"
-    return f"{value:{digits}} s"

@@ -4,6 +4,7 @@ keeps of a block.
 
 import copy
 from collections.abc import Iterable
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -11,6 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
@@ -71,6 +74,7 @@ class Counts:
         head. A stage of a pipeline has some of the blocks; the first has the embeddings, the
         last the head, which may be a copy.
         """
+        model = one_rank_of(model, tp)
         architecture = architecture_of(model)
         blocks = architecture.blocks(model)
         embedding = next(model.get_input_embeddings().parameters())
@@ -80,21 +84,16 @@ class Counts:
         frozen_below = 0
         if any(trainable) and not any(p.requires_grad for p in embeddings):
             frozen_below = trainable.index(True)
-        split = _split_parameters(model) if tp > 1 else set()
-
-        def count(parameters: Iterable[torch.Tensor]) -> int:
-            return sum(p.numel() // tp if id(p) in split else p.numel() for p in parameters)
-
-        in_blocks = count(blocks.parameters())
+        in_blocks = sum(p.numel() for p in blocks.parameters())
         block = in_blocks // len(blocks)
-        below = {id(p): p for p in embeddings}
+        inside, below = {id(p) for p in blocks.parameters()}, {id(p) for p in embeddings}
         top = architecture.final_norm(model), _head(model)
-        above = {id(p): p for layer in top for p in layer.parameters()}
-        held = (below if stage.has_embedding else {}) | (above if stage.has_head else {})
+        above = {id(p) for layer in top for p in layer.parameters()}
+        sizes = {id(p): p.numel() for p in model.parameters() if id(p) not in inside}
+        held = below if stage.has_embedding else set()
         if stage.has_head:  # and the rest of the model, such as adapters outside the blocks
-            inside = {id(p) for p in blocks.parameters()} | below.keys()
-            held |= {id(p): p for p in model.parameters() if id(p) not in inside}
-        outside = count(held.values())
+            held = held | (sizes.keys() - (below - above))
+        outside = sum(sizes[key] for key in held)
         whole, all_trainable = model.num_parameters(), model.num_parameters(only_trainable=True)
         total = outside + (in_blocks if stage.blocks == len(blocks) else block * stage.blocks)
         return cls(
@@ -102,7 +101,7 @@ class Counts:
             trainable=all_trainable if total == whole else round(total * all_trainable / whole),
             block=block,
             outside=outside,
-            head=count([embedding]) if stage.has_head else 0,
+            head=embedding.numel() if stage.has_head else 0,
             head_is_trainable=embedding.requires_grad,
             backward_blocks=min(stage.blocks, len(blocks) - frozen_below),
         )
@@ -112,32 +111,63 @@ def _head(model: PreTrainedModel) -> Any:
     return model.get_output_embeddings() or model.get_input_embeddings()
 
 
-def _split_parameters(model: PreTrainedModel) -> set[int]:
-    """The ids of the parameters that tensor parallelism splits; biases of layers that it sums
-    over ranks stay whole.
-    """
-    architecture = architecture_of(model)
-    split = {
-        id(p) for layer in (model.get_input_embeddings(), _head(model)) for p in layer.parameters()
-    }
-    for block in architecture.blocks(model):
-        for *columns, rows in map(dict.values, architecture.linear_layers(block)):
-            split |= {id(p) for layer in columns for p in layer.parameters()} | {id(rows.weight)}
-    return split
-
-
 @lru_cache(maxsize=16)
-def block_bytes(
-    model: PreTrainedModel, block_size: int, *, autocast: bool, half: bool, written_out: bool
-) -> tuple[float, float]:
+def one_rank_of(model: PreTrainedModel, tp: int) -> PreTrainedModel:
+    """A model on the meta device with what one of `tp` tensor-parallel ranks has of its matrices;
+    biases of layers that it sums over ranks stay whole.
+    """
+    if tp == 1:
+        return model
+    model = copy.deepcopy(model)
+    architecture = architecture_of(model)
+    blocks = map(architecture.linear_layers, architecture.blocks(model))
+    layers = [[*part.values()] for block in blocks for part in block]
+    ends: Any = {model.get_input_embeddings(), _head(model)}
+    columns = {p for *split, _ in layers for layer in split for p in layer.parameters()}
+    for parameter in columns | {p for layer in ends for p in layer.parameters()}:
+        parameter.data = parameter.data.chunk(tp)[0]
+    for *_, rows in layers:
+        rows.weight.data = rows.weight.data.chunk(tp, dim=1)[0]
+    return model
+
+
+class GpuKernels(TorchFunctionMode):
+    """Dropout and attention as a GPU's kernels do them, which a CPU has not: masks are bool, and
+    dropout of attention keeps no matrix.
+    """
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            kwargs = kwargs | {"dropout_p": 0.0}
+        if func is F.dropout and kwargs["p"]:
+            return torch.native_dropout(*args, kwargs["p"], kwargs["training"])[0]
+        return func(*args, **kwargs)
+
+
+def block_bytes(model: PreTrainedModel, block_size: int, place: Placement) -> tuple[float, float]:
     """Bytes per token that autograd saves of a block of a model on the meta device, and what
     selective checkpointing keeps beside the block's input. The mean if there are several kinds.
 
-    `autocast`: products in bfloat16; `half`: weights in bfloat16, too; `written_out`: attention
-    of model/written_out.py. As the CPU's kernels do it. The difference of two batches leaves out
-    what does not grow with the batch: weights and their casts, tables of angles.
+    The difference of two batches leaves out what does not grow with the batch: weights and their
+    casts, tables of angles.
     """
-    model = copy.deepcopy(model).train()
+    half, written_out = place.residual_bytes == 2, place.writes_out_attention
+    key = place.tp, place.autocast, half, written_out, place.on_cpu
+    return _block_bytes(model, block_size, *key)
+
+
+@lru_cache(maxsize=16)
+def _block_bytes(
+    model: PreTrainedModel,
+    block_size: int,
+    tp: int,
+    autocast: bool,
+    half: bool,
+    written_out: bool,
+    on_cpu: bool,
+) -> tuple[float, float]:
+    model = copy.deepcopy(one_rank_of(model, tp)).train()
     if half:
         model.bfloat16()
     if written_out:
@@ -146,31 +176,13 @@ def block_bytes(
     kinds = {tuple((name, p.shape) for name, p in block.named_parameters()) for block in blocks}
     if len(kinds | {*(getattr(model.config, "layer_types", None) or ())}) <= 2:
         del blocks[:-1]  # of one kind: faster
-    with FakeTensorMode(allow_non_fake_inputs=True), shapes_only():
+    kernels = nullcontext() if on_cpu else GpuKernels()
+    with FakeTensorMode(allow_non_fake_inputs=True), shapes_only(), kernels:
         model.to_empty(device="cpu")
         batches = [torch.zeros(rows, block_size, dtype=torch.long) for rows in (1, 2)]
         one, two = (_saved_bytes(model, blocks, tokens, autocast) for tokens in batches)
     saved, kept = ((b - a) / block_size / len(blocks) for a, b in zip(one, two, strict=True))
     return saved, kept
-
-
-@lru_cache(maxsize=16)
-def narrower(model: PreTrainedModel, tp: int) -> PreTrainedModel:
-    """A model whose blocks are as wide as those of one of `tp` tensor-parallel ranks, on the meta
-    device.
-
-    The residual stream keeps its width, heads and MLP are divided.
-    """
-    if tp == 1:
-        return model
-    config = copy.deepcopy(model.config)
-    config.head_dim = (
-        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    )
-    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
-        setattr(config, name, getattr(config, name) // tp)
-    with torch.device("meta"):
-        return type(model)(config)
 
 
 def _saved_bytes(
@@ -182,30 +194,28 @@ def _saved_bytes(
     # held, so that no storage is freed and its place used again
     saved: dict[int, torch.UntypedStorage] = {}
     kept: dict[int, torch.UntypedStorage] = {}
-    is_inside = False
+    inside = ExitStack()
 
     class Noting(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             results = func(*args, **(kwargs or {}))
-            if is_inside and is_kept(func, args):
+            if is_kept(func, args):
                 tensors = [t for t in tree_leaves(results) if isinstance(t, torch.Tensor)]
                 kept.update({id(s): s for t in tensors for s in [t.untyped_storage()]})
             return results
 
-    def switch(*_: Any) -> None:
-        nonlocal is_inside
-        is_inside = not is_inside
-
     def note(tensor: torch.Tensor) -> torch.Tensor:
-        if is_inside:
-            storage = tensor.untyped_storage()
-            saved[id(storage)] = storage
+        storage = tensor.untyped_storage()
+        saved[id(storage)] = storage
         return tensor
 
-    hooks = [block.register_forward_pre_hook(switch) for block in blocks]
-    hooks += [block.register_forward_hook(switch) for block in blocks]
-    noting = torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor)
-    with noting, Noting(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+    def begin(*_: Any) -> None:
+        inside.enter_context(torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor))
+        inside.enter_context(Noting())
+
+    hooks = [block.register_forward_pre_hook(begin) for block in blocks]
+    hooks += [block.register_forward_hook(lambda *_: inside.close()) for block in blocks]
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         model(
             input_ids=tokens,
             shift_labels=tokens,

@@ -7,25 +7,20 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
-import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from nanogpt_hf.config.checks import accumulation_steps, divisors
-from nanogpt_hf.config.compatibility import recipe_settings
-from nanogpt_hf.config.schema import Config, DataSection
+from nanogpt_hf.config.schema import Config
 from nanogpt_hf.config.sources import sources_of
 from nanogpt_hf.config.stages import planned_tokens, stages_of, tokens_by_source
-from nanogpt_hf.data.formats import bytes_of_a_token, local_files
 from nanogpt_hf.data.manifest import Manifest, find_manifest
 from nanogpt_hf.data.tokenizer import known_vocab_size
-from nanogpt_hf.distributed.layout import model_settings
-from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import DataError, UserError
 from nanogpt_hf.model.architecture import architecture_of, padding_rows, part_of
 from nanogpt_hf.model.build import build_config, check_balance, meta_model
-from nanogpt_hf.model.recompute import check_level
-from nanogpt_hf.optim.optimizer import check_combination, kind_of
+from nanogpt_hf.optim.optimizer import kind_of
 from nanogpt_hf.planning.footprint import Footprint, footprint, useless_checkpointing
 from nanogpt_hf.planning.hardware import GPUS, USABLE_MEMORY
 from nanogpt_hf.planning.placement import Placement
@@ -60,15 +55,13 @@ class Estimate:
     memory: Footprint
     useless: str | None  # a line about activation checkpointing that saves nothing
     flops_per_token: float  # the model's, forward and backward
-    update_flops_per_step: float  # the optimizer's, if they are not negligible
-    flops: float
+    flops: float  # of the run, with the optimizer's if they are not negligible
     mfu: float
     devices: list[Device]
     tokens: int
     chinchilla_tokens: int
     epochs: dict[str, float]  # for the prepared data, or for each source of a mixture
-    data_bytes: int | None  # on disk when prepared, or an upper bound; None if unknown
-    data_is_prepared: bool
+    data_bytes: int | None  # on disk; None if it is not prepared
     run_bytes: int
 
 
@@ -92,24 +85,11 @@ def estimate(
             f"ep_size {place.ep} is not estimated; leave it out to see what a process with all "
             "experts needs"
         )
-    sharding = "DeepSpeed" if place.zero else place.kind
-    level = f"fsdp_activation_checkpointing {place.checkpointing}"
-    machine = {name: name for name in (sharding, level, *["dynamo_backend"] * place.compiles)}
-    check_combination(recipe_settings(config) | machine)
+    place.check(config)
     manifest = find_manifest(config.data)
     model, vocabulary = _meta_model(config, base, manifest)
     check_balance(config, model.config)
-    check_level(place.checkpointing, model.config.num_hidden_layers)
-    if place.tp > 1:
-        with torch.device("meta"):  # without adapters
-            whole = architecture_of(model).model_class(model.config)
-        mesh = Mesh(world_size=place.tp, tp_size=place.tp)
-        settings = {"tensor parallelism": "tensor parallelism"}
-        check_combination(settings | model_settings(config, whole, mesh))
-    try:
-        accumulation = accumulation_steps(config, place.dp)
-    except ValueError as error:
-        raise UserError(str(error)) from None
+    accumulation = accumulation_steps(config, place.dp)
     block_size = config.data.block_size
     stages, tokens = stages_of(config), planned_tokens(config)
     micro = config.train.min_micro_batch_size
@@ -120,12 +100,12 @@ def estimate(
         for stage in stages
         for length in [stage.config.data.block_size]
     )
-    update_flops = kind_of(config.optim).update_flops(model)
+    optimizer = kind_of(config.optim)
+    step: dict[str, Any] = {"block_size": block_size, "optim": config.optim}
 
     @cache
     def footprint_of(size: int, place: Placement) -> Footprint:
-        batch = {"micro_batch_size": size, "block_size": block_size}
-        return footprint(model, place, accumulates=size < sequences, optim=config.optim, **batch)
+        return footprint(model, place, micro_batch_size=size, accumulates=size < sequences, **step)
 
     def largest_micro_batch(memory: float, place: Placement) -> int | None:
         usable = USABLE_MEMORY * memory
@@ -165,23 +145,16 @@ def estimate(
         accumulation=accumulation,
         memory=footprint_of(micro, place),
         useless=useless_checkpointing(
-            model,
-            place,
-            micro_batch_size=micro,
-            block_size=block_size,
-            accumulates=accumulation > 1,
-            optim=config.optim,
+            model, place, micro_batch_size=micro, accumulates=accumulation > 1, **step
         ),
         flops_per_token=flops_per_token,
-        update_flops_per_step=update_flops,
-        flops=flops_per_token * tokens + update_flops * config.train.max_steps,
+        flops=flops_per_token * tokens + optimizer.update_flops(model) * config.train.max_steps,
         mfu=mfu,
         devices=devices,
         tokens=tokens,
         chinchilla_tokens=CHINCHILLA * (total - padding),
         epochs=_epochs(config, manifest),
-        data_bytes=_data_bytes(config, manifest, model.config.vocab_size),
-        data_is_prepared=manifest is not None,
+        data_bytes=_data_bytes(config) if manifest else None,
         run_bytes=run_bytes(total, float32_state, config.checkpoint.keep),
     )
 
@@ -232,26 +205,7 @@ def _meta_model(
     return meta_model(config, build_config(config.model, size)), f"{size:,}, {source}"
 
 
-def _data_bytes(config: Config, manifest: Manifest | None, vocab_size: int) -> int | None:
-    total = 0
-    for source in sources_of(config.data):
-        size = _source_bytes(source.data, manifest is not None, vocab_size)
-        if size is None:
-            return None
-        total += size
-    return total
-
-
-def _source_bytes(data: DataSection, prepared: bool, vocab_size: int) -> int | None:
-    if prepared:
-        return sum(path.stat().st_size for path in Path(data.dir).rglob("*") if path.is_file())
-    each, limit = bytes_of_a_token(data, vocab_size), None
-    if data.max_tokens is not None:  # a limit for each split
-        limit = data.max_tokens * (1 + bool(data.validation_split)) * each
-    files = local_files(data)
-    one_byte = data.tokenizer in ("char", "gpt2", "bpe")
-    if not one_byte or not files or {path.suffix for path in files} - {".txt", ".md"}:
-        return limit
-    # none of these tokenizers makes more tokens than a text has bytes
-    size = sum(path.stat().st_size for path in files) * each
-    return size if limit is None else min(size, limit)
+def _data_bytes(config: Config) -> int:
+    folders = [Path(source.data.dir) for source in sources_of(config.data)]
+    files = [path for folder in folders for path in folder.rglob("*")]
+    return sum(path.stat().st_size for path in files if path.is_file())

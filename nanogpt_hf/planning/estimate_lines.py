@@ -3,16 +3,15 @@
 import dataclasses
 
 from nanogpt_hf.config.schema import Config
-from nanogpt_hf.formatting import align, format_bytes
-from nanogpt_hf.planning.candidates import Proposal, seconds
+from nanogpt_hf.formatting import align, format_bytes, format_duration
+from nanogpt_hf.planning.candidates import NEARLY, Proposal
 from nanogpt_hf.planning.estimate import Estimate
-from nanogpt_hf.planning.placement import Placement, shipped_config
+from nanogpt_hf.planning.placement import Placement
 
 
 def layout_lines(proposal: Proposal, config: Config) -> list[str]:
-    """The proposed layout, why it is, and what others would cost."""
+    """The proposed layout, and what others would cost."""
     cluster, layout = proposal.cluster, proposal.layout
-    assert layout is not None
     rates = (
         f"{cluster.gpu.bf16_flops / 1e12:,.0f} TFLOP/s, {cluster.gpu.link / 1e9:,.0f} GB/s to "
         "the others"
@@ -26,12 +25,8 @@ def layout_lines(proposal: Proposal, config: Config) -> list[str]:
     rows = [["", *header.split("|")]]
     for other in proposal.best:
         mark = "*" if other is layout else " "
-        times = [
-            other.compute_seconds,
-            other.waiting_seconds,
-            other.bubble_seconds,
-            other.step_seconds,
-        ]
+        times = other.compute_seconds, other.waiting_seconds, other.bubble_seconds
+        times = [f"{seconds:,.3f} s" for seconds in (*times, other.step_seconds)]
         sent = (format_bytes(other.bytes_sent(between)) for between in (False, True))
         rows.append(
             [
@@ -39,25 +34,24 @@ def layout_lines(proposal: Proposal, config: Config) -> list[str]:
                 str(other.micro_batch_size),
                 format_bytes(other.memory.peak),
                 *sent,
-                *(["does not fit", "", "", ""] if cluster.lacks(other) else map(seconds, times)),
+                *(["does not fit", "", "", ""] if cluster.lacks(other) else times),
             ]
         )
-    shipped = shipped_config(layout.place)
     return [
         f"layout over {cluster.gpus} × {cluster.name}{machines}: "
         f"{format_bytes(cluster.gpu.memory)}, {rates}",
         f"  {layout.place.name}{', activation checkpointing' * bool(layout.place.checkpointing)}; "
         f"micro-batches of {layout.micro_batch_size} × {config.data.block_size:,} tokens, {step}",
-        *(f"  - {reason}" for reason in proposal.reasons),
+        f"  the simplest that fits into {format_bytes(cluster.usable_memory)} of each GPU and "
+        f"takes up to {NEARLY} of the fastest's time",
         "per GPU and step, the best of each kind:",
         *_table(rows),
         *(
             f"  {transfer.name}: {format_bytes(transfer.size)} per GPU and step"
             for transfer in layout.transfers
         ),
-        f"to run it: --train.micro_batch_size {layout.micro_batch_size}, and "
-        + (f"{shipped} with these numbers, or " if shipped else "")
-        + "the config that --write-config FILE writes",
+        f"to run it: --train.micro_batch_size {layout.micro_batch_size}, and the config that "
+        "--write-config FILE writes",
     ]
 
 
@@ -66,11 +60,10 @@ def estimate_figures(estimate: Estimate, proposal: Proposal | None) -> dict:
     memory = {"peak": estimate.memory.peak, "peak_phase": estimate.memory.peak_phase}
     values = dataclasses.asdict(estimate)
     values["memory"] = memory | values["memory"]
-    if proposal and (layout := proposal.layout):
-        costs = dataclasses.asdict(layout)
-        del costs["memory"]
-        head = {"name": layout.place.name, "reasons": proposal.reasons}
-        values["layout"] = head | {"step_seconds": layout.step_seconds} | costs
+    if proposal:
+        layout = proposal.layout
+        costs = {"name": layout.place.name, "step_seconds": layout.step_seconds}
+        values["layout"] = dataclasses.asdict(layout) | costs
     return values
 
 
@@ -137,14 +130,11 @@ def _devices(estimate: Estimate, place: Placement) -> list[str]:
     rows = [["", "memory", "largest micro-batch", f"time at {estimate.mfu:g} of the peak"]]
     for device in estimate.devices:
         fits = str(device.micro_batch_size) if device.micro_batch_size else "not even 1"
-        rows.append([device.name, f"{device.memory / 1e9:.0f} GB", fits, _time(device.seconds)])
-    update = 1 - estimate.flops_per_token * estimate.tokens / estimate.flops
+        time = "-" if device.seconds is None else format_duration(device.seconds)
+        rows.append([device.name, f"{device.memory / 1e9:.0f} GB", fits, time])
     return [
         f"on {gpus}: {estimate.flops_per_token / 1e9:,.2f} GFLOPs per token, "
         f"{estimate.flops:.2e} in total",
-        *[f"  {update:.2%} of them are the optimizer's update"][
-            : bool(estimate.update_flops_per_step)
-        ],
         *_table(rows),
         "  a micro-batch fits if a tenth of the memory stays free for fragments and libraries; "
         "the time excludes",
@@ -164,25 +154,12 @@ def _tokens(estimate: Estimate) -> list[str]:
 
 
 def _disk(estimate: Estimate) -> list[str]:
-    data = "unknown before `prepare`"
-    if estimate.data_bytes is not None:
-        data = format_bytes(estimate.data_bytes) + (
-            ", prepared" if estimate.data_is_prepared else " at most (not prepared yet)"
-        )
+    size = estimate.data_bytes
     return [
         f"disk: {format_bytes(estimate.run_bytes)} at most for the run folder",
-        f"  data: {data}",
+        f"  data: {'not prepared yet' if size is None else f'{format_bytes(size)}, prepared'}",
     ]
 
 
 def _amount(count: float) -> str:
     return f"{count / 1e9:,.1f} B" if count >= 1e9 else f"{count / 1e6:,.1f} M"
-
-
-def _time(seconds: float | None) -> str:
-    if seconds is None:
-        return "-"
-    for unit, length in (("days", 86400), ("hours", 3600), ("minutes", 60)):
-        if seconds >= length:
-            return f"{seconds / length:,.1f} {unit}"
-    return f"{seconds:.1f} seconds" if seconds >= 1 else "under a second"

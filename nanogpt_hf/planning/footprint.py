@@ -10,16 +10,14 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-import torch
 from transformers import PreTrainedModel
 
 from nanogpt_hf.config.schema import OptimSection
-from nanogpt_hf.model.architecture import Architecture, architecture_of
+from nanogpt_hf.model.architecture import architecture_of
 from nanogpt_hf.model.loss_gpt import rows_of_a_chunk
 from nanogpt_hf.model.recompute import SELECTIVE, interval
-from nanogpt_hf.model.written_out import MAX_POSITIONS
 from nanogpt_hf.optim.optimizer import kind_of
-from nanogpt_hf.planning.counts import Counts, StageShare, block_bytes, narrower, stages_of
+from nanogpt_hf.planning.counts import Counts, StageShare, block_bytes, stages_of
 from nanogpt_hf.planning.placement import Placement
 
 CHECKPOINT = "checkpoint"  # the copy that is written in the background, kept from one to the next
@@ -102,8 +100,8 @@ def _footprint(
     config, value = model.config, place.compute_bytes
     counts = Counts.of(model, place.tp, stage)
     rows = micro_batch_size * block_size // place.cp
-    residual = 4 * rows * config.hidden_size  # float32
-    full_block = rows * _block_activation_bytes(model, block_size, place)
+    residual = place.residual_bytes * rows * config.hidden_size
+    full_block = rows * block_bytes(model, block_size, place)[0]
     kept_block = rows * _kept_bytes(model, block_size, place)  # of a block computed again
     frozen = config.num_hidden_layers - counts.backward_blocks if place.pp == 1 else 0
 
@@ -212,18 +210,18 @@ def _loss(
     return (
         max(bytes_per_logit * logits, product),
         4.0 * trainable_head,
-        4.0 * rows * model.config.hidden_size,
+        float(place.residual_bytes * rows * model.config.hidden_size),
     )
 
 
 def saved_bytes_per_token(model: PreTrainedModel, block_size: int, place: Placement) -> float:
     """Bytes that autograd saves of a block for its backward pass, per token of a micro-batch.
 
-    Without dropout and adapters 64 per value of the residual stream in float32, 40 under
-    autocast, and 4, the block's input, with checkpointed activations; if only some blocks are
-    computed again, their mean.
+    Of a GPT-2 without dropout and adapters about 64 per value of the residual stream in float32, 40
+    under autocast, and 4, the block's input, with checkpointed activations; if only some blocks
+    are computed again, their mean.
     """
-    full = _block_activation_bytes(model, block_size, place)
+    full = block_bytes(model, block_size, place)[0]
     share = 1 / interval(place.checkpointing) if place.checkpointing else 0
     return share * _kept_bytes(model, block_size, place) + (1 - share) * full
 
@@ -234,71 +232,8 @@ def _kept_bytes(model: PreTrainedModel, block_size: int, place: Placement) -> fl
     """
     width = model.config.hidden_size
     if place.checkpointing != SELECTIVE:
-        return 4 * width
-    kept = _block_bytes(model, block_size, place)[1]
-    whole = 2 * place.compute_bytes * width  # of attention and MLP, which tensor parallelism sums
-    return 4 * width + whole + (kept - whole) / place.tp
-
-
-def _block_bytes(model: PreTrainedModel, block_size: int, place: Placement) -> tuple[float, float]:
-    return block_bytes(
-        model,
-        block_size,
-        autocast=place.autocast,
-        half=place.zero and place.compute_bytes == 2,
-        written_out=place.writes_out_attention,
-    )
-
-
-def _block_activation_bytes(model: PreTrainedModel, block_size: int, place: Placement) -> float:
-    """Bytes of a block's activations per token, without checkpointing."""
-    config, architecture, value = model.config, architecture_of(model), place.compute_bytes
-    if architecture.block_activations is None:
-        return _block_bytes(narrower(model, place.tp), block_size, place)[0]
-    block = architecture.blocks(model)[-1]
-    written_out = place.writes_out_attention and block_size <= MAX_POSITIONS
-    # the CPU's fused kernels have no dropout
-    eager_attention = config.dropout > 0 and place.on_cpu and not written_out
-    values = architecture.block_activations(config)
-    saved = place.residual_bytes * values.residual
-    saved += (4 if eager_attention else value) * values.attention / place.tp
-    saved += value * values.other / place.tp
-    if config.dropout:  # masks of attention's and the MLP's output: bool on a GPU, factors on a CPU
-        saved += 2 * (value if place.on_cpu else 1) * config.hidden_size
-    if eager_attention:  # the softmax, the factors of its dropout, their product
-        saved += 3 * 4 * config.num_attention_heads / place.tp * block_size
-    if written_out:  # the same in bfloat16, or the softmax alone
-        tensors = 3 if config.dropout else 1
-        saved += tensors * value * config.num_attention_heads / place.tp * block_size
-    return saved + _linear_input_bytes(architecture, block, place)
-
-
-def _linear_input_bytes(
-    architecture: Architecture, block: torch.nn.Module, place: Placement
-) -> float:
-    """Bytes per token of the inputs of trainable linear layers that are not counted elsewhere."""
-    value, saved = place.compute_bytes, 0.0
-    attention, mlp = architecture.linear_layers(block)
-    query, key, values, output = attention.values()
-    *first, last = mlp.values()
-    for layer in (query, key, values, output, *first, last):
-        adapter = getattr(layer, "lora_A", None)
-        if adapter is None and not layer.weight.requires_grad:
-            continue
-        has_dropout = (
-            adapter is not None and getattr(layer.get_submodule("lora_dropout.default"), "p", 0) > 0
-        )
-        # Autocast makes a 16-bit copy per layer; in float32 q, k and v share one tensor.
-        is_shared = not place.autocast and layer in (key, values)
-        # the output of attention
-        is_shared |= layer is output and not (place.autocast and adapter is not None)
-        if has_dropout or not is_shared:
-            saved += layer.in_features * value / (place.tp if layer in (output, last) else 1)
-        if adapter is not None:
-            saved += adapter["default"].out_features * value
-        if has_dropout:
-            saved += layer.in_features * (4 if place.on_cpu else 1)
-    return saved
+        return place.residual_bytes * width
+    return place.residual_bytes * width + block_bytes(model, block_size, place)[1]
 
 
 @lru_cache(maxsize=256)  # layouts share them

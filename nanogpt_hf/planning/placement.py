@@ -2,28 +2,19 @@
 
 import math
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedModel
+
+from nanogpt_hf.config.checks import accumulation_steps
+from nanogpt_hf.config.schema import Config
 from nanogpt_hf.distributed.environment import SCHEDULES, check_accelerate_config
+from nanogpt_hf.distributed.layout import Machine, check_layout
+from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import UserError, one_line
-from nanogpt_hf.formatting import plural
 from nanogpt_hf.model.recompute import level_of
 
-_EXAMPLE = "such as accelerate_configs/ddp.yaml"
 WRITTEN = "written by `estimate`"  # in the first line, so that no other file is replaced
-_SHIPPED = {
-    "one process": "single_gpu",
-    "DDP": "ddp",
-    "FSDP2": "fsdp2",
-    "HSDP": "hsdp",
-    "TP": "tp",
-    "TP × FSDP2": "tp_fsdp2",
-    "CP × FSDP2": "cp_fsdp2",
-    "PP": "pp",
-    "PP × DDP": "pp",
-    "PP × FSDP2": "pp_fsdp2",
-}
 
 
 @dataclass(frozen=True)
@@ -69,9 +60,10 @@ class Placement:
     def autocast(self) -> bool:
         """Whether float32 weights are cast when used.
 
-        DeepSpeed stores the model in 16 bits instead.
+        DeepSpeed stores the model in 16 bits instead, and FSDP2 gathers it so, but in a pipeline.
         """
-        return self.precision != "no" and not self.zero
+        gathers = self.kind == "FSDP2" and self.pp == 1
+        return self.precision != "no" and not self.zero and not gathers
 
     @property
     def writes_out_attention(self) -> bool:
@@ -86,7 +78,7 @@ class Placement:
     @property
     def residual_bytes(self) -> int:
         """Bytes of a value in the residual stream, the input of a LayerNorm."""
-        return self.compute_bytes if self.zero else 4
+        return 4 if self.autocast else self.compute_bytes
 
     @property
     def _sizes(self) -> dict[str, int | str]:
@@ -118,21 +110,35 @@ class Placement:
         return 10 * len(self._sizes.keys() & {"PP", "CP", "TP"}) + kinds, self.checkpointing
 
     def __str__(self) -> str:
-        parts = [plural(self.processes, "process")]
-        if self.kind != "one process":
-            parts.append(self.kind)
-        sizes = {"tensor": self.tp, "context": self.cp, "pipeline": self.pp}
-        parts += [f"{size}-way {name}-parallel" for name, size in sizes.items() if size > 1]
-        if self.shards > 1 and self.copies > 1:
-            parts.append(f"{self.copies} copies over {self.shards} processes each")
         precision = f"{self.precision} with float32 weights"
-        parts.append("float32" if self.precision == "no" else precision)
+        parts = [self.name, "float32" if self.precision == "no" else precision]
         if self.checkpointing:
             parts.append(f"activation checkpointing {self.checkpointing}".removesuffix(" true"))
         if self.offloads_weights or self.offloads_optimizer:
             parts.append("offload to host memory")
-        parts.append("on the CPU" if self.on_cpu else "on GPUs")
-        return ", ".join(parts)
+        return ", ".join([*parts, "on the CPU" if self.on_cpu else "on GPUs"])
+
+    def check(self, config: Config, model: PreTrainedModel | None = None) -> None:
+        """Raises UserError if the recipe cannot be trained so, or its tokens per step do not
+        divide; `model` is the recipe's, if there is one already.
+        """
+        sharding = "zero" if self.zero else "fsdp" if self.kind == "FSDP2" else "none"
+        sizes = {"tp_size": self.tp, "cp_size": self.cp, "pp_size": self.pp}
+        data_parallel = {"dp_replicate_size": self.copies, "dp_shard_size": self.dp // self.copies}
+        mesh = Mesh(world_size=self.processes, **sizes, stated_sizes=sizes | data_parallel)
+        machine = Machine(
+            sharding,
+            self.precision,
+            self.compiles,
+            device="cpu" if self.on_cpu else "cuda",
+            checkpoints=self.checkpointing,
+            reshards=sharding == "fsdp" and self.reshard,
+        )
+        check_layout(config, mesh, machine, model)
+        try:
+            accumulation_steps(config, self.dp)
+        except ValueError as error:
+            raise UserError(str(error)) from None
 
 
 def read_placement(path: str) -> Placement:
@@ -140,74 +146,51 @@ def read_placement(path: str) -> Placement:
 
     Raises UserError if it is no such file, or has settings that are not estimated.
     """
-    from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
+    from accelerate.commands.config.config_args import load_config_from_file
 
-    if not Path(path).is_file():
-        raise UserError(f"--config_file {path}: no such file; name one {_EXAMPLE}")
     try:
-        config = load_config_from_file(path)
-        if not isinstance(config, ClusterConfig):
-            raise ValueError(f"its compute_environment is not supported; name one {_EXAMPLE}")
-        return _placement(path, config)
-    except UserError:
-        raise
-    except Exception as error:  # bad YAML, unknown keys, bad values
+        config: Any = load_config_from_file(path)
+        settings = config.to_dict()
+    except Exception as error:  # no file, bad YAML, unknown keys
         raise UserError(
             f"--config_file {path}: not an accelerate config: {one_line(error)}"
         ) from None
+    check_accelerate_config(path, settings)
+    return _placement(path, config)
 
 
 def _placement(path: str, config: Any) -> Placement:
-    kind, precision = str(config.distributed_type), str(config.mixed_precision)
-    processes = int(config.num_processes)
+    kind, processes = str(config.distributed_type), config.num_processes
     fsdp, deepspeed = config.fsdp_config or {}, config.deepspeed_config or {}
     parallelism = config.parallelism_config or {}
     mesh = {key.removeprefix("parallelism_config_"): value for key, value in parallelism.items()}
     names = ("dp_replicate", "tp", "cp", "pp")
-    sizes: dict[str, Any] = {name: int(mesh.get(f"{name}_size") or 1) for name in names}
-    shown = ", ".join(f"{name}_size {size}" for name, size in sizes.items() if size != 1)
-    is_fsdp, stage = "FSDP" in kind, int(deepspeed.get("zero_stage", 2))
-    level = {key: fsdp[key] for key in fsdp if key == "fsdp_activation_checkpointing"}
-    check_accelerate_config(path, {"fsdp_config": level})
-    for is_wrong, problem in (
-        (
-            processes < 1 or min(sizes.values()) < 1,
-            f"num_processes {processes}, {shown}: must be at least 1",
-        ),
-        (
-            processes % max(1, math.prod(sizes.values())),
-            f"{processes} processes are not a multiple of {shown}",
-        ),
-        (
-            mesh.get("pp_schedule") not in (None, SCHEDULES[0]),
-            f"pp_schedule {mesh.get('pp_schedule')} is not estimated; set {SCHEDULES[0]}",
-        ),
-        (
-            int(mesh.get("sp_size") or 1) > 1,
-            f"sp_size {mesh.get('sp_size')} is not supported; set cp_size",
-        ),
-        (
-            precision not in ("no", "bf16", "fp16"),
-            f"mixed_precision {precision} is not estimated; use no, bf16 or fp16",
-        ),
-        (
-            is_fsdp and int(fsdp.get("fsdp_version") or 1) != 2,
-            "FSDP 1 is not supported; set fsdp_version: 2 in its fsdp_config",
-        ),
-        (
-            deepspeed.get("deepspeed_config_file"),
-            "deepspeed_config_file is not read; use the keys of deepspeed_config",
-        ),
-        (stage not in (2, 3), f"ZeRO stage {stage} is not supported; use 2 or 3"),
+    sizes: dict[str, Any] = {name: mesh.get(f"{name}_size") or 1 for name in names}
+    is_fsdp, precision = "FSDP" in kind, str(config.mixed_precision)
+    stage = deepspeed.get("zero_stage", 0 if "deepspeed_config_file" in deepspeed else 2)
+    for name, value, estimated in (
+        ("mixed_precision", precision, ("no", "bf16", "fp16")),
+        ("sp_size", mesh.get("sp_size") or 1, (1,)),
+        ("pp_schedule", mesh.get("pp_schedule", SCHEDULES[0]), SCHEDULES[:1]),
+        ("fsdp_version", fsdp.get("fsdp_version", 1) if is_fsdp else 2, (2,)),
+        ("zero_stage", stage, (2, 3)),
     ):
-        if is_wrong:
-            raise UserError(f"--config_file {path}: {problem}")
+        if value not in estimated:
+            accepted = " or ".join(map(str, estimated))
+            raise UserError(
+                f"--config_file {path}: {name} {value} is not estimated; set {accepted}"
+            )
+    if processes % math.prod(sizes.values()):
+        shown = ", ".join(f"{name}_size {size}" for name, size in sizes.items() if size != 1)
+        raise UserError(
+            f"--config_file {path}: {processes} processes are not a multiple of {shown}"
+        )
     copies = sizes.pop("dp_replicate")
     place = Placement(
         processes=processes,
         **sizes,
-        ep=int(mesh.get("ep_size") or 1),
-        per_machine=processes // max(1, int(config.num_machines or 1)),
+        ep=mesh.get("ep_size") or 1,
+        per_machine=processes // (config.num_machines or 1),
         precision=precision,
         on_cpu=bool(config.use_cpu),
         compiles=str((config.dynamo_config or {}).get("dynamo_backend", "NO")).upper() != "NO",
@@ -223,34 +206,22 @@ def _placement(path: str, config: Any) -> Placement:
             offloads_weights=_true(fsdp.get("fsdp_offload_params")),
         )
     if "DEEPSPEED" in kind:
-        weights, optimizer = (
-            deepspeed.get(f"offload_{name}_device") not in (None, "none")
-            for name in ("param", "optimizer")
-        )
+        offloads = {
+            part: deepspeed.get(f"offload_{part}_device") not in (None, "none")
+            for part in ("param", "optimizer")
+        }
         return replace(
             place,
             kind=f"ZeRO-{stage}",
             shards=processes,
-            offloads_weights=weights and stage == 3,
-            offloads_optimizer=optimizer,
+            offloads_weights=offloads["param"] and stage == 3,
+            offloads_optimizer=offloads["optimizer"],
         )
     return replace(place, kind="DDP") if place.dp > 1 else place
 
 
 def _true(value: object) -> bool:
     return str(value).lower() == "true"
-
-
-def shipped_config(place: Placement) -> str | None:
-    """The path of the shipped config of this kind of placement, whose numbers may differ; None if
-    there is none.
-    """
-    name = _SHIPPED.get(place.family)
-    if name == "fsdp2" and place.checkpointing:
-        name = "fsdp2_checkpointing"
-    elif name in ("ddp", "fsdp2") and place.processes > place.per_machine:
-        name = f"multi_node_{name}"
-    return f"accelerate_configs/{name}.yaml" if name else None
 
 
 _CONFIG = """\

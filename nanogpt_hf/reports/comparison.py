@@ -11,12 +11,14 @@ from nanogpt_hf.runs.metrics import Event, column, names
 
 
 def summarize(events: list[Event], metric: str) -> dict[str, Any]:
-    """Progress and speed of a run, best and last value of `metric`, and the last losses by source
-    of a mixture.
+    """Progress and speed of a run, best (of rewards the highest) and last value of `metric`, and
+    the last losses by source of a mixture.
     """
     steps, values = column(events, metric)
     rates = column(events, "train/tokens_per_second")[1]
-    last, best = events[-1], int(values.argmin()) if len(values) else None
+    last, best = events[-1], None
+    if len(values):
+        best = int((-values if metric == "val/reward" else values).argmin())
     sources = [name for name in names(events) if name.startswith(f"{metric}/")]
     return {
         "steps": last["step"],
@@ -31,26 +33,19 @@ def summarize(events: list[Event], metric: str) -> dict[str, Any]:
 
 
 def compare_runs(runs: dict[str, dict[str, Any]], metric: str) -> str:
-    """A table of summaries, one row per run; of mixtures, a table of losses by source follows."""
+    """A table of summaries, one row per run; of mixtures with the last loss of each source."""
+    sources = list(dict.fromkeys(name for run in runs.values() for name in run["sources"]))
     head = ["run", "steps", "tokens", "time", "tokens/s", f"best {metric}", "at step", "last"]
-    rows = [head]
+    rows = [[*head, *(name.removeprefix(f"{metric}/") for name in sources)]]
     for name, run in runs.items():
-        time, best, last = format_duration(run["seconds"]), _loss(run["best"]), _loss(run["last"])
         speed, step = (
             "–" if value is None else f"{value:,.0f}"
             for value in (run["tokens_per_second"], run["best_step"])
         )
         counts = [f"{run[count]:,}" for count in ("steps", "tokens")]
-        rows.append([name, *counts, time, speed, best, step, last])
-    tables = [rows]
-    if sources := {name: None for run in runs.values() for name in run["sources"]}:
-        head = [f"last {metric} of", *(name.removeprefix(f"{metric}/") for name in sources)]
-        values = [
-            [name, *(_loss(run["sources"].get(source)) for source in sources)]
-            for name, run in runs.items()
-        ]
-        tables.append([head, *values])
-    return "\n\n".join(align(rows, range(1, len(rows[0]))) for rows in tables)
+        row = [name, *counts, format_duration(run["seconds"]), speed, _loss(run["best"]), step]
+        rows.append([*row, _loss(run["last"]), *(_loss(run["sources"].get(s)) for s in sources)])
+    return align(rows, range(1, len(rows[0])))
 
 
 def _loss(value: float | None) -> str:

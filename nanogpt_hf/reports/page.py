@@ -4,7 +4,6 @@ import base64
 import hashlib
 import math
 import shlex
-from dataclasses import replace
 from datetime import datetime
 from importlib.resources import files
 from pathlib import Path
@@ -19,7 +18,8 @@ from nanogpt_hf.config.sources import knob_text, source_text
 from nanogpt_hf.config.stages import stages_of
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.formatting import format_duration, format_number
-from nanogpt_hf.reports.reference import Reference, Verdict, find_reference, judge
+from nanogpt_hf.reports.comparison import summarize
+from nanogpt_hf.reports.reference import find_reference, judge
 from nanogpt_hf.runs.files import written_whole
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.metrics import AXES, Event, column, is_number, names, read_events, read_metrics
@@ -49,28 +49,27 @@ def render(run: RunFolder, events: list[Event]) -> str:
 
     Text from the run is escaped, and the content security policy allows only our script.
     """
-    missing, config = [], None
+    config, problem = None, ""
     try:
         config = load_config(run.recipe)
     except UserError as error:
-        missing.append(str(error).partition("\n")[0])
-    machine = read_starts(run)
-    if not machine:
-        missing.append("machine.json")
-    if not events:
-        missing.append("metrics.jsonl: no event yet")
-    has_loss = not any("train/reward" in event for event in events)  # rewards have no reference
-    reference = find_reference(config) if config and has_loss else None
-    verdict = judge(reference, config, events) if config and has_loss else None
-    data, reports_per_point = _chart_data(events, verdict, reference)
-    data["stages"] = (
-        [[stage.first, stage.name] for stage in stages_of(config)[1:]] if config else []
-    )
+        problem = str(error).partition("\n")[0]
+    metric = "val/reward" if "train/reward" in names(events) else "val/loss"
+    judged = config if metric == "val/loss" else None  # rewards have no reference
+    reference = find_reference(judged) if judged else None
+    verdict = judge(reference, judged, events) if judged else None
+    is_comparable = verdict is not None and verdict.kind not in ("other", "none")
+    figures = summarize(events, metric) if events else None
+    groups, reports_per_point = _curves(events)
+    data = {
+        "groups": groups,
+        "band": reference.curve if reference and is_comparable else None,
+        "stages": [[stage.first, stage.name] for stage in stages_of(config)[1:]] if config else [],
+    }
     style, script = (_asset(f"page.{kind}") for kind in ("css", "js"))
     policy = "default-src 'none'; base-uri 'none'; form-action 'none'; img-src data:; "
     policy += f"style-src '{_hash(style)}'; script-src '{_hash(script)}'"
     is_adapter = config is not None and config.lora.rank is not None and not config.lora.merge
-    png = run.loss_plot.read_bytes() if run.loss_plot.is_file() else b""
     environment = Environment(autoescape=True, finalize=_redacted)
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     return environment.from_string(_asset("page.html")).render(
@@ -79,16 +78,15 @@ def render(run: RunFolder, events: list[Event]) -> str:
         style=style,
         script=script,
         state=_state_line(run, config, events),
-        verdict=verdict and replace(verdict, sentence=_capitalized(verdict.sentence)),
-        missing="; ".join(missing),
-        tiles=_summary_tiles(events),
+        verdict=verdict,
+        tiles=_tiles(figures, metric) if figures else [],
         averaged=reports_per_point,
-        plot=base64.b64encode(png).decode(),  # for browsers without JavaScript
         samples=_samples(events),
-        evaluations=_evaluation_table(events),
+        evaluations=_evaluation_table(events, figures and figures["best_step"]),
         knobs=config and _knob_rows(config),
         recipe=config and config_to_yaml(config),
-        machine=_machine_rows(machine),
+        problem=problem,
+        machine=_machine_rows(read_starts(run)),
         verified=[
             [f"{event.get('from')} to {event['step']}", *map(event.get, _VERIFIED)]
             for event in read_events(run.verified)
@@ -108,10 +106,6 @@ def _redacted(value: Any) -> Any:
     return redact(value) if type(value) is str else value
 
 
-def _capitalized(text: str) -> str:
-    return text[:1].upper() + text[1:]
-
-
 def _asset(name: str) -> str:
     return files("nanogpt_hf.reports").joinpath(name).read_text("utf-8")
 
@@ -120,10 +114,8 @@ def _hash(text: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
-def _chart_data(
-    events: list[Event], verdict: Verdict | None, reference: Reference | None
-) -> tuple[dict, int]:
-    """The data for page.js, and the number of training reports per point.
+def _curves(events: list[Event]) -> tuple[list[dict[str, Any]], int]:
+    """The curves for page.js, and the number of training reports per point.
 
     Training events and evaluation events are a group each: {"step": [...], "metrics": {name:
     [...]}, ...}.
@@ -134,18 +126,11 @@ def _chart_data(
     groups = []
     for group, size in ((training, reports_per_point), (evaluation, 1)):
         points = [group[i : i + size] for i in range(0, len(group), size)]
+        metrics = {name: [_mean(point, name) for point in points] for name in names(group)}
         if points:
-            groups.append(
-                {axis: [point[-1].get(axis, 0) for point in points] for axis in AXES}
-                | {
-                    "metrics": {
-                        name: [_mean(point, name) for point in points] for name in names(group)
-                    }
-                }
-            )
-    comparable = verdict is not None and verdict.kind not in ("other", "none")
-    curve = reference.curve if reference and comparable else None
-    return {"groups": groups, "band": curve and vars(curve)}, reports_per_point
+            axes = {axis: [point[-1].get(axis, 0) for point in points] for axis in AXES}
+            groups.append(axes | {"metrics": metrics})
+    return groups, reports_per_point
 
 
 def _mean(events: list[Event], name: str) -> float | None:
@@ -156,90 +141,61 @@ def _mean(events: list[Event], name: str) -> float | None:
 
 def _state_line(run: RunFolder, config: Config | None, events: list[Event]) -> str:
     step = max((event["step"] for event in events), default=0)
-    state = f"done: {step:,} steps"
-    if not run.final.is_dir():
-        state = f"step {step:,}{f' of {config.train.max_steps:,}' if config else ''}, not finished"
-        if run.metrics.is_file():
-            written = datetime.fromtimestamp(run.metrics.stat().st_mtime).astimezone()
-            state += f", last metrics at {written.isoformat(' ', 'minutes')}"
+    total = f" of {config.train.max_steps:,}" if config else ""
+    is_done = run.final.is_dir()
+    state = f"done: {step:,} steps" if is_done else f"step {step:,}{total}, not finished"
     if config is None:
         return state
-    model, data = config.model, config.data
+    model, data, train = config.model, config.data, config.train
     start = f"from {config.finetune.model}" if config.finetune.model else "from scratch"
     return (
-        f"{state}. {model.n_layer} layers, {model.n_head} heads, {model.n_embd} wide, "
-        f"{data.block_size:,} tokens of context; {start} on {source_text(data)}, tokenizer "
-        f"{data.tokenizer}, {config.train.tokens_per_step:,} tokens per step"
-        f"{', in the first stage' if config.train.stages else ''}"
+        f"{state}. {model.n_layer} layers, {model.n_head} heads, "
+        f"{model.n_embd} wide, {data.block_size:,} tokens of context; {start} on "
+        f"{source_text(data)}, {train.tokens_per_step:,} tokens per step"
     )
 
 
-def _summary_tiles(events: list[Event]) -> list[tuple[str, str, str]]:
+def _tiles(figures: dict[str, Any], metric: str) -> list[tuple[str, str, str]]:
     """Title, value and note of each figure at the top."""
-    tiles = []
-
-    def add_best(metric: str, title: str, note: str, others: dict[str, tuple[str, int]]) -> None:
-        """Add the best evaluation, and its other metrics: name -> title and digits."""
-        evaluated = [event for event in events if is_number(event.get(metric))]
-        if not evaluated:
-            return
-        best = min(evaluated, key=_score)
-        at = f"{note}at step {best['step']:,}"
-        tiles.append((f"best {title}", format_number(best[metric], 4), at))
-        for name, (other, digits) in others.items():
-            if is_number(best.get(name)):
-                tiles.append((other, format_number(best[name], digits), "at that step"))
-
-    others = {"val/perplexity": ("perplexity", 2), "val/bits_per_byte": ("bits per byte", 3)}
-    others |= {"val/accuracy": ("accuracy", 3), "val/margin": ("margin of rewards", 3)}
-    unit = "per example" if "val/margin" in names(events) else "nats per token"
-    add_best("val/loss", "validation loss", f"{unit}, ", others)
-    rates = [name for name in names(events) if name.startswith("val/pass@")]
-    add_best("val/reward", "mean reward", "", {r: (r.removeprefix("val/"), 4) for r in rates})
-    if events:
-        time = format_duration(events[-1].get("seconds", 0))
-        tiles.append(("tokens seen", f"{events[-1].get('tokens', 0):,}", ""))
-        tiles.append(("time", time, "training and evaluation"))
-    speeds = sorted(column(events, "train/tokens_per_second")[1])
-    if speeds:
-        median = f"{speeds[len(speeds) // 2]:,.0f}"
-        tiles.append(("tokens per second", median, "median of the reports"))
+    tiles = [
+        ("tokens seen", f"{figures['tokens']:,}", ""),
+        ("time", format_duration(figures["seconds"]), "training and evaluation"),
+    ]
+    if figures["best"] is not None:
+        title = {"val/loss": "best validation loss", "val/reward": "best mean reward"}[metric]
+        at = f"at step {figures['best_step']:,}"
+        tiles.insert(0, (title, format_number(figures["best"], 4), at))
+    if figures["tokens_per_second"]:
+        speed = f"{figures['tokens_per_second']:,.0f}"
+        tiles.append(("tokens per second", speed, "median of the reports"))
     return tiles
 
 
 def _samples(events: list[Event]) -> list[tuple[str, list[dict[str, str]]]]:
     """The samples of each evaluation, under a title."""
-    losses = {
-        event["step"]: f", validation loss {event['val/loss']:.3f}"
-        for event in events
-        if is_number(event.get("val/loss"))
-    }
+    losses = dict(zip(*column(events, "val/loss"), strict=True))
     return [
-        (f"step {event['step']:,}{losses.get(event['step'], '')}", event["samples"])
+        (
+            f"step {step:,}" + (f", validation loss {losses[step]:.3f}" if step in losses else ""),
+            event["samples"],
+        )
         for event in events
         if "samples" in event
+        for step in [event["step"]]
     ]
 
 
-def _score(event: Event) -> float:
-    """Of an evaluation; the lowest is the best."""
-    if is_number(event.get("val/reward")):
-        return -event["val/reward"]
-    return event["val/loss"] if is_number(event.get("val/loss")) else math.inf
-
-
-def _evaluation_table(events: list[Event]) -> dict[str, list]:
+def _evaluation_table(events: list[Event], best_step: int | None) -> dict[str, list]:
     """Head, rows and their classes."""
     evaluated = [event for event in events if "val/loss" in event or "val/reward" in event]
     metrics = [name for name in names(evaluated) if not name.endswith("_stderr")]
-    best = min(map(_score, evaluated), default=math.inf)
     rows = []
     for event in evaluated:
         counts = [f"{event.get(count, 0):,}" for count in ("step", "tokens")]
         values = (event.get(name) for name in metrics)
         cells = [f"{value:.4f}" if is_number(value) else "–" for value in values]
         rows.append([*counts, format_duration(event.get("seconds", 0)), *cells])
-    classes = ["best" if _score(event) == best < math.inf else "" for event in evaluated]
+    classes = ["best" if event["step"] == best_step else "" for event in evaluated]
     return {"head": ["step", "tokens", "time", *metrics], "rows": rows, "classes": classes}
 
 
@@ -253,14 +209,11 @@ def _knob_rows(config: Config) -> list[list[str]]:
 
 
 def _machine_rows(starts: list[dict[str, Any]]) -> list[list[str]]:
+    """Names and values of each start of the run."""
     rows = []
     for start in starts:
-        rows.append(["start", f"from step {start.get('step')}, {start.get('time')}"])
-        names = ("branch_of", "machine", "processes", "device", "precision", "code", "command")
-        for name in names:
-            if start.get(name) is not None:
-                rows.append([name, str(start[name])])
-        for name in ("versions", "fingerprint"):
-            parts = start.get(name, {}).items()
-            rows.append([name, ", ".join(f"{part} {value}" for part, value in parts)])
+        for name, value in start.items():
+            if isinstance(value, dict):
+                value = ", ".join(f"{part} {number}" for part, number in value.items())
+            rows.append([name, str(value)])
     return rows

@@ -1,17 +1,16 @@
-"""References of a recipe's loss, stored as JSON: a band over several seeds, or published losses;
-the verdict on a run's validation loss.
+"""References of a recipe's loss, stored as JSON: a band over several seeds, or a published loss.
+
+The verdict compares the validation loss of a run with one.
 
 References of our recipes ship in recipes/reference/; `compare RUN RUN RUN --make-reference FILE`
 writes a new one.
 """
 
-import dataclasses
 import json
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import date
-from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -24,6 +23,7 @@ from nanogpt_hf.errors import UserError, one_line
 from nanogpt_hf.runs.files import written_whole
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.identity import is_fixed
+from nanogpt_hf.runs.machine import versions
 from nanogpt_hf.runs.metrics import Event, column, is_number, read_metrics
 
 SHIPPED = shipped_folder("recipes/reference")
@@ -40,44 +40,30 @@ _CAUSES = (
 )
 
 
-@dataclass(frozen=True)
-class Curve:
-    """The mean of the validation loss by step, and the band around it."""
-
-    step: list[int]
-    mean: list[float]
-    low: list[float]
-    high: list[float]
-
-
-@dataclass(frozen=True)
-class Point:
-    """A published loss and its source."""
-
-    loss: float
-    what: str
-    source: str
-    step: int | None = None  # None if the model was not trained by a run like this
-    tolerance: float = 0.0  # a loss at most this much higher still counts as reached
+# the mean of the validation loss by step and the band around it: step, mean, low, high
+Curve = dict[str, list[Any]]
 
 
 @dataclass(frozen=True)
 class Reference:
     name: str  # the recipe's
     experiment: dict[str, Any]  # the knobs that affect the loss and differ from the defaults
+    curve: Curve
     text: dict[str, Any] | None = None  # facts about the tokens; see `text_facts`
     seeds: list[int] = field(default_factory=list)
-    made: dict[str, str] = field(default_factory=dict)  # date and versions
-    band: str = ""
-    curve: Curve | None = None
-    points: list[Point] = field(default_factory=list)
+    published: str = ""  # the loss and its source, instead of seeds
+    made: dict[str, str] = field(default_factory=dict)  # date, versions, how the band was computed
+
+    @property
+    def runs(self) -> str:
+        return self.published or f"{len(self.seeds)} reference runs of {self.name}"
 
 
 @dataclass(frozen=True)
 class Verdict:
     """`sentence` starts with the verdict; `causes` are things to check, the likeliest first."""
 
-    kind: Literal["normal", "above", "below", "early", "other", "none"]
+    kind: str  # normal, above, below, early; other experiment; none without a reference
     sentence: str
     causes: tuple[str, ...] = ()
 
@@ -85,16 +71,13 @@ class Verdict:
 def read_reference(path: Path) -> Reference:
     """Read a reference. Raises UserError if `path` is missing or no reference."""
     try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
-        curve = Curve(**tree["curve"]) if tree.get("curve") else None
-        points = [Point(**point) for point in tree.get("points", [])]
-        return Reference(**tree | {"curve": curve, "points": points})
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+        return Reference(**json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
         raise UserError(f"{path}: is no reference: {one_line(error)}") from None
 
 
 def write_reference(reference: Reference, path: Path) -> None:
-    tree = {key: value for key, value in dataclasses.asdict(reference).items() if value}
+    tree = {key: value for key, value in asdict(reference).items() if value}
     with written_whole(path) as partial:
         partial.write_text(f"{json.dumps(tree, indent=2, ensure_ascii=False)}\n", encoding="utf-8")
 
@@ -104,43 +87,42 @@ def make_reference(runs: list[RunFolder], name: str) -> Reference:
 
     Raises UserError if they are fewer than three, not finished, or differ in another knob.
     """
-    configs, curves = [load_config(run.recipe) for run in runs], []
-    reference = Reference(name, experiment_of(configs[0]), text_facts(configs[0]))
+    configs, losses = [load_config(run.recipe) for run in runs], []
+    steps = column(read_metrics(runs[0]), "val/loss")[0]
+    reference = Reference(
+        name,
+        experiment_of(configs[0]),
+        {},
+        text_facts(configs[0]),
+        seeds=[config.train.seed for config in configs],
+        made={"date": date.today().isoformat(), "band": f"mean ± {_WIDTH} s", **versions()},
+    )
     for run, config in zip(runs, configs, strict=True):
         if different := [key for knobs in differences(reference, config) for key in knobs]:
             raise UserError(f"{run.path}: differs in {', '.join(different)}; only the seed may")
-        steps, losses = column(read_metrics(run), "val/loss")
-        curves.append(dict(zip(steps.astype(int).tolist(), losses, strict=True)))
-        if list(curves[-1]) != list(curves[0]) or config.train.max_steps not in curves[-1]:
+        evaluated, values = column(read_metrics(run), "val/loss")
+        if list(evaluated) != list(steps) or config.train.max_steps not in steps:
             raise UserError(
-                f"{run.path}: not finished, or not evaluated at the steps of {runs[0].path}: its "
-                f"last evaluation is of step {max(curves[-1], default=0):,}, of "
-                f"{config.train.max_steps:,}"
+                f"{run.path}: not finished, or not evaluated at the steps of {runs[0].path}"
             )
-    seeds = [config.train.seed for config in configs]
-    if len(set(seeds)) < max(3, len(seeds)):
+        losses.append(values)
+    if len(set(reference.seeds)) < max(3, len(runs)):
+        seeds = ", ".join(map(str, reference.seeds))
         raise UserError(f"a reference needs three runs with different seeds; these have {seeds}")
-    packages = ("nanogpt_hf", "torch", "transformers", "accelerate")
-    return dataclasses.replace(
-        reference,
-        seeds=seeds,
-        made={"date": date.today().isoformat()} | {name: version(name) for name in packages},
-        band=f"mean ± {_WIDTH} standard deviations over the seeds",
-        curve=band_of(list(curves[0]), np.array([list(curve.values()) for curve in curves])),
-    )
+    return replace(reference, curve=band_of(steps.astype(int).tolist(), np.array(losses)))
 
 
 def band_of(steps: list[int], losses: np.ndarray) -> Curve:
     """The mean over seeds and the band around it, for `losses` of shape (seeds, steps)."""
     mean, reach = losses.mean(axis=0), _WIDTH * losses.std(axis=0, ddof=1)
-    return Curve(steps, *(part.round(4).tolist() for part in (mean, mean - reach, mean + reach)))
+    parts = {"mean": mean, "low": mean - reach, "high": mean + reach}
+    return {"step": steps, **{name: part.round(4).tolist() for name, part in parts.items()}}
 
 
 def text_facts(config: Config) -> dict[str, Any] | None:
     """Facts that identify the prepared tokens of a recipe; None if they are not on this machine."""
     manifest = find_manifest(config.data)
     return manifest and {
-        "revision": manifest.revision,
         "tokenizer_hash": manifest.tokenizer_hash,
         "vocab_size": manifest.vocab_size,
         "train_tokens": manifest.train.tokens,
@@ -168,37 +150,37 @@ def experiment_of(config: Config) -> dict[str, Any]:
 
 
 def differences(reference: Reference, config: Config) -> tuple[dict[str, str], dict[str, str]]:
-    """Messages by knob (or `text`): differences that forbid a comparison, and those that shift."""
-    ours, messages = experiment_of(config), {}
-    text = reference.text and text_facts(config)
-    for key, knob in KNOBS.items():
-        here, there = (tree.get(key, knob.default) for tree in (ours, reference.experiment))
-        is_text = text and key.startswith("data.") and not key.startswith(_NOT_TEXT)
-        if here != there and not is_text and not (key == "data.source" and None in (here, there)):
-            messages[key] = f"{key} is {here} here, {there} in the reference"
+    """Messages by knob or fact of the text: differences that forbid a comparison, and those that
+    shift.
+    """
+    ours, theirs, text = experiment_of(config), dict(reference.experiment), text_facts(config)
     if text and reference.text:
-        differing = [
-            f"{name} {text[name]} here, {value} in the reference"
-            for name, value in reference.text.items()
-            if name != "revision" and text[name] != value
-        ]
-        if differing:
-            messages["text"] = f"the text is another: {'; '.join(differing)}"
-    shifting = {key: line for key, line in messages.items() if key.startswith(_SHIFTING)}
-    return {key: messages[key] for key in messages if key not in shifting}, shifting
+        knobs = [key for key in KNOBS if key.startswith("data.") and key not in _NOT_TEXT]
+        ours, theirs = (
+            {key: value for key, value in tree.items() if key not in knobs}
+            | {f"text.{name}": value for name, value in facts.items()}
+            for tree, facts in ((ours, text), (theirs, reference.text))
+        )
+    incomparable, shifting = {}, {}
+    for key in (*KNOBS, *(key for key in ours if key not in KNOBS)):
+        default = KNOBS[key].default if key in KNOBS else None
+        here, there = (tree.get(key, default) for tree in (ours, theirs))
+        if here != there and not (key == "data.source" and None in (here, there)):
+            found = shifting if key.startswith(_SHIFTING) else incomparable
+            found[key] = f"{key} is {here} here, {there} in the reference"
+    return incomparable, shifting
 
 
 def find_reference(config: Config, folder: Path = SHIPPED) -> Reference | None:
     """The reference in `folder` for this experiment, or the nearest with at most two incomparable
     knobs, or None.
     """
-    ranked = []
+    found = []
     for path in sorted(folder.glob("*.json")):
         reference = read_reference(path)
-        incomparable, shifting = map(len, differences(reference, config))
-        if incomparable <= 2:
-            ranked.append((incomparable, shifting, reference.name, reference))
-    return min(ranked, key=lambda row: row[:3])[3] if ranked else None
+        found.append((*map(len, differences(reference, config)), path.name, reference))
+    nearest = min(found, default=None)
+    return nearest[-1] if nearest and nearest[0] <= 2 else None
 
 
 def judge(reference: Reference | None, config: Config, events: list[Event]) -> Verdict:
@@ -210,69 +192,33 @@ def judge(reference: Reference | None, config: Config, events: list[Event]) -> V
     if incomparable:
         reasons = "; ".join(incomparable.values())
         return Verdict("other", f"not comparable with reference {reference.name}: {reasons}")
-    kind, sentence = (_judge_curve if reference.curve else _judge_points)(reference, events)
+    kind, sentence = _place(reference, events)
     if kind == "above":
-        causes = list(shifting.values())
-        if skipped := sum(event.get("train/skipped_steps") or 0 for event in events):
-            causes.append(f"{skipped:,} steps had no finite gradient: lower optim.learning_rate")
-        return Verdict(kind, sentence, (*causes, *_CAUSES)[:3])
-    if shifting and kind in ("normal", "below"):
+        return Verdict(kind, sentence, (*shifting.values(), *_CAUSES)[:3])
+    if shifting and kind != "early":
         sentence += f"; this run has another {', '.join(shifting)} than the reference"
     return Verdict(kind, sentence)
 
 
-def _judge_curve(reference: Reference, events: list[Event]) -> tuple[Any, str]:
-    """Judge against the band over seeds, at the steps of evaluations that both have."""
-    curve = reference.curve
-    assert curve
+def _place(reference: Reference, events: list[Event]) -> tuple[Any, str]:
+    """Where the loss is in the band, and since which evaluation; of a published loss, where the
+    lowest is so far.
+    """
     for event in events:
         if "val/loss" in event and not is_number(event["val/loss"]):
             return "above", f"diverged: the loss was not finite at step {event['step']:,}"
-    ours = dict(zip(*column(events, "val/loss"), strict=True))
-    band = zip(curve.step, curve.low, curve.high, strict=True)
-    rows = [(step, ours[step], low, high) for step, low, high in band if step in ours]
-    if not any(step for step, *_ in rows):
-        first = next((step for step in curve.step if step), 0)
-        return "early", (
-            f"too early to judge: the reference was evaluated first at step {first:,} "
-            f"(`--eval.every {first}`)"
-        )
-    kinds = [
-        "above" if loss > high else "below" if loss < low else "normal"
-        for _, loss, low, high in rows
-    ]
-    step, loss, low, high = rows[-1]
-    last, between = f"validation loss {loss:.3f} at step {step:,}", f"{low:.3f} to {high:.3f}"
-    runs = f"{len(reference.seeds)} reference runs of {reference.name}"
-    others = [i for i, kind in enumerate(kinds) if kind != kinds[-1]]
-    if kinds[-1] == "normal":
-        outside = ", ".join(f"{rows[i][0]:,}" for i in others)
-        end = f"; it was outside at step {outside}" if outside else ""
-        return "normal", f"normal: {last} is inside the band {between} of {runs}{end}"
-    since = rows[others[-1] + 1 if others else 0][0]
-    end = "; is validation text in training?" if kinds[-1] == "below" else ""
-    sentence = f"{kinds[-1]} the band of {runs} from step {since:,} on: {last} against {between}"
-    return kinds[-1], sentence + end
-
-
-def _judge_points(reference: Reference, events: list[Event]) -> tuple[Any, str]:
-    """Judge the best loss against published losses, usually only those of finished runs."""
-    steps, losses = column(events, "val/loss")
-    published = "; published: " + "; ".join(
-        f"{point.loss:g}{f' at step {point.step:,}' if point.step else ''} ({point.what})"
-        for point in reference.points
-    )
-    if len(steps) == 0:
-        return "early", f"too early to judge: no evaluation yet{published}"
-    best = losses.argmin()
-    at = f"validation loss {losses[best]:.3f} at step {int(steps[best]):,} of {int(steps[-1]):,}"
-    for point in reference.points:
-        if losses[best] <= point.loss:
-            at += f", below {point.loss:g} since step {int(steps[losses <= point.loss][0]):,}"
-    goals = {p.step: p.loss + p.tolerance for p in reference.points if p.step}
-    reached = [step for step in goals if steps[-1] >= step]
-    if not reached:
-        return "early", f"too early to judge: best {at}{published}"
-    if losses[best] > goals[max(reached)]:
-        return "above", f"above the published loss: best {at}{published}"
-    return "normal", f"normal: best {at}{published}"
+    curve, (steps, losses) = reference.curve, column(events, "val/loss")
+    losses = losses if reference.seeds else np.minimum.accumulate(losses)
+    ours, kind, since, last = dict(zip(steps, losses, strict=True)), "early", 0, ""
+    for step, low, high in zip(*(curve[side] for side in ("step", "low", "high")), strict=True):
+        if step and (loss := ours.get(step)) is not None:
+            now = "above" if loss > high else "below" if loss < low else "normal"
+            kind, since = now, since if now == kind else step
+            last = f"validation loss {loss:.3f} at step {step:,} against {low:.3f} to {high:.3f}"
+    if kind == "early":
+        first = next(step for step in curve["step"] if step)
+        return kind, f"too early to judge: of {reference.runs} step {first:,} can be compared first"
+    band = f"the band of {reference.runs} from step {since:,} on: {last}"
+    if kind == "below":
+        band += "; is validation text in training?"
+    return kind, f"normal: inside {band}" if kind == "normal" else f"{kind} {band}"

@@ -231,7 +231,7 @@ def build_run(
     elif config.train.gradient_groups:  # torch raises if a kernel has no fixed order
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read with the first product
         torch.use_deterministic_algorithms(True)
-    return _build(config, accelerator, data, folder, checkpoint)
+    return build_unchecked(config, accelerator, data, folder, checkpoint)
 
 
 def start_again(run: Run) -> None:
@@ -248,7 +248,9 @@ def start_again(run: Run) -> None:
     spiked = run.saved is None or run.saved.step < before.step
     checkpoint = find_checkpoint(accelerator, run.folder, before.identity)
     # update the same object, so that the caller of `train` has the new model
-    vars(run).update(vars(_build(run.config, accelerator, run.data, run.folder, checkpoint)))
+    vars(run).update(
+        vars(build_unchecked(run.config, accelerator, run.data, run.folder, checkpoint))
+    )
     for stage in stages_of(run.config):
         if stage.first == run.state.step and stage.changes:
             logger.info(f"{stage.name}, from step {stage.first + 1:,} on: {stage.changes}")
@@ -260,7 +262,7 @@ def start_again(run: Run) -> None:
         run.state.best_loss, run.state.best_step = before.best_loss, before.best_step
 
 
-def _build(
+def build_unchecked(
     config: Config,
     accelerator: Accelerator,
     data: PreparedData,
@@ -294,7 +296,7 @@ def _build(
         else:
             prepared, optimizer = accelerator.prepare(model, bare)
             compress_gradients(prepared)
-    # FSDP2 replaces parameters
+    # FSDP2 replaces parameters; the whole ones would stay in memory
     bare.in_model_order = [p for p in prepared.parameters() if p.requires_grad]
     if config.train.gradient_groups:
         fix_order(prepared, optimizer.optimizer)

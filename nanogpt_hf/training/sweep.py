@@ -29,7 +29,7 @@ from nanogpt_hf.errors import EXIT_STOPPED, RunFolderError, UserError
 from nanogpt_hf.formatting import align, format_duration
 from nanogpt_hf.planning.estimate import estimate
 from nanogpt_hf.planning.placement import Placement
-from nanogpt_hf.reports.curves import draw_comparison
+from nanogpt_hf.reports.curves import draw_curves
 from nanogpt_hf.runs.files import write_json
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.metrics import column, read_metrics
@@ -245,6 +245,6 @@ def write_results(sweep: Sweep, statuses: dict[str, str]) -> dict[str, Any]:
     tree["seed_means"] = seed_means(rows, list(sweep.runs[0].values))
     sweep.folder.mkdir(parents=True, exist_ok=True)
     write_json(sweep.folder / "sweep.json", tree)
-    metric = "bits_per_byte" if other_tokens else "loss"
-    draw_comparison(events_of, f"val/{metric}", "tokens", sweep.folder / "sweep.png")
+    metric = "val/bits_per_byte" if other_tokens else "val/loss"
+    draw_curves(events_of, sweep.folder / "sweep.png", metric, "tokens")
     return tree

@@ -1,17 +1,11 @@
-"""Spread, timing and phases of a step."""
+"""Spread and timing of a step; the workload takes the loop's steps."""
 
 import torch
-from accelerate import Accelerator
 
-from nanogpt_hf.bench.clock import (
-    PHASES,
-    collectives,
-    phases_of_step,
-    profiler,
-    spread,
-    time_of,
-)
-from nanogpt_hf.training.step import seed_dropout
+from nanogpt_hf.bench import clock
+from nanogpt_hf.bench.clock import spread, time_of
+from nanogpt_hf.config.names import vocab_size_by_name
+from nanogpt_hf.training import methods
 
 
 def test_spread():
@@ -27,44 +21,19 @@ def test_time_of_is_per_call(monkeypatch):
     assert len(calls) == 3
 
 
-def test_phases_of_step_add_up(work, monkeypatch):
-    # a clock that only the patched calls advance
-    now = [0.0]
-    monkeypatch.setattr("time.perf_counter", lambda: now[0])
-
-    def slowed(seconds, call):
-        def slow(*arguments, **options):
-            now[0] += seconds
-            return call(*arguments, **options)
-
-        return slow
-
-    monkeypatch.setattr(work.run.batches.blocks, "batch", slowed(1, work.run.batches.blocks.batch))
-    monkeypatch.setattr("nanogpt_hf.training.step.seed_dropout", slowed(3, seed_dropout))
+def test_workload_step_is_the_loops_step(work, monkeypatch):
+    assert clock.train_step is methods.TEXT.step
+    taken = []
     monkeypatch.setattr(
-        work.run.model.transformer, "forward", slowed(10, work.run.model.transformer.forward)
+        clock, "train_step", lambda run, step, learning_rate: taken.append((step, learning_rate))
     )
-    monkeypatch.setattr(torch.Tensor, "backward", slowed(100, torch.Tensor.backward))
-    monkeypatch.setattr(
-        work.run.optimizer.optimizer, "step", slowed(1000, work.run.optimizer.optimizer.step)
-    )
-    phases = phases_of_step(work, steps=3)
-    assert work.run.batches.accumulation == 2
-    assert tuple(phases) == PHASES
-    assert [phases[name]["median"] for name in PHASES] == [2, 6, 20, 200, 1000]
+    work.step()
+    work.step()
+    optim = work.run.config.optim
+    assert [number for number, _ in taken] == [0, 1]
+    assert taken[0][1] == optim.learning_rate > taken[1][1]  # the recipe's schedule
 
 
-def test_phases_of_step_restores_the_run(work):
-    phases_of_step(work, steps=1)
-    assert "backward" not in vars(work.run.accelerator)
-    assert "micro_batches" not in vars(work.run.batches)
-    assert not work.run.model._forward_hooks
-    assert not work.run.model._forward_pre_hooks
-    assert isinstance(work.run.accelerator, Accelerator)
-
-
-def test_one_process_has_no_collectives(work):
-    with profiler(torch.device("cpu")) as profile:
-        work.step()
-    assert profile.events()
-    assert collectives(profile) == []
+def test_workload_names_synthetic_tokens(work, tmp_path):
+    assert work.token_source == f"synthetic tokens: {tmp_path / 'none'} is not prepared"
+    assert work.run.model_config.vocab_size == vocab_size_by_name("char", None)[0]

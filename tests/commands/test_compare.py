@@ -93,10 +93,10 @@ def test_make_reference_and_verdict(write_run, compare, tmp_path, capsys):
     assert "4 seeds; at step 60 the validation loss is" in capsys.readouterr().out
     assert not (tmp_path / "compare.png").exists()
     out = compare(write_run("fifth", train__seed=9), "--reference", str(path))
-    assert "fifth: normal: validation loss 1.4" in out
-    assert "of 4 reference runs of tiny" in out
+    assert "fifth: normal: inside the band of 4 reference runs of tiny" in out
+    assert ": validation loss 1.4" in out
     out = compare(write_run("bad", level=1.5, optim__learning_rate=0.5), "--reference", str(path))
-    assert "bad: above the band of 4 reference runs of tiny from step 0 on" in out
+    assert "bad: above the band of 4 reference runs of tiny from step 20 on" in out
     assert "check 1: optim.learning_rate is 0.5 here, 0.01 in the reference" in out
     assert out.count("check ") == 3
     out = compare(write_run("deeper", model__n_layer=3), "--reference", str(path))

@@ -1,11 +1,13 @@
 """The `estimate` command: memory, time and disk of a recipe, and mistakes in one line."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from arguments import argv
+from forked import Forked
 from nanogpt_hf.commands import main
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.schema import replace_knobs
@@ -23,8 +25,7 @@ def test_estimate_of_gpt2_on_8_gpus(capsys, tmp_path):
     assert main(["estimate", str(recipe), *options, "--mfu", "0.5", "--json", str(file)]) == 0
     captured, figures = capsys.readouterr().out, json.loads(file.read_text())
     assert (
-        "8 processes, DDP, bf16 with float32 weights, on GPUs; micro-batches of 12 × 1,024 "
-        "tokens, 5 per step"
+        "DDP 8, bf16 with float32 weights, on GPUs; micro-batches of 12 × 1,024 tokens, 5 per step"
     ) in captured
     assert "vocabulary 50,257, GPT-2's" in captured
     assert "time at 0.5 of the peak" in captured
@@ -58,16 +59,16 @@ def test_estimate_proposes_a_layout_and_writes_its_config(capsys, tmp_path):
     assert main([*recipe, *options]) == 0
     captured, figures = capsys.readouterr().out, json.loads(file.read_text())
     assert "layout over 8 × RTX 4090: 24.0 GB, 165 TFLOP/s, 32 GB/s to the others" in captured
-    assert "  FSDP2 8; micro-batches of 5 × 1,024 tokens, 12 per step" in captured
-    assert "  - DDP 8 does not fit: " in captured
-    assert "accelerate_configs/fsdp2.yaml with these numbers" in captured
+    size = figures["micro_batch_size"]
+    assert f"  FSDP2 8; micro-batches of {size} × 1,024 tokens, {60 // size} per step" in captured
+    assert re.search("DDP 8.*does not fit", captured)
     layout = figures["layout"]
-    assert (layout["name"], layout["micro_batch_size"]) == ("FSDP2 8", figures["micro_batch_size"])
+    assert (layout["name"], layout["micro_batch_size"]) == ("FSDP2 8", size)
     assert layout["step_seconds"] == pytest.approx(
         491_520 * figures["flops_per_token"] / (8 * 0.4 * 165e12)
     )
     # the same as for the config that it wrote
-    same = argv("--train.micro_batch_size 5 --config_file {} --json {}", written, file)
+    same = argv("--train.micro_batch_size {} --config_file {} --json {}", size, written, file)
     assert main([*recipe, *same]) == 0
     assert json.loads(file.read_text())["memory"] == figures["memory"]
     written.write_text("mixed_precision: bf16\n")
@@ -76,6 +77,18 @@ def test_estimate_proposes_a_layout_and_writes_its_config(capsys, tmp_path):
         "machine.yaml: exists, and `estimate` did not write it; name another file"
     ) in capsys.readouterr().err
     assert written.read_text() == "mixed_precision: bf16\n"
+
+
+@pytest.mark.long
+def test_estimate_rehearses_a_step(tmp_path, write_recipe):
+    file = tmp_path / "figures.json"
+    words = argv("estimate {} --rehearse --json {}", write_recipe(), file)
+    assert Forked(words, folder=tmp_path).wait(120) == 0
+    figures = json.loads(file.read_text())
+    memory, rehearsal = figures["memory"], figures["rehearsal"]
+    copied = memory["phases"][memory["peak_phase"]]["checkpoint"]
+    assert rehearsal["peak"] == pytest.approx(memory["peak"] - copied, rel=0.1)
+    assert (rehearsal["sent"], rehearsal["waits"]) == ({}, [])
 
 
 def test_estimate_finds_largest_micro_batch_that_fits(tmp_path, write_recipe):
@@ -101,8 +114,7 @@ def test_estimated_run_folder_size_is_right(tmp_path, write_recipe):
     config = load_config(recipe)
     before = estimate(config, Placement())
     assert before.vocabulary.startswith("128, assumed")
-    text = Path(config.data.source)
-    assert (before.data_is_prepared, before.data_bytes) == (False, 2 * text.stat().st_size)
+    assert before.data_bytes is None
     assert main(argv("pretrain {} --run-dir {}", recipe, run.path)) == 0
     figures = estimate(config, Placement())
     weights = run_bytes(figures.parameters, 8 * figures.trainable, keep=1)
@@ -112,10 +124,9 @@ def test_estimated_run_folder_size_is_right(tmp_path, write_recipe):
     prepared = sum(
         path.stat().st_size for path in Path(config.data.dir).rglob("*") if path.is_file()
     )
-    assert (figures.data_is_prepared, figures.data_bytes) == (True, prepared)
-    assert figures.data_bytes < before.data_bytes + 20_000  # tokenizer and manifest
+    assert figures.data_bytes == prepared
     assert figures.epochs["the prepared data"] == pytest.approx(
-        2 * 128 / 0.9 / text.stat().st_size, rel=0.01
+        2 * 128 / 0.9 / Path(config.data.source).stat().st_size, rel=0.01
     )
     assert "of the prepared data" in figures.vocabulary
 

@@ -21,9 +21,7 @@ def test_training_writes_and_names_the_report(loss_plots, write_recipe, tmp_path
     with loss_plots():
         assert main(argv("pretrain {} --run-dir {}", write_recipe(), tmp_path / "run")) == 0
     assert f"  report   {tmp_path / 'run' / 'report.html'}\n" in capsys.readouterr().out
-    text = (tmp_path / "run" / "report.html").read_text()
-    assert "done: 6 steps" in text
-    assert "data:image/png;base64," in text
+    assert "done: 6 steps" in (tmp_path / "run" / "report.html").read_text()
 
 
 @pytest.mark.long

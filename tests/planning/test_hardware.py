@@ -4,11 +4,10 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-import torch
 
 from nanogpt_hf.model import GPTConfig
 from nanogpt_hf.model.architecture import GPT2
-from nanogpt_hf.planning.hardware import bf16_peak, free_memory, peak_flops
+from nanogpt_hf.planning.hardware import bf16_peak, free_memory
 
 
 def test_flops_of_gpt2_small_equal_nanogpt():
@@ -19,29 +18,19 @@ def test_flops_of_gpt2_small_equal_nanogpt():
 @pytest.mark.parametrize(
     ("name", "peak"),
     [
-        ("NVIDIA B200", 2250e12),
         ("NVIDIA GB200", None),
         ("NVIDIA H200", 989e12),
-        ("NVIDIA H200 NVL", 835e12),
         ("NVIDIA H100 80GB HBM3", 989e12),
         ("NVIDIA H100 PCIe", 756e12),
-        ("NVIDIA H100 NVL", 835e12),
         ("NVIDIA A100-SXM4-40GB", 312e12),
         ("NVIDIA L4", 121e12),
-        ("NVIDIA L40", 181e12),
         ("NVIDIA L40S", 362e12),
         ("NVIDIA GeForce RTX 4090", 165e12),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
-        ("AMD Instinct MI300X", 1307e12),
-        ("Tesla T4", None),
     ],
 )
 def test_bf16_peak_matches_whole_words_of_the_name(name, peak):
     assert bf16_peak(name) == peak
-
-
-def test_peak_flops_of_cpu_is_unknown():
-    assert peak_flops(torch.device("cpu")) is None
 
 
 V1 = {
@@ -61,7 +50,6 @@ V2 = {"max": "5000", "current": "3000", "stat": "anon 9\nactive_file 500\ninacti
         ("0::/a/b\n", "a/b", V2 | {"max": "max"}, None),
         ("0::/a/b\n", "a/b", V2 | {"current": "9000"}, 0),
         ("4:memory:/a/b\n0::/\n", "memory/a/b", V1, 2501),
-        ("4:memory:/a/b\n", "memory", V1, 2501),
         ("4:memory:/a/b\n", "memory/a", V1 | {"limit_in_bytes": "9223372036854771712"}, None),
         ("nonsense", "a", {}, None),
     ],

@@ -2,18 +2,18 @@
 hand, its config.
 """
 
-import dataclasses
 import math
 from pathlib import Path
 
 import pytest
 
 from nanogpt_hf.config.load import load_config
+from nanogpt_hf.errors import UserError
 from nanogpt_hf.planning.candidates import Cluster, candidates, propose, waiting_seconds
 from nanogpt_hf.planning.estimate import planned_model
 from nanogpt_hf.planning.footprint import LOSS
 from nanogpt_hf.planning.hardware import GPUS, gpu_of
-from nanogpt_hf.planning.placement import Placement, config_text, read_placement, shipped_config
+from nanogpt_hf.planning.placement import Placement, config_text, read_placement
 from nanogpt_hf.planning.transfers import all_gather_bytes, all_reduce_bytes
 
 ROOT = Path(__file__).parents[2]
@@ -63,23 +63,18 @@ def bytes_of_shards(model, shards) -> float:
 def test_gpt2_1558m_on_8_gpus_of_24_gb_is_sharded():
     config, model = gpt2_1558m()
     found = propose(config, model, cluster(8, None, 24e9), mfu=0.4)
-    layout = found.layout
-    assert (found.cluster.name, layout.place.name, shipped_config(layout.place)) == (
-        "RTX 4090",
-        "FSDP2 8",
-        "accelerate_configs/fsdp2.yaml",
-    )
+    layout, families = found.layout, {other.place.family: other for other in found.best}
+    assert (found.cluster.name, layout.place.name) == ("RTX 4090", "FSDP2 8")
     state = layout.memory.phases[LOSS]
     assert state["weights"] == pytest.approx(bytes_of_shards(model, 8), rel=1e-3)
     assert state["optimizer"] == 2 * state["weights"]
     assert layout.memory.peak <= 0.9 * 24e9
     # DDP: 16 bytes for each of 1,556.8 M parameters and 64 rows that pad the vocabulary
-    assert "FSDP2 8 needs" in found.reasons[0]
-    assert "DDP 8 does not fit" in found.reasons[1]
+    assert found.cluster.lacks(families["DDP"])
     assert 16 * model.num_parameters() > 24e9
-    # tensor parallelism
-    assert any("no tensor parallelism: model.n_head is 25" in reason for reason in found.reasons)
-    assert "CP × FSDP2" in {other.place.family for other in found.best}  # in a ring
+    # its 25 heads are not divided by tensor parallelism, but parts of a sequence go in a ring
+    assert not any("TP" in family for family in families)
+    assert "CP × FSDP2" in families
     # 2 bytes gathered twice, 4 scattered, of all but what stays gathered, for each of 12
     # micro-batches
     micro_batches = 480 // 8 // layout.micro_batch_size
@@ -95,22 +90,15 @@ def test_70b_on_64_gpus_of_80_gb_needs_every_gpu_and_checkpointing():
     _, model, found = proposal_for(LLAMA_70B, cluster(64))
     layout = found.layout
     assert (layout.place.name, layout.place.checkpointing) == ("FSDP2 64", "true")
-    assert shipped_config(layout.place) == "accelerate_configs/fsdp2_checkpointing.yaml"
-    assert layout.memory.phases[LOSS]["weights"] == pytest.approx(
-        bytes_of_shards(model, 64), rel=1e-3
-    )
+    weights = layout.memory.phases[LOSS]["weights"]
+    assert weights == pytest.approx(bytes_of_shards(model, 64), rel=1e-3)
     by_family = {other.place.family: other for other in found.best}
     assert by_family.keys() >= {"DDP", "FSDP2", "TP × FSDP2", "CP × FSDP2", "PP × FSDP2"}
-    assert found.cluster.lacks(by_family["DDP"])
-    hsdp = by_family["HSDP"]
-    assert hsdp.memory.peak > 16 * model.num_parameters() / 8 > 80e9
+    assert by_family["HSDP"].memory.peak > 16 * model.num_parameters() / 8 > 80e9
     # with a slow network only activations should cross it
     _, _, slow = proposal_for(LLAMA_70B, cluster(64, gigabits=10.0))
     assert slow.layout.place.family == "PP × FSDP2"
-    assert (
-        slow.layout.bytes_sent(between_machines=True)
-        < layout.bytes_sent(between_machines=True) / 10
-    )
+    assert 10 * slow.layout.bytes_sent(between_machines=True) < layout.bytes_sent(True)
 
 
 @pytest.mark.long
@@ -123,7 +111,7 @@ def test_tensor_parallel_memory_is_that_of_split_matrices():
     norms = sum(p.numel() for name, p in model.named_parameters() if "norm" in name)
     matrices = model.num_parameters() - norms
     assert layout.memory.phases[LOSS]["weights"] == pytest.approx(
-        4 * (matrices / 4 + norms) / 2, rel=1e-6
+        4 * (matrices / 4 + norms) / 2, rel=1e-4
     )
 
 
@@ -149,35 +137,18 @@ def test_hsdp_is_proposed_if_a_machine_holds_the_model_and_the_network_is_slow()
     _, _, found = proposal_for(
         LLAMA_7B | {"train.tokens_per_step": 4096 * 128}, cluster(16, gigabits=50.0)
     )
-    assert (found.layout.place.name, shipped_config(found.layout.place)) == (
-        "HSDP 2×8",
-        "accelerate_configs/hsdp.yaml",
-    )
+    assert found.layout.place.name == "HSDP 2×8"
     whole = next(other for other in found.best if other.place.family == "FSDP2")
-    assert (
-        found.layout.bytes_sent(between_machines=True) < whole.bytes_sent(between_machines=True) / 4
-    )
-    assert any("FSDP2 16 fits" in reason for reason in found.reasons)
+    assert 4 * found.layout.bytes_sent(between_machines=True) < whole.bytes_sent(True)
 
 
 @pytest.mark.long
-def test_pipelines_are_not_proposed_for_recipes_that_they_refuse():
-    config, model, proposal = proposal_for(FOUR_LAYERS | {"optim.state": "8bit"}, cluster(8))
-    assert not [
-        layout.place.name
-        for layout in candidates(config, model, cluster(8), 0.4)
-        if layout.place.pp > 1
-    ]
-    assert any("pipeline" in reason and "optim.state" in reason for reason in proposal.reasons)
-
-
-@pytest.mark.long
-def test_no_layout_is_proposed_if_none_fits():
-    _, _, found = proposal_for(LLAMA_7B | {"model.n_layer": 16}, cluster(2, "L4"))
-    assert found.layout is None
-    (line,) = found.reasons
-    assert "2 × L4" in line
-    assert "21.6 GB" in line
+def test_no_layout_is_proposed_that_the_recipe_refuses_or_that_does_not_fit():
+    config = load_config(None, FOUR_LAYERS | {"optim.state": "8bit"}, name="example")
+    found = candidates(config, planned_model(config), cluster(8), 0.4)
+    assert {layout.place.pp for layout in found} == {1}
+    with pytest.raises(UserError, match=r"2 × L4.*21\.6 GB"):
+        proposal_for(LLAMA_7B | {"model.n_layer": 16}, cluster(2, "L4"))
 
 
 def test_ring_bytes_are_those_of_a_ring_passed_around_by_hand():
@@ -209,8 +180,8 @@ def test_written_config_is_read_as_the_proposed_placement(tmp_path):
             path = tmp_path / "machine.yaml"
             path.write_text(config_text(layout.place))
             assert read_placement(str(path)) == layout.place
-            shipped = shipped_config(layout.place)
-            assert shipped is None or (ROOT / shipped).is_file() or "cp_fsdp2" in shipped
+            assert layout.place.dp * layout.micro_batch_size * layout.accumulation == 64
+            assert layout.accumulation >= layout.place.pp
             seen.add(layout.place.family)
     assert seen >= {"one process", "DDP", "FSDP2", "HSDP", "TP", "TP × FSDP2", "CP × FSDP2"}
     assert seen >= {"PP", "PP × DDP", "PP × FSDP2"}
@@ -221,15 +192,3 @@ def test_gpu_is_chosen_by_name_or_memory():
     assert gpu_of("A100", 40e9)[1].memory == 40e9
     fitting = [gpu_of(None, memory)[0] for memory in (24e9, 48e9, 80e9, None)]
     assert fitting == ["RTX 4090", "L40S", "H100", "H100"]
-
-
-@pytest.mark.long
-def test_layouts_divide_the_sequences_of_a_step():
-    config = load_config(None, FOUR_LAYERS | {"train.tokens_per_step": 4096 * 6}, name="example")
-    model = planned_model(config)
-    found = candidates(config, model, cluster(8), 0.4)
-    assert found
-    for layout in found:
-        assert layout.place.dp * layout.micro_batch_size * layout.accumulation == 6
-        assert layout.accumulation >= layout.place.pp
-        assert dataclasses.replace(layout.place).processes == 8

@@ -1,5 +1,7 @@
 """What two processes hold and send in a step, tensor by tensor, against the estimate."""
 
+import dataclasses
+import gc
 import json
 import multiprocessing
 import os
@@ -12,7 +14,9 @@ import torch
 from accelerate import state
 from accelerate.utils import DistributedType
 from accelerate.utils.other import get_free_port
+from torch._subclasses.fake_tensor import is_fake
 
+from allocations import peak_allocation
 from cpu_ring import allow_cpu_ring
 from nanogpt_hf.bench.clock import communicated_bytes
 from nanogpt_hf.bench.synthetic import synthetic_data
@@ -73,6 +77,10 @@ LAYOUTS = {
         ON_CPU | split(tp_size=2) | {"PARALLELISM_CONFIG_PP_SIZE": "2"},
     ),
     "FSDP2": (Placement(kind="FSDP2", processes=2, shards=2, on_cpu=True), SHARDED),
+    "HSDP": (
+        Placement(kind="FSDP2", processes=4, shards=2, on_cpu=True),
+        SHARDED | split(dp_replicate_size=2, dp_shard_size=2),
+    ),
     "TP": (Placement(processes=2, tp=2, on_cpu=True), ON_CPU | split(tp_size=2)),
     "CP": (
         Placement(kind="FSDP2", processes=2, shards=2, cp=2, on_cpu=True),
@@ -152,14 +160,29 @@ def on_rank(rank: int, port: int, kind: str, file: Path) -> None:
     held["optimizer"] = local_bytes(
         value for values in states for name, value in values.items() if name != "step"
     )
+    run.objective = next_token_loss
+    # the least, since gloo's threads may free their buffers late
+    held["peak"] = min(peak_allocation(lambda: train_step(run, 2, 1e-3)) for _ in range(2))
+    of_model = {id(parameter) for parameter in run.model.parameters()}
+    others = [each for each in gc.get_objects() if isinstance(each, torch.nn.Parameter)]
+    others = [each for each in others if id(each) not in of_model and not is_fake(each)]
+    held["others"] = local_bytes(each for each in others if not each.is_meta)
     file.write_text(json.dumps(held))
     os._exit(0)  # gloo processes sometimes abort during teardown
+
+
+def rehearsed(kind: str, file: Path) -> None:
+    from nanogpt_hf.bench import rehearsal
+
+    rehearsal.MICRO_BATCHES = ACCUMULATION
+    found = rehearsal.rehearse(config_of(kind), LAYOUTS[kind][0])
+    file.write_text(json.dumps(dataclasses.asdict(found)))
 
 
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(kind, marks=[pytest.mark.slow] * kind.startswith(("CP", "DDP")))
+        pytest.param(kind, marks=[pytest.mark.slow] * kind.startswith(("CP", "HSDP")))
         for kind in LAYOUTS
     ],
 )
@@ -168,20 +191,23 @@ def measured(request, tmp_path_factory):
     if sys.platform != "linux":
         pytest.skip("needs fork")
     folder, kind = tmp_path_factory.mktemp("shards"), request.param
-    port, fork = get_free_port(), multiprocessing.get_context("fork")
-    files = [folder / f"{rank}.json" for rank in range(LAYOUTS[kind][0].processes)]
+    port, files = get_free_port(), [folder / f"{rank}.json" for rank in range(4)]
+    tasks = [(on_rank, rank, port, kind, files[rank]) for rank in range(LAYOUTS[kind][0].processes)]
+    in_processes(*tasks)
+    return kind, [json.loads(file.read_text()) for *_, file in tasks]
+
+
+def in_processes(*tasks: tuple) -> None:
+    """Call each function with its arguments in a process of its own."""
     torch.set_num_threads(1)  # a thread pool does not survive a fork
-    ranks = [
-        fork.Process(target=on_rank, args=(rank, port, kind, file))
-        for rank, file in enumerate(files)
-    ]
-    for process in ranks:
+    fork = multiprocessing.get_context("fork")
+    processes = [fork.Process(target=function, args=options) for function, *options in tasks]
+    for process in processes:
         process.start()
-    for process in ranks:
-        process.join(timeout=120)
+    for process in processes:
+        process.join(timeout=300)
         process.kill()
         assert process.exitcode == 0
-    return kind, [json.loads(file.read_text()) for file in files]
 
 
 pytestmark = [
@@ -214,3 +240,20 @@ def test_processes_send_the_estimated_bytes(measured):
     assert sum(transfer.size for transfer in moved) == pytest.approx(
         sum(ranks[0]["sent"].values()), rel=0.01
     )
+
+
+def test_a_rehearsal_needs_and_sends_what_processes_do(measured, tmp_path):
+    kind, ranks = measured
+    if kind not in ("DDP", "FSDP2", "HSDP"):
+        pytest.skip("cannot be rehearsed")
+    in_processes((rehearsed, kind, tmp_path / "rehearsal.json"))
+    found = json.loads((tmp_path / "rehearsal.json").read_text())
+    assert found["sent"] == pytest.approx(ranks[0]["sent"], rel=0.01)
+    in_step = found["peak"] - found["state"]
+    assert in_step == pytest.approx(ranks[0]["peak"], abs=0.03 * found["peak"])
+    assert found["waits"] == []
+
+
+def test_processes_keep_no_parameters_of_before_the_split(measured):
+    _, ranks = measured
+    assert [held["others"] for held in ranks] == [0] * len(ranks)

@@ -130,3 +130,25 @@ def test_repeated_inspected_and_branched(undisturbed, tmp_path, capsys, forget_a
     words = argv("branch {} --at 4 --run-dir {} --data.block_size 4", run.path, tmp_path / "no")
     assert main(words) == 2
     assert "a stage has set it before step 4" in capsys.readouterr().err
+
+
+def test_plot_and_report_name_the_stages(undisturbed, monkeypatch):
+    from matplotlib.axes import Axes
+
+    from nanogpt_hf.reports.curves import draw_run
+    from nanogpt_hf.runs.metrics import read_metrics
+
+    marks, line = [], Axes.axvline
+    monkeypatch.setattr(
+        Axes, "axvline", lambda self, x, **style: marks.append(x) or line(self, x, **style)
+    )
+    texts, write = [], Axes.text
+    monkeypatch.setattr(
+        Axes,
+        "text",
+        lambda self, x, y, text, **style: texts.append(text) or write(self, x, y, text, **style),
+    )
+    draw_run(undisturbed, load_config(undisturbed.recipe), read_metrics(undisturbed))
+    assert marks == [3, 3, 5, 5]
+    assert {" short", " stage 3"} <= set(texts)
+    assert '"stages":[[3,"short"],[5,"stage 3"]]' in undisturbed.report.read_text()

@@ -1,0 +1,231 @@
+"""Rehearse a run at true size: the product's own build and training step as one of N processes, on
+tensors without values, with collectives that move nothing.
+
+It finds the peak of the memory, the bytes of each kind of collective, and the places where the
+host would wait for a device. All that it needs of torch's and accelerate's private interfaces is in
+this file. The tensors are on a faked CPU, with what differs on a GPU replaced.
+"""
+
+import os
+import traceback
+import weakref
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, cast
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from accelerate import state
+from accelerate.utils import DistributedType
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import nanogpt_hf
+from nanogpt_hf.bench.clock import communicated_bytes
+from nanogpt_hf.bench.synthetic import synthetic_data
+from nanogpt_hf.config.schema import Config, replace_knobs
+from nanogpt_hf.data.prepared import PreparedData
+from nanogpt_hf.distributed.accelerator import build_accelerator
+from nanogpt_hf.distributed.mesh import Mesh
+from nanogpt_hf.errors import UserError
+from nanogpt_hf.formatting import format_bytes
+from nanogpt_hf.planning.counts import GpuKernels
+from nanogpt_hf.planning.placement import Placement
+from nanogpt_hf.runs.folder import RunFolder
+from nanogpt_hf.training.start import build_unchecked
+from nanogpt_hf.training.step import train_step
+
+try:
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+except ImportError as error:
+    raise UserError(f"--rehearse: torch {torch.__version__} has no fakes: {error}") from None
+
+MICRO_BATCHES = 2  # of the rehearsed steps, at most
+_SCALARS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What the first process of a run needs in a step of `micro_batches`."""
+
+    micro_batches: int
+    state: int  # bytes before the step: weights and optimizer state
+    peak: int  # bytes
+    sent: dict[str, int]  # bytes by kind of collective
+    waits: list[str]  # lines of code that ask for a value
+
+    def lines(self) -> list[str]:
+        """As text."""
+        sent = [f"{kind} {format_bytes(size)}" for kind, size in self.sent.items()]
+        step = f"a step with accumulation {self.micro_batches}"
+        memory = f"{format_bytes(self.state)} before it, {format_bytes(self.peak)} at its peak"
+        return [
+            f"rehearsed as the first process, {step}:",
+            f"  memory: {memory}",
+            f"  sends: {', '.join(sent) or 'nothing'}",
+            *(f"  the host waits for a value: {line}" for line in self.waits or ["nowhere"]),
+        ]
+
+
+class _Meter(TorchDispatchMode):
+    """Bytes of the storages that are alive, their peak, and the lines that ask for a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: dict[int, int] = {}
+        self.now = self.peak = 0
+        self.waits: list[str] = []
+
+    def note(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage that is new or was resized."""
+        key = storage._cdata
+        if key not in self.sizes:
+            weakref.finalize(storage, self._free, key)
+        self.now += storage.nbytes() - self.sizes.get(key, 0)
+        self.sizes[key] = storage.nbytes()
+        self.peak = max(self.peak, self.now)
+
+    def _free(self, key: int) -> None:
+        self.now -= self.sizes.pop(key)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # its local operations follow
+        if func in _SCALARS:  # tensors without values have none to give
+            self.waits.append(_own_line())
+            return 1
+        results = func(*args, **(kwargs or {}))
+        for result in tree_leaves(results):
+            if isinstance(result, torch.Tensor):
+                self.note(result.untyped_storage())
+        return results
+
+
+def _own_line() -> str:
+    """The line of this package that is being executed, and its text."""
+    root = os.path.dirname(nanogpt_hf.__file__)
+    frames = [frame for frame in traceback.extract_stack() if frame.filename.startswith(root)]
+    frame = next(frame for frame in reversed(frames) if frame.filename != __file__)
+    return f"{os.path.relpath(frame.filename, root)}:{frame.lineno} {frame.line}"
+
+
+class _Replica(nn.Module):
+    """DDP of tensors without values, which its reducer in C++ would read: a bucket as large as each
+    gradient, summed when the last micro-batch has it.
+    """
+
+    def __init__(self, module: nn.Module, **options: Any):
+        super().__init__()
+        self.module, self.syncs = module, True
+        for parameter in module.parameters():
+            if parameter.requires_grad:
+                bucket = torch.empty_like(parameter, requires_grad=False)
+                parameter.register_post_accumulate_grad_hook(self._hook(bucket))
+
+    def _hook(self, bucket: torch.Tensor) -> Any:
+        return lambda parameter: dist.all_reduce(bucket) if self.syncs else None
+
+    def forward(self, *arguments: Any, **options: Any) -> Any:
+        return self.module(*arguments, **options)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        self.syncs = False
+        yield
+        self.syncs = True
+
+
+def _environment(place: Placement) -> dict[str, str]:
+    """What a launcher would export to the first process; compilation is left out."""
+    given = {
+        "ACCELERATE_MIXED_PRECISION": place.precision,
+        "FSDP_ACTIVATION_CHECKPOINTING": place.checkpointing or "false",
+    }
+    if place.processes == 1:
+        return given | {"ACCELERATE_USE_CPU": "true"}
+    ranks = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": place.processes, "MASTER_PORT": 29500}
+    ranks |= {"LOCAL_WORLD_SIZE": min(place.per_machine, place.processes)}
+    given |= {name: str(value) for name, value in ranks.items()}
+    given |= {"MASTER_ADDR": "127.0.0.1", "ACCELERATE_TORCH_DEVICE": "cpu"}
+    if place.kind != "FSDP2":
+        return given
+    # stated sizes, since the mesh has to be made before the tensors lose their values
+    sizes = {"DP_REPLICATE": place.copies, "DP_SHARD": place.dp // place.copies}
+    sizes |= {"TP": 1, "CP": 1, "SP": 1}
+    return given | {
+        **{f"PARALLELISM_CONFIG_{name}_SIZE": str(size) for name, size in sizes.items()},
+        "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
+        "ACCELERATE_USE_FSDP": "true",
+        "FSDP_VERSION": "2",
+        "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+        "FSDP_RESHARD_AFTER_FORWARD": str(place.reshard).lower(),
+    }
+
+
+@contextmanager
+def _faked(place: Placement, meter: _Meter) -> Iterator[None]:
+    """The private interfaces, replaced: a launch of `place` without its other processes."""
+    resize = torch.UntypedStorage.resize_
+
+    def resize_(storage: torch.UntypedStorage, size: int) -> Any:  # FSDP2 frees and allocates so
+        resized = resize(storage, size)
+        if storage._cdata in meter.sizes:
+            meter.note(storage)
+        return resized
+
+    with ExitStack() as replaced:
+        replaced.enter_context(patch.dict(os.environ, _environment(place)))
+        for where, name, value in (
+            (torch.UntypedStorage, "resize_", resize_),
+            (nn.parallel, "DistributedDataParallel", _Replica),
+            # accelerate finds sharded parameters by it
+            (FakeTensor, "data_ptr", lambda self: self.untyped_storage()._cdata),
+            # it has no FSDP2 on CPUs, and another name of the device for DDP
+            (
+                state.PartialState,
+                "_prepare_backend",
+                lambda self, *_, **__: ("gloo", DistributedType.MULTI_GPU),
+            ),
+        )[: 4 if place.processes > 1 else 3]:
+            replaced.enter_context(patch.object(where, name, value))
+        if place.processes > 1:
+            world = {"rank": 0, "world_size": place.processes}
+            dist.init_process_group("fake", store=FakeStore(), **world)
+            replaced.callback(dist.destroy_process_group)
+        yield
+
+
+def rehearse(config: Config, place: Placement) -> Rehearsal:
+    """Build a run of `config` and take two steps of it as the first process of `place`; the second
+    is measured.
+
+    Raises UserError for a layout that cannot be rehearsed.
+    """
+    if config.finetune.model or config.model.architecture != "gpt2":
+        raise UserError("--rehearse: only model.architecture gpt2 from scratch can be rehearsed")
+    is_plain = place.tp * place.cp * place.pp * place.ep == 1 and place.precision != "fp16"
+    if not is_plain or place.zero or place.offloads_weights:
+        raise UserError(f"--rehearse: {place} cannot be rehearsed; only DDP, FSDP2 and HSDP can")
+    size, block_size = config.train.min_micro_batch_size, config.data.block_size
+    each = size * block_size * place.dp
+    micro_batches = min(MICRO_BATCHES, config.train.tokens_per_step // each)
+    knobs = {"train.micro_batch_size": size, "train.tokens_per_step": micro_batches * each}
+    config, meter = replace_knobs(config, knobs), _Meter()
+    with _faked(place, meter):
+        mesh = Mesh.from_environment()
+        accelerator = build_accelerator(config, RunFolder("runs"), mesh)
+        accelerator.device_placement = False  # tensors without values cannot be moved
+        data = cast(PreparedData, synthetic_data(config))
+        kernels = nullcontext() if place.on_cpu else GpuKernels()
+        with FakeTensorMode(allow_non_fake_inputs=True), meter, kernels:
+            run = build_unchecked(config, accelerator, data, None, None)
+            train_step(run, 0, learning_rate=1e-4)
+            before = meter.peak = meter.now
+            meter.waits.clear()
+            sent = communicated_bytes(lambda: train_step(run, 1, learning_rate=1e-4))
+    return Rehearsal(micro_batches, before, meter.peak, sent, meter.waits)
