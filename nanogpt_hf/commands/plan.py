@@ -177,9 +177,9 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_bench(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None:
-    """How fast a run of RECIPE would be here, and where its time goes: medians and quartiles of
-    repeated windows, after warm-up, of the loop's own step. Without RECIPE: a model of 0.8 M
-    parameters on synthetic tokens.
+    """How fast a run of RECIPE would be here: medians and quartiles of repeated windows, after
+    warm-up, of the loop's own step. Without RECIPE: a model of 0.8 M parameters on synthetic
+    tokens.
 
     Nothing is trained: no run folder is written. On the machine of an accelerate config:
     cli.py launch [--config_file F] bench RECIPE. With several processes the main one reports.

@@ -98,7 +98,7 @@ def test_70b_on_64_gpus_of_80_gb_needs_every_gpu_and_checkpointing():
     # with a slow network only activations should cross it
     _, _, slow = proposal_for(LLAMA_70B, cluster(64, gigabits=10.0))
     assert slow.layout.place.family == "PP × FSDP2"
-    assert 10 * slow.layout.bytes_sent(between_machines=True) < layout.bytes_sent(True)
+    assert 5 * slow.layout.bytes_sent(between_machines=True) < layout.bytes_sent(True)
 
 
 @pytest.mark.long
