@@ -88,7 +88,7 @@ def push(
             files, skipped = _snapshot(folder, Path(links))
             place = f'"{repo_id}"' + (f", revision={json.dumps(revision)}" if revision else "")
             contents = {path: _content(file, place) for path, file in files.items()}
-            for path, text in contents.items():
+            for path, text in (contents | {"--message": (message or "").encode()}).items():
                 if isinstance(text, bytes) and holds_token(text, token):
                     raise RunFolderError(f"{path}: contains a token of the Hub or a private key")
             api = HfApi(token=token)

@@ -263,7 +263,7 @@ def test_grouped_run_is_the_same_experiment(train, tmp_path):
 def test_deterministic_kernels_are_asked_for_on_gpus(monkeypatch, make_recipe, tmp_path):
     asked = []
     monkeypatch.setattr("nanogpt_hf.training.start.check_memory", lambda *_: None)
-    monkeypatch.setattr("nanogpt_hf.training.start._build", lambda *_: None)
+    monkeypatch.setattr("nanogpt_hf.training.start.build_unchecked", lambda *_: None)
     monkeypatch.setattr(torch, "use_deterministic_algorithms", asked.append)
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")  # restored at the end
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
