@@ -194,8 +194,7 @@ def _faked(place: Placement, meter: _Meter) -> Iterator[None]:
         )[: 4 if place.processes > 1 else 3]:
             replaced.enter_context(patch.object(where, name, value))
         if place.processes > 1:
-            world = {"rank": 0, "world_size": place.processes}
-            dist.init_process_group("fake", store=FakeStore(), **world)
+            dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=place.processes)
             replaced.callback(dist.destroy_process_group)
         yield
 

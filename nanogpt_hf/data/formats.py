@@ -161,7 +161,8 @@ def open_token_files(data: DataSection) -> list[TokenFile]:
     for path in local_files(data):
         try:
             ends = np.memmap(path.with_name(f"{path.name}.index"), dtype="<u8", mode="r")
-            kind = {2: "<u2", 4: "<u4"}[path.stat().st_size / int(ends[-1])]
+            count = int(ends[-1])
+            kind = {2 * count: "<u2", 4 * count: "<u4"}[path.stat().st_size]
             files.append(TokenFile(np.memmap(path, dtype=kind, mode="r"), ends))
         except (OSError, ValueError, LookupError) as error:
             raise DataError(

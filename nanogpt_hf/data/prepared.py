@@ -109,8 +109,8 @@ def _load_source(data: DataSection) -> PreparedData:
     manifest = require_manifest(folder)
     check_fits(manifest, data)
     tokenizer = open_tokenizer(folder, manifest)
-    blocks = [FORMATS[data.format].blocks(folder, split, manifest, data) for split in SPLITS]
-    for split, of_split in zip(SPLITS, blocks, strict=True):
+    opened = [FORMATS[data.format].blocks(folder, split, manifest, data) for split in SPLITS]
+    for split, of_split in zip(SPLITS, opened, strict=True):
         if not len(of_split):
             raise DataError(
                 f"data.block_size: the {getattr(manifest, split).tokens:,} {split} tokens in "
@@ -120,7 +120,8 @@ def _load_source(data: DataSection) -> PreparedData:
     end_of_turn_id = None
     if manifest.train.assistant_tokens is not None:
         end_of_turn_id = ChatFormat(tokenizer, fixed_day=True).end_of_turn_id()
-    return PreparedData(*blocks, tokenizer, manifest, end_of_turn_id)
+    train, validation = opened
+    return PreparedData(train, validation, tokenizer, manifest, end_of_turn_id)
 
 
 def require_manifest(folder: Path) -> Manifest:

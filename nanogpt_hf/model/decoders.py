@@ -75,9 +75,9 @@ class Architecture(ConfigFields):
         self.title = re.sub(r"(ForCausalLM|LMHeadModel)$", "", self.model_class.__name__)
 
     def _check_kind(self) -> None:
-        kinds: Any = self.config_class.sub_configs.values()
+        kinds: Any = self.config_class.sub_configs
         # a sub-config without a type is a group of fields
-        models = [getattr(kind, "model_type", kind.__name__) for kind in kinds]
+        models = [getattr(kind, "model_type", kind.__name__) for kind in kinds.values()]
         if any(models):
             raise ValueError(
                 f"{self.name} consists of several models ({', '.join(filter(None, models))}), and "

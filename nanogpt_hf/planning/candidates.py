@@ -96,7 +96,8 @@ def _placements(config: Config, model: PreTrainedModel, cluster: Cluster) -> Ite
         if gpus % (tp * cp * pp) or per_machine % (tp * cp):
             continue
         dp, inside = gpus // (tp * cp * pp), per_machine // tp
-        ranks, each = dp * cp, shared | {"tp": tp, "cp": cp, "pp": pp}
+        ranks = dp * cp
+        each: dict[str, Any] = shared | {"tp": tp, "cp": cp, "pp": pp}
         whole = Placement(**each, **({"kind": "FSDP2", "shards": ranks} if ranks > 1 else {}))
         try:
             whole.check(replace_knobs(config, {"train.micro_batch_size": 1}), model)

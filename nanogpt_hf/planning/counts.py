@@ -136,12 +136,12 @@ class GpuKernels(TorchFunctionMode):
     dropout of attention keeps no matrix.
     """
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(self, func, types, args: Any = (), kwargs=None):
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             kwargs = kwargs | {"dropout_p": 0.0}
         if func is F.dropout and kwargs["p"]:
-            return torch.native_dropout(*args, kwargs["p"], kwargs["training"])[0]
+            return torch.native_dropout(args[0], kwargs["p"], kwargs["training"])[0]
         return func(*args, **kwargs)
 
 

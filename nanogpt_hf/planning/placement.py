@@ -123,7 +123,7 @@ class Placement:
         divide; `model` is the recipe's, if there is one already.
         """
         sharding = "zero" if self.zero else "fsdp" if self.kind == "FSDP2" else "none"
-        sizes = {"tp_size": self.tp, "cp_size": self.cp, "pp_size": self.pp}
+        sizes: dict[str, Any] = {"tp_size": self.tp, "cp_size": self.cp, "pp_size": self.pp}
         data_parallel = {"dp_replicate_size": self.copies, "dp_shard_size": self.dp // self.copies}
         mesh = Mesh(world_size=self.processes, **sizes, stated_sizes=sizes | data_parallel)
         machine = Machine(

@@ -70,7 +70,7 @@ def draw_curves(
     shown, labels, note = [*curves.values()], {}, "thin: training, smoothed"
     for number, (name, (x, y)) in enumerate(curves.items()):
         rounds, color = divmod(number, len(RUN_COLORS))
-        style = {"linestyle": _LINE_STYLES[rounds % len(_LINE_STYLES)]}
+        style: dict[str, Any] = {"linestyle": _LINE_STYLES[rounds % len(_LINE_STYLES)]}
         steps, values = trained[name]
         smoothed = smooth(values, len(values) // 25)
         shown.append((steps, smoothed))
@@ -91,7 +91,8 @@ def draw_curves(
     _label_ends(axes, labels)
     axes.set_ylabel(label)
     for ax in below:
-        _draw_below(ax, *column(*runs.values(), lower, by), lower.removeprefix("train/"))
+        (events,) = runs.values()
+        _draw_below(ax, *column(events, lower, by), lower.removeprefix("train/"))
         x, y = shown[0]
         if metric == "val/loss" and len(x):
             best = int(y.argmin())
@@ -145,11 +146,11 @@ def _draw_band(axes: "Axes", curve: Curve, last_step: float) -> None:
     """The band of reference runs; a published loss at one step has none."""
     steps = curve["step"]
     if len(steps) > 1:
-        label, black = "band of the reference runs (validation)", {"color": "#000000"}
+        label, black = "band of the reference runs (validation)", "#000000"
         axes.fill_between(
-            steps, curve["low"], curve["high"], alpha=0.1, linewidth=0, label=label, **black
+            steps, curve["low"], curve["high"], alpha=0.1, linewidth=0, label=label, color=black
         )
-        axes.plot(steps, curve["mean"], alpha=0.25, linewidth=0.8, **black)
+        axes.plot(steps, curve["mean"], alpha=0.25, linewidth=0.8, color=black)
         axes.set_xlim(-0.015 * last_step, 1.02 * last_step)
         axes.legend(frameon=False, loc="upper right", fontsize=9)
 

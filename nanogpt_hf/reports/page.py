@@ -82,7 +82,7 @@ def render(run: RunFolder, events: list[Event]) -> str:
         tiles=_tiles(figures, metric) if figures else [],
         averaged=reports_per_point,
         samples=_samples(events),
-        evaluations=_evaluation_table(events, figures and figures["best_step"]),
+        evaluations=_evaluation_table(events, figures["best_step"] if figures else None),
         knobs=config and _knob_rows(config),
         recipe=config and config_to_yaml(config),
         problem=problem,
