@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from nanogpt_hf.distributed.stages import head_in_blocks, split_blocks
+from nanogpt_hf.errors import UserError
 from nanogpt_hf.model.architecture import architecture_of
 from nanogpt_hf.model.experts import shapes_only
 from nanogpt_hf.model.recompute import is_kept
@@ -146,10 +147,14 @@ def block_bytes(
     kinds = {tuple((name, p.shape) for name, p in block.named_parameters()) for block in blocks}
     if len(kinds | {*(getattr(model.config, "layer_types", None) or ())}) <= 2:
         del blocks[:-1]  # of one kind: faster
-    with FakeTensorMode(allow_non_fake_inputs=True), shapes_only():
-        model.to_empty(device="cpu")
-        batches = [torch.zeros(rows, block_size, dtype=torch.long) for rows in (1, 2)]
-        one, two = (_saved_bytes(model, blocks, tokens, autocast) for tokens in batches)
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True), shapes_only():
+            model.to_empty(device="cpu")
+            batches = [torch.zeros(rows, block_size, dtype=torch.long) for rows in (1, 2)]
+            one, two = (_saved_bytes(model, blocks, tokens, autocast) for tokens in batches)
+    except DataDependentOutputException as error:
+        name = architecture_of(model).name
+        raise UserError(f"model.architecture {name}: its sizes depend on data: {error}") from error
     saved, kept = ((b - a) / block_size / len(blocks) for a, b in zip(one, two, strict=True))
     return saved, kept
 
