@@ -277,10 +277,10 @@ def meta_model(config: Config, base: PreTrainedConfig, step: int = 0) -> PreTrai
     """
     architecture = architecture_of(base)
     with torch.device("meta"):
-        model = architecture.model_class(base)
-        idle = () if architecture is GPT2 else architecture.check_one_step(model)
+        model, stepped = architecture.model_class(base), architecture.model_class(base)
         if config.finetune.model:
             _prepare_for_finetuning(model, config, step)
+    idle = () if architecture is GPT2 else architecture.check_one_step(stepped)
     for name, parameter in model.named_parameters():
         if re.sub(r"\.lora_[AB]\.default", "", name) in idle:
             parameter.requires_grad_(False)

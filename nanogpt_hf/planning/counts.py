@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from nanogpt_hf.distributed.stages import head_in_blocks, split_blocks
+from nanogpt_hf.errors import UserError
 from nanogpt_hf.model.architecture import architecture_of
 from nanogpt_hf.model.experts import shapes_only
 from nanogpt_hf.model.recompute import is_kept
@@ -136,7 +137,7 @@ class GpuKernels(TorchFunctionMode):
     dropout of attention keeps no matrix.
     """
 
-    def __torch_function__(self, func, types, args: Any = (), kwargs=None):
+    def __torch_function__(self, func, types, args=(), kwargs: Any = None):
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             kwargs = kwargs | {"dropout_p": 0.0}
@@ -177,10 +178,14 @@ def _block_bytes(
     if len(kinds | {*(getattr(model.config, "layer_types", None) or ())}) <= 2:
         del blocks[:-1]  # of one kind: faster
     kernels = nullcontext() if on_cpu else GpuKernels()
-    with FakeTensorMode(allow_non_fake_inputs=True), shapes_only(), kernels:
-        model.to_empty(device="cpu")
-        batches = [torch.zeros(rows, block_size, dtype=torch.long) for rows in (1, 2)]
-        one, two = (_saved_bytes(model, blocks, tokens, autocast) for tokens in batches)
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True), shapes_only(), kernels:
+            model.to_empty(device="cpu")
+            batches = [torch.zeros(rows, block_size, dtype=torch.long) for rows in (1, 2)]
+            one, two = (_saved_bytes(model, blocks, tokens, autocast) for tokens in batches)
+    except DataDependentOutputException as error:
+        name = architecture_of(model).name
+        raise UserError(f"model.architecture {name}: its sizes depend on data: {error}") from error
     saved, kept = ((b - a) / block_size / len(blocks) for a, b in zip(one, two, strict=True))
     return saved, kept
 
