@@ -94,16 +94,15 @@ def run_estimate(arguments: argparse.Namespace, overrides: list[tuple[str, str]]
     for key in ("lora.quantize", "distill.teacher"):
         if get_value(config, key):
             lines.append(f"not counted: {key}")
-    show(
-        *lines, "these are estimates; docs/machines.md lists which of them were measured", sep="\n"
-    )
+    lines.append("these are estimates; docs/machines.md lists which of them were measured")
     figures = estimate_figures(result, proposal)
     if arguments.rehearse:
         from nanogpt_hf.bench.rehearsal import rehearse
 
         rehearsal = rehearse(config, place)
         figures["rehearsal"] = dataclasses.asdict(rehearsal)
-        show("", *rehearsal.lines(), sep="\n")
+        lines += ["", *rehearsal.lines()]
+    show(*lines, sep="\n")
     if arguments.json:
         write_json(arguments.json, figures)
 

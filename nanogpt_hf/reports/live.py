@@ -5,8 +5,10 @@ A failure here is a warning and never ends the run.
 
 import logging
 import time
+from pathlib import Path
 
 from nanogpt_hf.config.schema import Config
+from nanogpt_hf.errors import UserError
 from nanogpt_hf.reports.curves import draw_run
 from nanogpt_hf.reports.page import write_report
 from nanogpt_hf.runs.folder import RunFolder
@@ -41,10 +43,15 @@ class LiveReports:
         try:
             write_report(self.folder, self.folder.report, events)
         except Exception as error:
-            logger.warning(f"{self.folder.report}: cannot be written: {error}")
+            _warn(self.folder.report, error)
 
     def _plot(self, events: list[Event]) -> None:
         try:
             draw_run(self.folder, self.config, events)
         except Exception as error:
-            logger.warning(f"{self.folder.loss_plot}: cannot be drawn: {error}")
+            _warn(self.folder.loss_plot, error)
+
+
+def _warn(path: Path, error: Exception) -> None:
+    named = isinstance(error, UserError)  # its line begins with the file
+    logger.warning(str(error) if named else f"{path}: cannot be written: {error}")

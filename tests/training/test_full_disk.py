@@ -93,7 +93,7 @@ def test_full_disk_is_one_line_and_resumes_exactly(reference, volume, capsys, sh
 def test_plot_without_space_does_not_end_the_run(reference, volume, capsys):
     complete, arguments = reference
     run = RunFolder(volume / "run")
-    fill_disk(volume, size_of(complete.path) * 75 // 100)
+    fill_disk(volume, size_of(complete.path) * 90 // 100)
     assert main([*arguments, str(run.path)]) == 0
     warnings = capsys.readouterr().err.splitlines()
     assert warnings

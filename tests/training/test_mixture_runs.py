@@ -116,10 +116,10 @@ def test_other_weights_need_no_other_tokens_and_are_refused_on_resume(
     assert {
         path: path.stat().st_mtime_ns for path in (tmp_path / "data").rglob("*.arrow")
     } == before
-    with pytest.raises(RunFolderError, match=r"data.source: weight of web: 7 -> 3"):
+    with pytest.raises(RunFolderError, match=r"data.source: .*weight.*7.* -> .*3"):
         start(resume=True, **other)
     run.recipe.write_text(recipe(**other).read_text())  # a checkpoint records the weights too
-    with pytest.raises(RunFolderError, match="weights web 7, code 2, math 1 -> web 3"):
+    with pytest.raises(RunFolderError, match="weights: web 7, code 2, math 1 -> web 3"):
         start(resume=True, **other)
 
 

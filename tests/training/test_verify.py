@@ -243,7 +243,6 @@ def test_knob_that_a_resume_changed_is_a_possible_reason(
     ("file", "text", "status"),
     [
         ("machine.json", "[]", 2),
-        ("machine.json", '{"starts": [{"threads": 0}]}', 2),
         ("checkpoints/step_00000002/checksums.json", "[]", 1),
     ],
 )
@@ -273,8 +272,6 @@ def forge(run: RunFolder, at: int, **facts) -> None:
         ({"identity": []}, 1),
         ({"identity": {}}, 1),
         ({"identity": None}, 1),
-        ({"identity": {"knobs": {}, "data": {}}}, 1),
-        ({"identity": {"knobs": [], "data": {}}}, 1),
         ({"evaluation": 1}, 1),
         ({"evaluation": {"loss": 1.0}}, 1),
         ({"version": 2}, 2),
