@@ -88,6 +88,9 @@ def explain(error: BaseException) -> str | None:
         path = error.filename2 or error.filename
         reason = error.strerror or one_line(error) or type(error).__name__
         return f"{os.fsdecode(path)}: {reason}" if isinstance(path, str | bytes) else reason
+    # Path.resolve, before Python 3.13
+    if isinstance(error, RuntimeError) and str(error).startswith("Symlink loop"):
+        return f"{one_line(error).partition(' from ')[2].strip(chr(39))}: is a link to itself"
     if isinstance(error, RuntimeError) and "deterministic" in str(error):
         return (
             "train.gradient_groups needs kernels that sum in a fixed order, which torch lacks on "

@@ -26,6 +26,7 @@ PLACES = {
     "MACHINES": lambda fixture, folder: fixture("root") / "accelerate_configs",
     "BAD": lambda fixture, folder: write_llama(folder / "bad", attention_dropout=-1.0),
     "LONG": lambda fixture, folder: "a" * 300,
+    "LOOP": lambda fixture, folder: write_loop(folder / "loop"),
 }
 FILES = {
     "empty.txt": b"",
@@ -46,6 +47,12 @@ def write_llama(path, **fields):
     for name, value in fields.items():
         setattr(model.config, name, value)
     model.save_pretrained(path)
+    return path
+
+
+def write_loop(path):
+    """A link to itself."""
+    path.symlink_to(path)
     return path
 
 

@@ -33,6 +33,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from nanogpt_hf.errors import UserError, explain
 from nanogpt_hf.serving.generation import Generation, Scheduler, Served
+from nanogpt_hf.serving.protocol import Protocol
 from nanogpt_hf.serving.requests import ApiError, parse_request
 
 MAX_BODY = 2**20  # bytes of a request
@@ -250,6 +251,7 @@ class Server(uvicorn.Server):
         self.served = Served(name, model, tokenizer, self.scheduler)
         config = uvicorn.Config(
             build_app(self.served, hosts),
+            http=Protocol,
             loop="asyncio",
             ws="none",
             lifespan="off",

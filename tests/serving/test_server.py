@@ -24,7 +24,7 @@ if find_spec("openai") is None:
         allow_module_level=True,
     )
 pytest.importorskip("uvicorn", reason="the extra `serve` is not installed")
-from nanogpt_hf.serving import generation
+from nanogpt_hf.serving import generation, protocol
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -286,6 +286,32 @@ def test_malformed_requests_get_a_4xx_and_the_server_lives(base_server, base):
         connection.sendall(b"\x16\x03 no HTTP\r\n\r\n")
         assert connection.recv(100).startswith(b"HTTP/1.1 400")
     assert complete(base).choices[0].text
+
+
+@pytest.mark.long
+def test_client_without_a_whole_request_is_disconnected(base_server, base, monkeypatch):
+    monkeypatch.setattr(protocol, "CLIENT_SECONDS", 0.2)
+    whole = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    for sent in (b"", b"GET / HTTP/1.1\r\nX-Slow: ", whole + b"GET"):
+        with socket.create_connection(("127.0.0.1", base_server.port), timeout=30) as connection:
+            connection.sendall(sent)
+            received = b"".join(iter(lambda: connection.recv(10_000), b""))
+            assert received.startswith(b"HTTP/1.1 200") == (whole in sent)
+    wait_until(lambda: not base_server.server_state.connections)
+
+
+def test_client_that_reads_no_response_is_disconnected(base_server, endless, monkeypatch):
+    monkeypatch.setattr(protocol, "CLIENT_SECONDS", 0.2)
+    monkeypatch.setattr(base_server.served, "name", "x" * 100_000)  # fills the buffers soon
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(("127.0.0.1", base_server.port))
+        body = json.dumps({"prompt": "abc", "stream": True}).encode()
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+        head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        connection.sendall(head.encode() + body)
+        wait_until(lambda: base_server.served.sequences)
+        wait_until(lambda: not endless and not base_server.served.sequences)
 
 
 @pytest.mark.long
