@@ -9,11 +9,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from arguments import argv
+from assertions import run_without_this_package
 from nanogpt_hf.commands import main
-from nanogpt_hf.data.tokenizer import (
-    char_tokenizer,
-)
-from nanogpt_hf.export.model_folder import logits_of, write_model_folder
+from nanogpt_hf.data.tokenizer import char_tokenizer, encode_ordinary, load_tokenizer
+from nanogpt_hf.export.model_folder import fixed_input, logits_of, write_model_folder
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM
 
 SIZES = {"vocab_size": 5, "n_positions": 12, "n_embd": 16, "n_layer": 2, "n_head": 2}
@@ -63,6 +62,33 @@ def test_export_half_precision_in_shards(capsys, model, option, dtype):
     assert len(set(index["weight_map"].values())) > 1
     exported = AutoModelForCausalLM.from_pretrained("out")
     assert {weight.dtype for weight in exported.parameters()} == {dtype}
+
+
+OPEN = """
+import sys, torch, transformers
+expected = torch.load(sys.argv[1], weights_only=True)
+for folder, (ids, logits, text_ids) in expected.items():
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    assert tokenizer("a cat")["input_ids"] == text_ids, folder
+    print(type(model).__name__, (model(ids).logits - logits).abs().max().item() < 1e-5)
+"""
+
+
+@pytest.mark.long
+def test_model_folders_open_without_this_package(capsys, model, tmp_path, write_recipe):
+    run = tmp_path / "run"
+    recipe = write_recipe(data__tokenizer="bpe", data__vocab_size=280)
+    assert main(argv("pretrain {} --run-dir {}", recipe, run)) == 0
+    export(capsys, "--dtype bf16 --max-shard-size 5KB")
+    expected = {}
+    for folder in (run / "best", run / "final", tmp_path / "out"):
+        model = GPTForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        ids = encode_ordinary(load_tokenizer(folder), "a cat")
+        expected[str(folder)] = fixed_input(model.config), logits_of(model), ids
+    torch.save(expected, tmp_path / "expected.pt")
+    output = run_without_this_package(OPEN, tmp_path, str(tmp_path / "expected.pt"))
+    assert output.splitlines() == ["GPT2LMHeadModel True"] * 3
 
 
 @pytest.mark.parametrize(("kind", "package"), [("gguf", "gguf"), ("onnx", "onnxscript")])
