@@ -104,7 +104,7 @@ def trained(recipes, launch):
     """(layout, heads) -> the run."""
 
     @functools.cache
-    def train(layout: str, heads: int = 4) -> RunFolder:
+    def train(layout: str, heads: int) -> RunFolder:
         recipe = recipes[heads]
         return launch(layout, recipe.parent / f"{layout}-{heads}", recipe=recipe)
 
@@ -173,12 +173,12 @@ def test_resumed_run_with_dropout_equals_uninterrupted(launch, tmp_path, layout)
 @pytest.mark.long
 @pytest.mark.slow
 def test_compressed_gradients_are_those_of_one_process_rounded(trained):
-    norm, losses = (column(trained("one"), f"train/{name}") for name in ("grad_norm", "loss"))
+    norm, losses = (column(trained("one", 4), f"train/{name}") for name in ("grad_norm", "loss"))
     for layout in ("ddp_bf16", "ddp_fp16"):
-        rounded = column(trained(layout), "train/grad_norm")
+        rounded = column(trained(layout, 4), "train/grad_norm")
         assert rounded[1] == pytest.approx(norm[1], rel=1e-3)
         assert rounded[1] != pytest.approx(norm[1], rel=1e-7)
-        assert column(trained(layout), "train/loss") == pytest.approx(losses, abs=1e-2)
+        assert column(trained(layout, 4), "train/loss") == pytest.approx(losses, abs=1e-2)
 
 
 @pytest.mark.long

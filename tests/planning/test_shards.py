@@ -230,7 +230,9 @@ def test_processes_hold_the_estimated_bytes(measured):
     # before each micro-batch of two steps: none before the first, then those of the shards only
     for held in ranks:
         accumulated = [phase["gradients"]] * (len(held["gradients"]) // 2 - 1)
-        assert held["gradients"] == pytest.approx([0, *accumulated] * 2, rel=2e-3) or place.pp > 1
+        # micro-batches of stages overlap; HSDP keeps partial sums outside of the parameters
+        if place.pp == 1 and not (place.kind == "FSDP2" and place.copies > 1):
+            assert held["gradients"] == pytest.approx([0, *accumulated] * 2, rel=2e-3)
         assert not any(held["whole gradients"])
 
 

@@ -53,11 +53,11 @@ def errors(stderr: str) -> list[str]:
     ("share", "file"),
     [
         (0, "recipe.yaml"),
-        (20, "step_00000002"),
-        pytest.param(25, "best", marks=pytest.mark.slow),
-        (30, "best"),
-        pytest.param(45, "step_00000004", marks=pytest.mark.slow),
-        pytest.param(60, "best", marks=pytest.mark.slow),
+        (18, "step_00000002"),
+        pytest.param(26, "best", marks=pytest.mark.slow),
+        (34, "best"),
+        pytest.param(50, "step_00000004", marks=pytest.mark.slow),
+        pytest.param(66, "best", marks=pytest.mark.slow),
     ],
 )
 def test_full_disk_is_one_line_and_resumes_exactly(reference, volume, capsys, share, file):
