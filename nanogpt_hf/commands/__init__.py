@@ -265,7 +265,7 @@ def entry_point() -> None:
         if not status and distributed and distributed.is_initialized():
             # without it, gloo sometimes aborts the process at its end
             distributed.destroy_process_group()
-    except SystemExit as ended:  # --help, or output that nobody reads
+    except SystemExit as ended:  # --help, or the reader of the output is gone
         status = ended.code
     except KeyboardInterrupt:
         status = 130
