@@ -87,8 +87,7 @@ def explain(error: BaseException) -> str | None:
     if isinstance(error, OSError):
         path = error.filename2 or error.filename
         reason = error.strerror or one_line(error) or type(error).__name__
-        is_path = isinstance(path, str | bytes | os.PathLike)
-        return f"{os.fsdecode(path)}: {reason}" if is_path else reason
+        return f"{os.fsdecode(path)}: {reason}" if isinstance(path, str | bytes) else reason
     # Path.resolve, before Python 3.13
     if isinstance(error, RuntimeError) and str(error).startswith("Symlink loop"):
         return f"{one_line(error).partition(' from ')[2].strip(chr(39))}: is a link to itself"
