@@ -277,10 +277,10 @@ def meta_model(config: Config, base: PreTrainedConfig, step: int = 0) -> PreTrai
     """
     architecture = architecture_of(base)
     with torch.device("meta"):
-        model, stepped = architecture.model_class(base), architecture.model_class(base)
+        model = architecture.model_class(base)
         if config.finetune.model:
             _prepare_for_finetuning(model, config, step)
-    idle = () if architecture is GPT2 else architecture.check_one_step(stepped)
+    idle = () if architecture is GPT2 else architecture.check_one_step(base)
     for name, parameter in model.named_parameters():
         if re.sub(r"\.lora_[AB]\.default", "", name) in idle:
             parameter.requires_grad_(False)
@@ -302,9 +302,7 @@ def load_base_config(name: str, revision: str | None) -> tuple[PreTrainedConfig,
         architecture = architecture_on_disk(name, revision)
         config = architecture.read_config(name, revision)
         if architecture is not GPT2:
-            with torch.device("meta"):
-                model = architecture.model_class(config)
-            architecture.check_one_step(model)
+            architecture.check_one_step(config)
         is_folder = Path(name).exists()
         file = None if is_folder else cached_file(name, CONFIG_NAME, revision=revision)
         commit = file and extract_commit_hash(file, None)

@@ -73,6 +73,7 @@ class Architecture(ConfigFields):
         self.model_class = model_class_of(config_class)
         # for messages and cards: `Qwen3` of Qwen3ForCausalLM
         self.title = re.sub(r"(ForCausalLM|LMHeadModel)$", "", self.model_class.__name__)
+        self._stepped: dict[str, list[str]] = {}  # a start asks several times for one config
 
     def _check_kind(self) -> None:
         kinds: Any = self.config_class.sub_configs
@@ -103,7 +104,7 @@ class Architecture(ConfigFields):
         if section.n_inner is None and self._is_gated(model):
             config, model = self._build(section, vocab_size, end_of_text_id, is_gated=True)
         self.check_knobs(section, config)
-        self.check_one_step(model)
+        self.check_one_step(config)
         if padded := padded_vocab_size(section, vocab_size):
             config.padded_vocab_size = padded  # in memory only; standard_config has none
         return config
@@ -126,13 +127,20 @@ class Architecture(ConfigFields):
         layers = (self.linear_layers(block)[1] for block in self.blocks(model))
         return bool(experts_of(model)) or any(len(of) > 2 for of in layers)
 
-    def check_one_step(self, model: Any) -> list[str]:
-        """The trainable parameters that the loss gives no gradient, of a model on the meta device,
-        which computes shapes only; none if that device cannot tell.
+    def check_one_step(self, config: Any) -> list[str]:
+        """The parameters that the loss gives no gradient, found by a step on the meta device, which
+        computes shapes only; none if that device cannot tell.
 
         Raises ValueError for a dropout outside [0, 1), or if the model fails in a step.
         """
-        config = model.config
+        key = config.to_json_string(use_diff=False)
+        if key not in self._stepped:
+            with torch.device("meta"):
+                model = self.model_class(config)
+            self._stepped[key] = self._idle_in_a_step(model, config)
+        return self._stepped[key]
+
+    def _idle_in_a_step(self, model: Any, config: Any) -> list[str]:
         # the meta device computes no dropout
         for name in (field.name for field in self._fields):
             if wrong := wrong_dropout(name, size_of(config, name)):
@@ -163,9 +171,7 @@ class Architecture(ConfigFields):
             raise ValueError(
                 f"model.architecture {self.name} cannot take a step with {given}: {one_line(error)}"
             ) from error
-        idle = [name for name, p in model.named_parameters() if p.requires_grad and p.grad is None]
-        model.zero_grad()
-        return idle
+        return [name for name, p in model.named_parameters() if p.grad is None]
 
     def output_shapes(self, model: Any) -> Any:
         """The output for a text of a model on the meta device, in training."""
