@@ -125,7 +125,7 @@ def byte_tokenizer(tmp_path_factory) -> Path:
     """
     from transformers import GPT2Tokenizer
 
-    from nanogpt_hf.data.tokenizer import printable_bytes
+    from nanogpt_hf.data.bpe import printable_bytes
 
     folder = tmp_path_factory.mktemp("tokenizer")
     vocabulary = {

@@ -16,10 +16,9 @@ import torch
 import transformers
 from transformers.activations import ACT2FN
 
+from nanogpt_hf.data.bpe import GPT4_PATTERN, QWEN_PATTERN
 from nanogpt_hf.data.chat_template import ChatFormat, chat_template
 from nanogpt_hf.data.tokenizer import (
-    GPT4_PATTERN,
-    QWEN_PATTERN,
     save_tokenizer,
     start_of_text_id_of,
 )

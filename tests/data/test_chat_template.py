@@ -19,8 +19,9 @@ from tokenizers import (
 
 from assertions import refusal
 from nanogpt_hf.data import chat_template
+from nanogpt_hf.data.bpe import printable_bytes
 from nanogpt_hf.data.chat_template import ChatFormat, chat_format
-from nanogpt_hf.data.tokenizer import char_tokenizer, printable_bytes
+from nanogpt_hf.data.tokenizer import char_tokenizer
 
 LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| "

@@ -21,6 +21,7 @@ from tokenizers import Regex, pre_tokenizers
 
 from assertions import refusal
 from nanogpt_hf.config.schema import Config, DataSection
+from nanogpt_hf.data import bpe
 from nanogpt_hf.data import tokenizer as module
 from nanogpt_hf.data.prepare import prepare
 from nanogpt_hf.data.prepared import load_prepared
@@ -316,7 +317,7 @@ def test_bpe_ids_equal_saved_tokenizer_and_decode_to_text(trained, tmp_path):
 def test_bpe_encodes_long_text_in_pieces_exactly(trained, monkeypatch):
     monkeypatch.setattr(module, "ENCODE_PIECE", 3)
     for text in BPE_TEXTS:
-        pieces = list(module.split_at_words(text, 3))
+        pieces = list(bpe.split_at_words(text, 3))
         assert "".join(pieces) == text
         assert trained.encode_batch([text])[0].tolist() == encode_ordinary(trained.hf, text)
 
@@ -334,7 +335,7 @@ def test_gpt4_pattern_splits_as_tiktoken_writes_it():
         r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]++[\r\n]*"
         r"|\s*[\r\n]|\s+(?!\S)|\s+"
     )
-    split = pre_tokenizers.Split(Regex(module.GPT4_PATTERN), behavior="isolated")
+    split = pre_tokenizers.Split(Regex(bpe.GPT4_PATTERN), behavior="isolated")
     for text in [*BPE_TEXTS, "12345 I'LL 'Tis\n\n  x!!\n\n", "  \n \n  a  "]:
         # of other kinds in another version of Unicode
         text = regex.sub("[\x1c\x85\U00010000-\U0010ffff]", "", text)
@@ -379,9 +380,9 @@ def test_spread_sample_is_bounded_and_covers_the_whole_text(lengths):
         for length in lengths
     ]
     limit = sum(lengths) // 7
-    sample = module.spread_sample(iter(texts), limit)
+    sample = bpe.spread_sample(iter(texts), limit)
     assert limit / 2 - 4096 <= sum(map(len, sample)) <= limit
-    assert sample == module.spread_sample(texts, limit)
+    assert sample == bpe.spread_sample(texts, limit)
     joined = "".join(texts)
     places = [joined.index(piece) / len(joined) for piece in sample if len(piece) >= 10]
     assert places == sorted(places)
@@ -404,7 +405,7 @@ def test_bpe_training_stops_at_a_signal():
 
     try:
         with pytest.raises(KeyboardInterrupt):
-            module._run_interruptibly(train)
+            bpe._run_interruptibly(train)
     finally:
         stop.set()
         signal.signal(signal.SIGINT, before)

@@ -11,10 +11,9 @@ import transformers
 from tokenizers import Regex, pre_tokenizers
 
 from assertions import refusal
+from nanogpt_hf.data.bpe import GPT4_PATTERN, QWEN_PATTERN
 from nanogpt_hf.data.chat_template import chat_format
 from nanogpt_hf.data.tokenizer import (
-    GPT4_PATTERN,
-    QWEN_PATTERN,
     char_tokenizer,
     train_bpe_tokenizer,
 )

@@ -247,10 +247,11 @@ def test_processes_send_the_estimated_bytes(measured):
     )
 
 
+@pytest.mark.parametrize(
+    "measured", ["DDP", "FSDP2", pytest.param("HSDP", marks=pytest.mark.slow)], indirect=True
+)
 def test_a_rehearsal_needs_and_sends_what_processes_do(measured, tmp_path):
     kind, ranks = measured
-    if kind not in ("DDP", "FSDP2", "HSDP"):
-        pytest.skip("cannot be rehearsed")
     in_processes((rehearsed, kind, tmp_path / "rehearsal.json"))
     found = json.loads((tmp_path / "rehearsal.json").read_text())
     assert found["sent"] == pytest.approx(ranks[0]["sent"], rel=0.01)

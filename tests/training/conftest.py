@@ -62,3 +62,11 @@ def pretrain(capsys, tmp_path, write_recipe, knobs, forget_accelerate):
         return Ended(status, *capsys.readouterr(), RunFolder(folder))
 
     return pretrain
+
+
+@pytest.fixture(scope="module")
+def honest(train, tmp_path_factory) -> RunFolder:
+    """A run of eight steps with all its checkpoints, which no test may change."""
+    options = {"train__max_steps": 8, "checkpoint__keep": 9, "eval__every": 4}
+    folder = tmp_path_factory.mktemp("honest")
+    return train(folder / "run", model__dropout=0.1, **options)

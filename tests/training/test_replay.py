@@ -16,22 +16,15 @@ from nanogpt_hf.runs.provenance import read_starts
 pytestmark = pytest.mark.long
 
 
-@pytest.fixture(scope="module")
-def stem(train, tmp_path_factory) -> RunFolder:
-    options = {"train__max_steps": 8, "checkpoint__keep": 9, "eval__every": 4}
-    folder = tmp_path_factory.mktemp("branches")
-    return train(folder / "stem", model__dropout=0.1, **options)
-
-
 @pytest.fixture
-def branch(stem, tmp_path, forget_accelerate):
+def branch(honest, tmp_path, forget_accelerate):
     """Make a branch with knobs, and train it to its end; return its folder."""
 
     def branch(*knobs: object, step: int = 4) -> RunFolder:
-        before, new = file_contents(stem.path), RunFolder(tmp_path / "new")
-        words = argv("branch {} --at {} --run-dir {}", stem.path, step, new.path)
+        before, new = file_contents(honest.path), RunFolder(tmp_path / "new")
+        words = argv("branch {} --at {} --run-dir {}", honest.path, step, new.path)
         assert main([*words, *map(str, knobs)]) == 0
-        assert file_contents(stem.path) == before
+        assert file_contents(honest.path) == before
         forget_accelerate()
         assert main(argv("pretrain {} --run-dir {} --resume", new.recipe, new.path)) == 0
         return new
@@ -39,33 +32,33 @@ def branch(stem, tmp_path, forget_accelerate):
     return branch
 
 
-def test_branch_without_changes_is_the_same_run(stem, branch):
+def test_branch_without_changes_is_the_same_run(honest, branch):
     new = branch()
-    for run in (stem, new):
+    for run in (honest, new):
         (run.final / "README.md").unlink()  # the card states the duration
-    assert file_contents(new.final) == file_contents(stem.final)
+    assert file_contents(new.final) == file_contents(honest.final)
     assert [e for e in numbers(new) if e["step"] != 4] == [
-        e for e in numbers(stem) if e["step"] != 4
+        e for e in numbers(honest) if e["step"] != 4
     ]
-    assert [e["step"] for e in numbers(new)] == [e["step"] for e in numbers(stem)]
+    assert [e["step"] for e in numbers(new)] == [e["step"] for e in numbers(honest)]
     copied = read_starts(new)[1]
-    assert (copied["step"], copied["branch_of"]) == (4, str(stem.path))
-    assert str(stem.path) in new.report.read_text()
+    assert (copied["step"], copied["branch_of"]) == (4, str(honest.path))
+    assert str(honest.path) in new.report.read_text()
 
 
-def test_branch_has_other_text_rates_and_steps(stem, branch, text_file, tmp_path):
+def test_branch_has_other_text_rates_and_steps(honest, branch, text_file, tmp_path):
     (tmp_path / "other.txt").write_text(text_file.read_text()[::-1])
-    tokenizer = stem.path.parent / "data" / "tokenizer"
+    tokenizer = honest.path.parent / "data" / "tokenizer"
     line = "--data.source {} --data.dir {} --data.tokenizer {} --checkpoint.keep 2"
     line += " --optim.schedule linear --train.max_steps 6"
     new = branch(*argv(line, tmp_path / "other.txt", tmp_path / "data", tokenizer))
     events = numbers(new)
     assert max(event["step"] for event in events) == 6
-    old = {e["step"]: e["train/loss"] for e in numbers(stem) if "train/loss" in e}
+    old = {e["step"]: e["train/loss"] for e in numbers(honest) if "train/loss" in e}
     for event in events:
         if "train/loss" in event:
             assert (event["train/loss"] == old[event["step"]]) == (event["step"] <= 4)
-    optimizers = [read_checkpoint(run.checkpoint(6)).optimizer_state for run in (stem, new)]
+    optimizers = [read_checkpoint(run.checkpoint(6)).optimizer_state for run in (honest, new)]
     assert optimizers[0].layout == optimizers[1].layout
     assert main(argv("verify {}", new.path)) == 0
     assert main(argv("verify {} --steps 0:6", new.path)) == 2
@@ -85,18 +78,18 @@ def test_branch_has_other_text_rates_and_steps(stem, branch, text_file, tmp_path
         ("--at 4 --run-dir NEW --data.dir NEW/data", "one is inside the other"),
     ],
 )
-def test_mistake_is_one_line(stem, refused, tmp_path, words, part):
+def test_mistake_is_one_line(honest, refused, tmp_path, words, part):
     words = words.split()
-    for name, path in (("STEM", stem.path), ("NEW", tmp_path / "new")):
+    for name, path in (("STEM", honest.path), ("NEW", tmp_path / "new")):
         words = [word.replace(name, str(path)) for word in words]
         part = part.replace(name, str(path))
-    assert part in refused("branch", stem.path, *words)
+    assert part in refused("branch", honest.path, *words)
     assert not (tmp_path / "new").exists()
 
 
-def test_text_of_another_tokenizer_is_refused(stem, tmp_path, capsys):
+def test_text_of_another_tokenizer_is_refused(honest, tmp_path, capsys):
     line = "branch {} --at 4 --run-dir {} --data.dir {} --data.tokenizer bpe --data.vocab_size 280"
-    assert main(argv(line, stem.path, tmp_path / "new", tmp_path / "data")) == 2
+    assert main(argv(line, honest.path, tmp_path / "new", tmp_path / "data")) == 2
     assert "data: has another tokenizer than " in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
 

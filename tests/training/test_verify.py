@@ -27,13 +27,6 @@ from nanogpt_hf.training.start import prepare_run
 pytestmark = pytest.mark.long
 
 
-@pytest.fixture(scope="module")
-def honest(train, tmp_path_factory) -> RunFolder:
-    options = {"train__max_steps": 8, "checkpoint__keep": 9, "eval__every": 4}
-    folder = tmp_path_factory.mktemp("honest")
-    return train(folder / "run", model__dropout=0.1, **options)
-
-
 @pytest.fixture
 def run(honest, tmp_path) -> RunFolder:
     """A copy that a test may edit."""
