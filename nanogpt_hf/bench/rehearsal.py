@@ -180,20 +180,18 @@ def _faked(place: Placement, meter: _Meter) -> Iterator[None]:
 
     with ExitStack() as replaced:
         replaced.enter_context(patch.dict(os.environ, _environment(place)))
-        for where, name, value in (
-            (torch.UntypedStorage, "resize_", resize_),
-            (nn.parallel, "DistributedDataParallel", _Replica),
-            # accelerate finds sharded parameters by it
-            (FakeTensor, "data_ptr", lambda self: self.untyped_storage()._cdata),
-            # it has no FSDP2 on CPUs, and another name of the device for DDP
-            (
-                state.PartialState,
-                "_prepare_backend",
-                lambda self, *_, **__: ("gloo", DistributedType.MULTI_GPU),
-            ),
-        )[: 4 if place.processes > 1 else 3]:
+
+        def replace(where: Any, name: str, value: Any) -> None:
             replaced.enter_context(patch.object(where, name, value))
+
+        replace(torch.UntypedStorage, "resize_", resize_)
+        replace(nn.parallel, "DistributedDataParallel", _Replica)
+        # accelerate finds sharded parameters by it
+        replace(FakeTensor, "data_ptr", lambda self: self.untyped_storage()._cdata)
         if place.processes > 1:
+            # accelerate has no FSDP2 on CPUs, and another name of the device for DDP
+            backend = "gloo", DistributedType.MULTI_GPU
+            replace(state.PartialState, "_prepare_backend", lambda self, *_, **__: backend)
             dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=place.processes)
             replaced.callback(dist.destroy_process_group)
         yield

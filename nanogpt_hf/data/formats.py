@@ -52,7 +52,6 @@ class Format:
     # from the tokenizer and the id that ends each document; None if the tokens are made already
     encoder: Callable[[Tokenizer, int | None], Encode] | None = None
     in_threads: bool = False  # whether the encoder may run in several; chat templates may not
-    mask_bytes: int = 0  # on the disk for each token
 
 
 def local_files(data: DataSection) -> list[Path]:
@@ -60,11 +59,6 @@ def local_files(data: DataSection) -> list[Path]:
     form = FORMATS[data.format]
     files = find_files(data.one_source, form.endings)
     return files if form.encoder else [path for path in files if path.stat().st_size]
-
-
-def bytes_of_a_token(data: DataSection, vocab_size: int) -> int:
-    """Bytes of a prepared token on the disk."""
-    return np.dtype(token_dtype(vocab_size)).itemsize + FORMATS[data.format].mask_bytes
 
 
 def text_encoder(tokenizer: Tokenizer, end_of_text_id: int | None) -> Encode:
@@ -253,7 +247,6 @@ FORMATS = {
         endings=ROW_ENDINGS,
         document=lambda row, _: conversation_of(row),
         encoder=_chat_encoder,
-        mask_bytes=1,
         blocks=_chat_blocks,
     ),
     "datatrove": Format(endings=(".ds",), blocks=_token_blocks),

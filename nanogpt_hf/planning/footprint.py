@@ -214,18 +214,6 @@ def _loss(
     )
 
 
-def saved_bytes_per_token(model: PreTrainedModel, block_size: int, place: Placement) -> float:
-    """Bytes that autograd saves of a block for its backward pass, per token of a micro-batch.
-
-    Of a GPT-2 without dropout and adapters about 64 per value of the residual stream in float32, 40
-    under autocast, and 4, the block's input, with checkpointed activations; if only some blocks
-    are computed again, their mean.
-    """
-    full = block_bytes(model, block_size, place)[0]
-    share = 1 / interval(place.checkpointing) if place.checkpointing else 0
-    return share * _kept_bytes(model, block_size, place) + (1 - share) * full
-
-
 def _kept_bytes(model: PreTrainedModel, block_size: int, place: Placement) -> float:
     """Bytes per token that are held of a block whose activations are computed again: its input, and
     selected results.
