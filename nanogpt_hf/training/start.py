@@ -192,14 +192,12 @@ def _check_shared_folder(accelerator: Accelerator, run: RunFolder) -> None:
     # the name of leftovers that RunFolder.lock removes
     name: list[str] = [f".{secrets.token_hex(6)}.partial"]
     broadcast_object_list(name, from_process=0)
-    probe, seen = run.path / name[0], False
-    # a full disk, which the first write reports; another host's file system
-    with contextlib.suppress(OSError):
-        if accelerator.is_main_process:
+    probe = run.path / name[0]
+    if accelerator.is_main_process:
+        with contextlib.suppress(OSError):  # such as a full disk, which the first write reports
             probe.touch()
-        accelerator.wait_for_everyone()
-        seen = probe.exists()
-    processes = gather_object([(socket.gethostname(), seen)])
+    accelerator.wait_for_everyone()
+    processes = gather_object([(socket.gethostname(), os.path.exists(probe))])
     if accelerator.is_main_process:
         probe.unlink(missing_ok=True)
     without = sorted({host for host, sees in processes if not sees})

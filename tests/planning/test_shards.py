@@ -162,7 +162,7 @@ def on_rank(rank: int, port: int, kind: str, file: Path) -> None:
     )
     run.objective = next_token_loss
     # the least, since gloo's threads may free their buffers late
-    held["peak"] = min(peak_allocation(lambda: train_step(run, 2, 1e-3)) for _ in range(2))
+    held["peak"] = min(peak_allocation(lambda: train_step(run, 2, 1e-3)) for _ in range(6))
     gc.collect()
     of_model = {id(parameter) for parameter in run.model.parameters()}
     others = [each for each in gc.get_objects() if isinstance(each, torch.nn.Parameter)]
@@ -256,7 +256,8 @@ def test_a_rehearsal_needs_and_sends_what_processes_do(measured, tmp_path):
     found = json.loads((tmp_path / "rehearsal.json").read_text())
     assert found["sent"] == pytest.approx(ranks[0]["sent"], rel=0.01)
     in_step = found["peak"] - found["state"]
-    assert in_step == pytest.approx(ranks[0]["peak"], abs=0.03 * found["peak"])
+    peak = min(held["peak"] for held in ranks)
+    assert in_step == pytest.approx(peak, abs=0.03 * found["peak"])
     assert found["waits"] == []
 
 
