@@ -1,8 +1,10 @@
-"""Write the tables that follow from the code: knobs in recipes.md, what combines in machines.md.
+"""Write the tables that follow from the code: recipes and knobs in recipes.md, what combines in
+machines.md.
 
 `make docs` runs it.
 """
 
+import re
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -77,6 +79,17 @@ def combination_tables() -> str:
     return "\n" + "\n\n".join(tables) + "\n\n"
 
 
+def recipe_table() -> str:
+    """Each recipe with the first sentence of its comment."""
+    lines = ["", "| recipe | content |", "|---|---|"]
+    for path in sorted((Path(__file__).parents[1] / "recipes").glob("*.yaml")):
+        comment = re.match(r"(#.*\n)+", path.read_text(encoding="utf-8"))[0]
+        words = " ".join(line.lstrip("# ") for line in comment.splitlines())
+        first = re.split(r"[.] (?=[A-Z])|: http", words)[0].rstrip(".")
+        lines.append(f"| `{path.stem}` | {first} |")
+    return "\n".join([*lines, "", ""])
+
+
 def knob_tables() -> str:
     """One table per section of a recipe: knob, default, values, meaning."""
     lines = []
@@ -110,14 +123,15 @@ def _values(knob: dict[str, Any]) -> str:
     return ", ".join(words)
 
 
-PAGES = {"recipes.md": knob_tables, "machines.md": combination_tables}
+PAGES = {"recipes.md": (recipe_table, knob_tables), "machines.md": (combination_tables,)}
 
 
 def updated(name: str) -> str:
-    """The page with what is between its two marks replaced."""
-    before, rest = Path(__file__).with_name(name).read_text(encoding="utf-8").split(BEGIN)
-    _, after = rest.split(END)
-    return before + BEGIN + PAGES[name]() + END + after
+    """The page with what is between its marks replaced."""
+    page, *parts = Path(__file__).with_name(name).read_text(encoding="utf-8").split(BEGIN)
+    for part, table in zip(parts, PAGES[name], strict=True):
+        page += BEGIN + table() + END + part.split(END)[1]
+    return page
 
 
 if __name__ == "__main__":
