@@ -147,6 +147,30 @@ tracking: {every: 1}
 
 
 @pytest.fixture(scope="session")
+def save_chat_model(byte_tokenizer):
+    """Save a GPT of random weights with a chat template, changed by `change`."""
+    import torch
+    from transformers import AutoTokenizer
+
+    from nanogpt_hf.data.chat_template import chat_template
+    from nanogpt_hf.model import GPTConfig, GPTForCausalLM
+
+    def save(folder: Path, change: Callable = lambda model, tokenizer: None, **options) -> None:
+        tokenizer = AutoTokenizer.from_pretrained(byte_tokenizer)
+        tokenizer.chat_template = chat_template(tokenizer)
+        torch.manual_seed(0)
+        options |= {"n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2}
+        end = {"bos_token_id": tokenizer.eos_token_id, "eos_token_id": tokenizer.eos_token_id}
+        model = GPTForCausalLM(GPTConfig(**options, **end, vocab_size=len(tokenizer)))
+        with torch.no_grad():
+            change(model, tokenizer)
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+    return save
+
+
+@pytest.fixture(scope="session")
 def make_recipe(text_file):
     """Write a recipe of a tiny model on the tiny text, with overrides such as
     train__max_steps=3; return its path.
@@ -162,6 +186,36 @@ def make_recipe(text_file):
         return path
 
     return make
+
+
+@pytest.fixture
+def write_run(tmp_path, make_recipe):
+    """Write a run folder without training: losses that fall to `level`, with noise by the seed."""
+    import numpy as np
+
+    from nanogpt_hf.config.load import config_to_yaml, load_config
+    from nanogpt_hf.runs.folder import RunFolder
+
+    def write_run(name: str, level: float = 1.0, steps: int = 60, **overrides) -> RunFolder:
+        overrides = {"train__max_steps": 60, "eval__every": 20, **overrides}
+        config = load_config(make_recipe(tmp_path / "tiny.yaml", **overrides))
+        run = RunFolder(tmp_path / name)
+        run.path.mkdir()
+        run.recipe.write_text(config_to_yaml(config))
+        draw = np.random.default_rng(config.train.seed)
+        with run.metrics.open("w") as file:
+            for step in range(steps + 1):
+                loss = level + 3 / (1 + step / 10) + 0.01 * draw.normal()
+                position = {"step": step, "tokens": 128 * step, "seconds": 2 * step}
+                trained = {"train/tokens_per_second": 64.0, "train/learning_rate": 1e-3}
+                events = [trained | {"train/loss": loss}] if step else []
+                if step % 20 == 0:
+                    events.append({"val/loss": loss, "val/bits_per_byte": loss / 0.6931})
+                for event in events:
+                    file.write(json.dumps(position | event) + "\n")
+        return run
+
+    return write_run
 
 
 @pytest.fixture(scope="session")

@@ -1,9 +1,5 @@
-"""References of a recipe's loss, stored as JSON: a band over several seeds, or a published loss.
-
-The verdict compares the validation loss of a run with one.
-
-References of our recipes ship in recipes/reference/; `compare RUN RUN RUN --make-reference FILE`
-writes a new one.
+"""References of a recipe's loss, as JSON in recipes/reference/: a band over several seeds, or a
+published loss; and the verdict, which compares the validation loss of a run with one.
 """
 
 import json
@@ -38,8 +34,6 @@ _CAUSES = (
     "the code and the versions: `git diff`, and Machine in report.html",
     "the machine: `python cli.py doctor`",
 )
-
-
 # the mean of the validation loss by step and the band around it: step, mean, low, high
 Curve = dict[str, list[Any]]
 
@@ -61,11 +55,9 @@ class Reference:
 
 @dataclass(frozen=True)
 class Verdict:
-    """`sentence` starts with the verdict; `causes` are things to check, the likeliest first."""
-
     kind: str  # normal, above, below, early; other experiment; none without a reference
-    sentence: str
-    causes: tuple[str, ...] = ()
+    sentence: str  # starts with the verdict
+    causes: tuple[str, ...] = ()  # things to check, the likeliest first
 
 
 def read_reference(path: Path) -> Reference:
@@ -83,10 +75,7 @@ def write_reference(reference: Reference, path: Path) -> None:
 
 
 def make_reference(runs: list[RunFolder], name: str) -> Reference:
-    """Make a reference of finished runs that differ only in their seed.
-
-    Raises UserError if they are fewer than three, not finished, or differ in another knob.
-    """
+    """Make a reference of three or more finished runs that differ only in their seed."""
     configs, losses = [load_config(run.recipe) for run in runs], []
     steps = column(read_metrics(runs[0]), "val/loss")[0]
     reference = Reference(
@@ -102,9 +91,7 @@ def make_reference(runs: list[RunFolder], name: str) -> Reference:
             raise UserError(f"{run.path}: differs in {', '.join(different)}; only the seed may")
         evaluated, values = column(read_metrics(run), "val/loss")
         if list(evaluated) != list(steps) or config.train.max_steps not in steps:
-            raise UserError(
-                f"{run.path}: not finished, or not evaluated at the steps of {runs[0].path}"
-            )
+            raise UserError(f"{run.path}: not finished, or not evaluated as {runs[0].path} is")
         losses.append(values)
     if len(set(reference.seeds)) < max(3, len(runs)):
         seeds = ", ".join(map(str, reference.seeds))
@@ -131,10 +118,7 @@ def text_facts(config: Config) -> dict[str, Any] | None:
 
 
 def experiment_of(config: Config) -> dict[str, Any]:
-    """The knobs that affect the loss and differ from the defaults.
-
-    The path of a local text is omitted: it is private.
-    """
+    """The knobs that affect the loss and differ from the defaults, but no path: it is private."""
     experiment = {
         key: value
         for key, knob in KNOBS.items()
@@ -150,9 +134,7 @@ def experiment_of(config: Config) -> dict[str, Any]:
 
 
 def differences(reference: Reference, config: Config) -> tuple[dict[str, str], dict[str, str]]:
-    """Messages by knob or fact of the text: differences that forbid a comparison, and those that
-    shift.
-    """
+    """Messages by knob or fact of the text: what forbids a comparison, and what shifts the loss."""
     ours, theirs, text = experiment_of(config), dict(reference.experiment), text_facts(config)
     if text and reference.text:
         knobs = [key for key in KNOBS if key.startswith("data.") and key not in _NOT_TEXT]
@@ -162,7 +144,7 @@ def differences(reference: Reference, config: Config) -> tuple[dict[str, str], d
             for tree, facts in ((ours, text), (theirs, reference.text))
         )
     incomparable, shifting = {}, {}
-    for key in (*KNOBS, *(key for key in ours if key not in KNOBS)):
+    for key in dict.fromkeys((*KNOBS, *ours)):
         default = KNOBS[key].default if key in KNOBS else None
         here, there = (tree.get(key, default) for tree in (ours, theirs))
         if here != there and not (key == "data.source" and None in (here, there)):
@@ -172,14 +154,10 @@ def differences(reference: Reference, config: Config) -> tuple[dict[str, str], d
 
 
 def find_reference(config: Config, folder: Path = SHIPPED) -> Reference | None:
-    """The reference in `folder` for this experiment, or the nearest with at most two incomparable
-    knobs, or None.
-    """
-    found = []
-    for path in sorted(folder.glob("*.json")):
-        reference = read_reference(path)
-        found.append((*map(len, differences(reference, config)), path.name, reference))
-    nearest = min(found, default=None)
+    """The reference for this experiment, or the nearest with at most two incomparable knobs."""
+    references = map(read_reference, sorted(folder.glob("*.json")))
+    found = [(*map(len, differences(one, config)), one) for one in references]
+    nearest = min(found, key=lambda row: row[:2], default=None)
     return nearest[-1] if nearest and nearest[0] <= 2 else None
 
 
@@ -190,8 +168,8 @@ def judge(reference: Reference | None, config: Config, events: list[Event]) -> V
         return Verdict("none", f"no reference: none ships for this recipe; {remedy}")
     incomparable, shifting = differences(reference, config)
     if incomparable:
-        reasons = "; ".join(incomparable.values())
-        return Verdict("other", f"not comparable with reference {reference.name}: {reasons}")
+        sentence = f"not comparable with reference {reference.name}: "
+        return Verdict("other", sentence + "; ".join(incomparable.values()))
     kind, sentence = _place(reference, events)
     if kind == "above":
         return Verdict(kind, sentence, (*shifting.values(), *_CAUSES)[:3])
@@ -201,9 +179,7 @@ def judge(reference: Reference | None, config: Config, events: list[Event]) -> V
 
 
 def _place(reference: Reference, events: list[Event]) -> tuple[Any, str]:
-    """Where the loss is in the band, and since which evaluation; of a published loss, where the
-    lowest is so far.
-    """
+    """Where the loss is in the band, and since when; of a published loss, the lowest so far."""
     for event in events:
         if "val/loss" in event and not is_number(event["val/loss"]):
             return "above", f"diverged: the loss was not finite at step {event['step']:,}"

@@ -2,39 +2,15 @@
 
 import json
 
-import numpy as np
 import pytest
 from matplotlib import image
 
 from nanogpt_hf.commands import main
-from nanogpt_hf.config.load import config_to_yaml, load_config
-from nanogpt_hf.runs.folder import RunFolder
 
 
 @pytest.fixture
-def write_run(tmp_path, make_recipe):
-    """Write a run folder without training: losses that fall to `level`, with noise by the seed."""
-
-    def write_run(name: str, level: float = 1.0, steps: int = 60, **overrides) -> str:
-        overrides = {"train__max_steps": 60, "eval__every": 20, **overrides}
-        config = load_config(make_recipe(tmp_path / "tiny.yaml", **overrides))
-        run = RunFolder(tmp_path / name)
-        run.path.mkdir(parents=True)
-        run.recipe.write_text(config_to_yaml(config))
-        draw = np.random.default_rng(config.train.seed)
-        with run.metrics.open("w") as file:
-            for step in range(steps + 1):
-                loss = level + 3 / (1 + step / 10) + 0.01 * draw.normal()
-                position = {"step": step, "tokens": 128 * step, "seconds": 2 * step}
-                trained = {"train/tokens_per_second": 64.0, "train/learning_rate": 1e-3}
-                events = [trained | {"train/loss": loss}] if step else []
-                if step % 20 == 0:
-                    events.append({"val/loss": loss, "val/bits_per_byte": loss / 0.6931})
-                for event in events:
-                    file.write(json.dumps(position | event) + "\n")
-        return str(run.path)
-
-    return write_run
+def write_run(write_run):
+    return lambda *arguments, **knobs: str(write_run(*arguments, **knobs).path)
 
 
 @pytest.fixture

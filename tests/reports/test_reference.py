@@ -2,14 +2,13 @@
 recipes.
 """
 
-import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from assertions import refusal
-from nanogpt_hf.config.load import config_to_yaml, load_config
+from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.schema import replace_knobs
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.reports.reference import (
@@ -24,7 +23,6 @@ from nanogpt_hf.reports.reference import (
     read_reference,
     write_reference,
 )
-from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.metrics import column, read_metrics
 
 ROOT = Path(__file__).parents[2]
@@ -32,33 +30,13 @@ REFERENCES = sorted(SHIPPED.glob("*.json"))
 
 
 @pytest.fixture
-def write_run(tmp_path, make_recipe):
-    """Write a run folder without training: a recipe, and falling losses that vary a little with
-    the seed.
-    """
-
-    def write_run(seed: int, last: int = 60, shift: float = 0.0, **overrides) -> RunFolder:
-        overrides = {"train__max_steps": 60, "eval__every": 20, **overrides}
-        config = load_config(make_recipe(tmp_path / "tiny.yaml", train__seed=seed, **overrides))
-        run = RunFolder(tmp_path / f"run_{seed}_{shift:g}")
-        run.path.mkdir()
-        run.recipe.write_text(config_to_yaml(config))
-        draw = np.random.default_rng(seed)
-        with run.metrics.open("w") as file:
-            for step in range(last + 1):
-                loss = 1 + 3 / (1 + step / 10) + 0.01 * draw.normal() + shift
-                kind = "val/loss" if step % 20 == 0 else "train/loss"
-                file.write(
-                    json.dumps({"step": step, "tokens": 128 * step, "seconds": step, kind: loss})
-                    + "\n"
-                )
-        return run
-
-    return write_run
+def run_of(write_run):
+    """Write the run of a seed without training."""
+    return lambda seed, **knobs: write_run(f"run_{seed}", train__seed=seed, **knobs)
 
 
-def test_make_reference_round_trip(write_run, tmp_path):
-    runs = [write_run(seed) for seed in range(5)]
+def test_make_reference_round_trip(run_of, tmp_path):
+    runs = [run_of(seed) for seed in range(5)]
     reference = make_reference(runs, "tiny")
     path = tmp_path / "tiny.json"
     write_reference(reference, path)
@@ -81,14 +59,14 @@ def test_band_of_covers_another_seed():
     assert 0.98 < np.mean(inside) < 1
 
 
-def test_make_reference_refuses_unsuitable_runs(write_run):
-    first, second, third = write_run(0), write_run(1), write_run(2)
+def test_make_reference_refuses_unsuitable_runs(run_of):
+    first, second, third = run_of(0), run_of(1), run_of(2)
     third.metrics.write_text(third.metrics.read_text().replace('"step": 20,', '"step": 21,'))
     for runs, value in (
         ([first, second], "three runs"),
-        ([first, second, write_run(3, optim__learning_rate=5e-3)], "optim.learning_rate"),
-        ([first, second, write_run(4, last=59)], "not finished"),
-        ([first, second, third], "not evaluated at the steps"),
+        ([first, second, run_of(3, optim__learning_rate=5e-3)], "optim.learning_rate"),
+        ([first, second, run_of(4, steps=59)], "not finished"),
+        ([first, second, third], "not evaluated as"),
     ):
         assert value in refusal(make_reference, runs, "x", error=UserError)
 
@@ -101,12 +79,12 @@ def test_read_reference_refuses_other_files(tmp_path, text):
     assert str(path) in refusal(read_reference, path, error=UserError)
 
 
-def test_differences_separates_incomparable_from_shifting_knobs(write_run, tmp_path):
-    reference = make_reference([write_run(seed) for seed in range(3)], "tiny")
-    same = load_config(write_run(9, train__micro_batch_size=8, checkpoint__every=7).recipe)
+def test_differences_separates_incomparable_from_shifting_knobs(run_of, tmp_path):
+    reference = make_reference([run_of(seed) for seed in range(3)], "tiny")
+    same = load_config(run_of(9, train__micro_batch_size=8, checkpoint__every=7).recipe)
     assert differences(reference, same) == ({}, {})
     other = load_config(
-        write_run(10, model__n_layer=3, optim__learning_rate=0.5, train__tokens_per_step=256).recipe
+        run_of(10, model__n_layer=3, optim__learning_rate=0.5, train__tokens_per_step=256).recipe
     )
     incomparable, shifting = differences(reference, other)
     assert list(incomparable) == ["model.n_layer"]
@@ -114,21 +92,21 @@ def test_differences_separates_incomparable_from_shifting_knobs(write_run, tmp_p
     assert list(shifting) == ["optim.learning_rate", "train.tokens_per_step"]
 
 
-def test_differences_compares_prepared_tokens(write_run, tmp_path, text_file):
+def test_differences_compares_prepared_tokens(run_of, tmp_path, text_file):
     from nanogpt_hf.data.prepare import prepare
 
-    config = load_config(write_run(0).recipe)
+    config = load_config(run_of(0).recipe)
     prepare(config)
-    reference = make_reference([write_run(seed) for seed in (1, 2, 3)], "tiny")
+    reference = make_reference([run_of(seed) for seed in (1, 2, 3)], "tiny")
     assert reference.text["train_tokens"] > 1000
     copy = tmp_path / "copy.txt"
     copy.write_text(text_file.read_text())
     elsewhere = {"data__source": str(copy), "data__dir": str(tmp_path / "elsewhere")}
-    config = load_config(write_run(4, **elsewhere).recipe)
+    config = load_config(run_of(4, **elsewhere).recipe)
     prepare(config)
     assert differences(reference, config) == ({}, {})  # equal text under another name
     copy.write_text(text_file.read_text() + "one line more\n" * 9)
-    config = load_config(write_run(5, **elsewhere | {"data__dir": str(tmp_path / "more")}).recipe)
+    config = load_config(run_of(5, **elsewhere | {"data__dir": str(tmp_path / "more")}).recipe)
     prepare(config)
     incomparable, _ = differences(reference, config)
     assert "text.train_tokens" in incomparable
