@@ -45,6 +45,10 @@ def column(run: RunFolder, name: str) -> dict[int, float]:
     return dict(rows)
 
 
+def series(run: RunFolder, name: str) -> list[float]:
+    return list(column(run, name).values())
+
+
 def numbers(run: RunFolder) -> list[dict]:
     """The events of metrics.jsonl without times and memory."""
     measured = {"seconds", "train/tokens_per_second", "train/data_wait", "train/memory_peak_bytes"}

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shlex
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -101,7 +102,9 @@ def test_mistake_is_one_line_that_names_it(refused, text, parts, request, tmp_pa
 
     words = []
     for word in map(put, shlex.split(text)):
-        if variable := re.fullmatch(r"([A-Z_]+)=(.*)", word):
+        if word.startswith("WITHOUT="):
+            monkeypatch.setitem(sys.modules, word.partition("=")[2], None)
+        elif variable := re.fullmatch(r"([A-Z_]+)=(.*)", word):
             monkeypatch.setenv(*variable.groups())
         else:
             words.append(word)

@@ -1,6 +1,5 @@
 """The `export` command; the folders open without this package."""
 
-import importlib.util
 import json
 from pathlib import Path
 
@@ -89,20 +88,6 @@ def test_model_folders_open_without_this_package(capsys, model, tmp_path, write_
     torch.save(expected, tmp_path / "expected.pt")
     output = run_without_this_package(OPEN, tmp_path, str(tmp_path / "expected.pt"))
     assert output.splitlines() == ["GPT2LMHeadModel True"] * 3
-
-
-@pytest.mark.parametrize(("kind", "package"), [("gguf", "gguf"), ("onnx", "onnxscript")])
-def test_export_format_without_package_names_the_extra(refused, monkeypatch, kind, package):
-    find_spec = importlib.util.find_spec
-    missing = ("gguf", "onnx", "onnxscript", "onnxruntime")
-    monkeypatch.setattr(
-        importlib.util,
-        "find_spec",
-        lambda name, *a: None if name in missing else find_spec(name, *a),
-    )
-    line = refused("export", ".", "out", "--format", kind)
-    assert package in line
-    assert f"pip install 'nanogpt_hf[{kind}]'" in line
 
 
 def test_export_gguf(capsys, model, refused):

@@ -31,14 +31,6 @@ def test_a_port_that_is_taken_and_an_unknown_host_are_refused(refused, letter_mo
     assert "no.such.host.invalid" in line
 
 
-def test_a_missing_extra_is_one_line(refused, letter_model, monkeypatch):
-    find = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: None if name == "uvicorn" else find(name)
-    )
-    assert "pip install 'nanogpt_hf[serve]'" in refused("serve", letter_model)
-
-
 def test_the_name_of_a_model_has_no_path(tmp_path):
     for name in ("run/best", "model"):
         (tmp_path / name).mkdir(parents=True)

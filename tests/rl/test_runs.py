@@ -6,9 +6,8 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from assertions import replace_step
+from assertions import replace_step, series, weights
 from nanogpt_hf.commands import main
 from nanogpt_hf.errors import Stopped
 from nanogpt_hf.runs.folder import RunFolder
@@ -36,29 +35,20 @@ SEVENS = "def score(prompt, completion, answer):\n    return completion.count('7
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory, byte_tokenizer):
+def folder(tmp_path_factory, save_chat_model):
     """A model of random weights that answers with digits, a reward for sevens, and the runs of
     the module.
     """
-    from transformers import AutoTokenizer
-
-    from nanogpt_hf.data.chat_template import chat_template
-    from nanogpt_hf.model import GPTConfig, GPTForCausalLM
-
     folder = tmp_path_factory.mktemp("rl")
-    tokenizer = AutoTokenizer.from_pretrained(byte_tokenizer)
-    tokenizer.chat_template = chat_template(tokenizer)
-    torch.manual_seed(0)
-    sizes = {"n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2}
-    sizes["vocab_size"] = len(tokenizer)
-    end = tokenizer.eos_token_id
-    model = GPTForCausalLM(GPTConfig(**sizes, bias=True, bos_token_id=end, eos_token_id=end))
-    likely = [*tokenizer("0123456789", add_special_tokens=False)["input_ids"], end]
-    with torch.no_grad():  # digits and the end lie along the bias before the head
+
+    def like_digits(model, tokenizer):
+        likely = tokenizer("0123456789", add_special_tokens=False)["input_ids"]
+        # digits and the end lie along the bias before the head
         model.transformer.ln_f.bias.copy_(torch.randn(32).sign())
+        likely = [*likely, tokenizer.eos_token_id]
         model.transformer.wte.weight[likely] += 0.2 * model.transformer.ln_f.bias
-    model.save_pretrained(folder / "start")
-    tokenizer.save_pretrained(folder / "start")
+
+    save_chat_model(folder / "start", like_digits, bias=True)
     (folder / "sevens.py").write_text(SEVENS)
     return folder
 
@@ -101,16 +91,6 @@ def full(train) -> RunFolder:
     return train("full", **MORE)
 
 
-def column(run: RunFolder, name: str) -> list[float]:
-    values = [event[name] for event in read_metrics(run) if name in event]
-    assert values
-    return values
-
-
-def weights(run: RunFolder) -> dict[str, torch.Tensor]:
-    return load_file(run.final / "model.safetensors")
-
-
 def test_run_reports_rewards_lengths_entropy_and_pass_rates(plain):
     events = read_metrics(plain)
     trained = [event for event in events if "train/loss" in event]
@@ -129,9 +109,9 @@ def test_run_reports_rewards_lengths_entropy_and_pass_rates(plain):
 
 def test_rewards_rise(train):
     run = train("learning", train__max_steps=25, eval__every=25)
-    rewards = column(run, "train/reward")
+    rewards = series(run, "train/reward")
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.1
-    first, last = column(run, "val/reward")
+    first, last = series(run, "val/reward")
     assert last > first + 0.1
     assert f"{last:.4f} on held-out questions" in (run.best / "README.md").read_text()
 
@@ -150,14 +130,14 @@ def test_run_resumes_exactly_in_the_middle(full, train, monkeypatch):
     theirs = weights(full)
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in weights(resumed).items())
     for name in ("train/loss", "train/reward", "val/reward", "layers/0/update_ratio"):
-        assert column(resumed, name) == column(full, name)
+        assert series(resumed, name) == series(full, name)
 
 
 def test_accumulation_does_not_change_a_run(full, train):
     whole = train("whole", train__micro_batch_size=16, rl__batch_size=4, **MORE)
-    assert column(whole, "train/reward") == column(full, "train/reward")
+    assert series(whole, "train/reward") == series(full, "train/reward")
     for name in ("train/loss", "train/entropy", "train/kl", "train/clipped"):
-        assert column(whole, name) == pytest.approx(column(full, name), abs=1e-5, rel=3e-5), name
+        assert series(whole, name) == pytest.approx(series(full, name), abs=1e-5, rel=3e-5), name
 
 
 @pytest.mark.slow
@@ -165,12 +145,12 @@ def test_accumulation_does_not_change_a_run(full, train):
 def test_two_processes_equal_one(full, folder, arguments, launch_warm, machine):
     run = launch_warm(machine, "rl", *arguments(machine, **MORE))
     # so the completions are the same
-    assert column(run, "train/reward") == column(full, "train/reward")
+    assert series(run, "train/reward") == series(full, "train/reward")
     for name in ("train/completion_tokens", "samples"):
-        assert column(run, name) == column(full, name)
+        assert series(run, name) == series(full, name)
     for name in ("train/loss", "train/kl", "train/entropy", "train/grad_norm"):
         tolerance = 1e-4 if "grad" in name else 1e-5
-        assert column(run, name) == pytest.approx(column(full, name), abs=tolerance, rel=3e-5), name
+        assert series(run, name) == pytest.approx(series(full, name), abs=tolerance, rel=3e-5), name
     # after 12 of AdamW's updates at 0.01, whose size rounding can decide
     ours, theirs = weights(run), weights(full)
     assert max((ours[name] - theirs[name]).abs().max().item() for name in theirs) < 1e-3
@@ -194,7 +174,7 @@ def test_failing_rewards_stop_the_run_or_are_counted(
     assert "--rl.reward_errors zero" in error
     assert "Traceback" not in error
     counted = train("counted", *bad, rl__reward_errors="zero", train__max_steps=2)
-    assert max(column(counted, "train/reward_errors")) >= 1
+    assert max(series(counted, "train/reward_errors")) >= 1
 
 
 @pytest.mark.parametrize(
@@ -234,7 +214,7 @@ def test_shipped_rl_recipes_train(name, folder, root, tmp_path, monkeypatch, for
     forget_accelerate()
     recipe = str(root / "recipes" / f"{name}.yaml")
     assert main(["rl", recipe, "--from", str(folder / "start"), *options]) == 0
-    assert column(RunFolder(tmp_path / "runs" / name), "train/reward")
+    assert series(RunFolder(tmp_path / "runs" / name), "train/reward")
 
 
 @pytest.mark.parametrize("command", ["pretrain", "prepare", "estimate", "bench", "doctor"])

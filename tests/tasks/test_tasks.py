@@ -102,9 +102,3 @@ def test_reasoning_gym_questions_and_scores():
     )
     assert message.startswith("rl.options: ")
     assert "max_term" in message
-
-
-def test_missing_reasoning_gym_is_named(monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    message = refusal(load_task, "reasoning_gym:chain_sum", DataSection(), error=UserError)
-    assert "nanogpt_hf[reasoning-gym]" in message

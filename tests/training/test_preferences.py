@@ -16,10 +16,9 @@ from safetensors.torch import load, load_file
 from torch.nn import functional as F
 from transformers import AutoTokenizer
 
-from assertions import replace_step, same_weights
+from assertions import replace_step, same_weights, series
 from nanogpt_hf.commands import main
 from nanogpt_hf.config.schema import AlignSection
-from nanogpt_hf.data.chat_template import chat_template
 from nanogpt_hf.data.conversations import labeled_of, pair_of
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import DataError, Stopped
@@ -288,19 +287,12 @@ METHODS = {"dpo": methods.PREFERENCES, "kto": methods.KTO}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory, byte_tokenizer):
+def folder(tmp_path_factory, save_chat_model):
     """A model of random weights with a chat template; rows in which answers of ones are good, of
     twos bad; and the runs of the module.
     """
     folder = tmp_path_factory.mktemp("preferences")
-    tokenizer = AutoTokenizer.from_pretrained(byte_tokenizer)
-    tokenizer.chat_template = chat_template(tokenizer)
-    torch.manual_seed(0)
-    sizes = {"n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2}
-    end = {"bos_token_id": tokenizer.eos_token_id, "eos_token_id": tokenizer.eos_token_id}
-    model = GPTForCausalLM(GPTConfig(**sizes, vocab_size=len(tokenizer), **end))
-    model.save_pretrained(folder / "start")
-    tokenizer.save_pretrained(folder / "start")
+    save_chat_model(folder / "start")
     draw, rows = random.Random(0), {"dpo": [], "kto": []}
     for number in range(40):
         good, bad = ("12"[n] * draw.randrange(1, 5) for n in range(2))
@@ -346,25 +338,19 @@ def whole(align):
     return lambda loss: runs.get(loss) or runs.setdefault(loss, align(f"{loss} whole"))
 
 
-def column(run: RunFolder, name: str) -> list[float]:
-    values = [event[name] for event in read_metrics(run) if name in event]
-    assert values
-    return values
-
-
 @pytest.mark.long
 def test_run_starts_at_its_reference_and_learns_the_preference(whole):
     run, kto = whole("dpo"), whole("kto")
-    assert column(run, "train/loss")[0] == pytest.approx(math.log(2), abs=1e-5)
-    assert column(kto, "train/loss")[0] == pytest.approx(0.5, abs=1e-5)
+    assert series(run, "train/loss")[0] == pytest.approx(math.log(2), abs=1e-5)
+    assert series(kto, "train/loss")[0] == pytest.approx(0.5, abs=1e-5)
     for each in (run, kto):
-        assert column(each, "val/margin")[0] == pytest.approx(0, abs=1e-5)
-        assert column(each, "val/accuracy")[-1] == 1
-        assert column(each, "val/loss")[-1] < column(each, "val/loss")[0] - 0.05
+        assert series(each, "val/margin")[0] == pytest.approx(0, abs=1e-5)
+        assert series(each, "val/accuracy")[-1] == 1
+        assert series(each, "val/loss")[-1] < series(each, "val/loss")[0] - 0.05
     assert "mean reward" not in (card := (run.best / "README.md").read_text())
     assert "36 preference pairs, loss dpo" in card
     assert "on held-out pairs (step 6)" in card
-    assert len(column(run, "train/reward_chosen")) == len(column(kto, "train/kl")) == 6
+    assert len(series(run, "train/reward_chosen")) == len(series(kto, "train/kl")) == 6
     assert "36 labeled answers, loss kto" in (kto.best / "README.md").read_text()
 
 
@@ -385,7 +371,7 @@ def test_run_resumes_exactly_in_the_middle(loss, whole, align, monkeypatch):
     resumed = align(f"{loss} parts", "--resume")
     assert same_weights(resumed, whole(loss))
     for name in ("train/loss", "val/loss", "val/margin"):
-        assert column(resumed, name) == column(whole(loss), name)
+        assert series(resumed, name) == series(whole(loss), name)
 
 
 @pytest.mark.slow
@@ -401,8 +387,8 @@ def test_processes_and_accumulation_change_no_number(
     else:
         run = launch_warm(machine, "align", *arguments(name))
     for metric in ("train/loss", "val/loss", "val/margin", *["train/kl"] * (loss == "kto")):
-        expected = pytest.approx(column(whole(loss), metric), abs=1e-5, rel=1e-4)
-        assert column(run, metric) == expected, metric
+        expected = pytest.approx(series(whole(loss), metric), abs=1e-5, rel=1e-4)
+        assert series(run, metric) == expected, metric
 
 
 @pytest.mark.slow
@@ -420,7 +406,7 @@ def test_reference_that_is_overwritten_or_damaged_is_computed_again(align):
     align("dpo again", data__validation_fraction=0.3, train__max_steps=2)
     knobs = {"train__max_steps": 2, "eval__tokens": 2 * 48}
     run = align("dpo again", "--overwrite", **knobs)
-    assert column(run, "val/margin")[0] == pytest.approx(0, abs=1e-5)
+    assert series(run, "val/margin")[0] == pytest.approx(0, abs=1e-5)
     before = load(run.reference.read_bytes())
     run.reference.write_bytes(b"damaged")
     align("dpo again", "--resume", **knobs | {"train__max_steps": 4})
@@ -440,8 +426,8 @@ def test_new_tokens_and_adapters_have_a_reference(align, folder):
     align("dpo new", "--resume", **options | {"train__max_steps": 3})
     adapted = align("dpo adapted", lora__rank=4, optim__learning_rate=3e-2)
     for each in (run, adapted):
-        assert column(each, "train/loss")[0] == pytest.approx(math.log(2), abs=1e-5)
-    assert column(adapted, "val/loss")[-1] < column(adapted, "val/loss")[0]
+        assert series(each, "train/loss")[0] == pytest.approx(math.log(2), abs=1e-5)
+    assert series(adapted, "val/loss")[-1] < series(adapted, "val/loss")[0]
 
 
 def test_answers_without_a_chat_template_are_text(byte_tokenizer):
