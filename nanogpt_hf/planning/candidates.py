@@ -1,9 +1,10 @@
 """Layouts of a run over GPUs: what each costs, by arithmetic, and which to propose, with reasons.
 
-Data, tensor, context and pipeline parallelism, and sharding.
+Data, tensor, context, pipeline and expert parallelism, and sharding.
 """
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from nanogpt_hf.distributed.stages import head_in_blocks, split_blocks
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.formatting import format_bytes
 from nanogpt_hf.model.architecture import architecture_of
+from nanogpt_hf.model.experts import experts_of
 from nanogpt_hf.planning.footprint import Footprint, footprint
 from nanogpt_hf.planning.hardware import LINK_SHARE, USABLE_MEMORY, Gpu
 from nanogpt_hf.planning.placement import Placement
@@ -91,30 +93,35 @@ def _placements(config: Config, model: PreTrainedModel, cluster: Cluster) -> Ite
     Tensor and context parallelism communicate most, and stay inside a machine.
     """
     gpus, per_machine = cluster.gpus, cluster.per_machine
+    smallest = replace_knobs(config, {"train.micro_batch_size": 1})
+    shares = divisors(math.gcd(gpus, *(experts.num_experts for experts in experts_of(model))))
     shared: dict[str, Any] = {"processes": gpus, "precision": "bf16", "per_machine": per_machine}
+
+    def fits(place: Placement) -> bool:
+        try:
+            place.check(smallest, model)
+        except UserError:
+            return False
+        return True
+
     for tp, cp, pp in itertools.product(divisors(gpus), repeat=3):
         if gpus % (tp * cp * pp) or per_machine % (tp * cp):
             continue
-        dp, inside = gpus // (tp * cp * pp), per_machine // tp
+        dp, inside, plain = gpus // (tp * cp * pp), per_machine // tp, tp == cp == pp == 1
         ranks = dp * cp
         each: dict[str, Any] = shared | {"tp": tp, "cp": cp, "pp": pp}
-        whole = Placement(**each, **({"kind": "FSDP2", "shards": ranks} if ranks > 1 else {}))
-        try:
-            whole.check(replace_knobs(config, {"train.micro_batch_size": 1}), model)
-        except UserError:
+        if not fits(Placement(**each, **({"kind": "FSDP2", "shards": ranks} if ranks > 1 else {}))):
             continue
         sharded = {ranks} if ranks > 1 else set()
         if pp == 1 and ranks > inside > 1 and ranks % inside == 0 and inside % cp == 0:
             sharded.add(inside)  # HSDP
-        for level in ("", "true"):
+        kinds: list[dict[str, Any]] = [{}] if ranks == 1 else [{"kind": "DDP"}] * (tp == cp == 1)
+        kinds += [{"kind": "FSDP2", "shards": shards} for shards in sorted(sharded)]
+        for ep, level, kind in itertools.product(shares if plain else [1], ("", "true"), kinds):
             # others compile with limits
-            each |= {"checkpointing": level, "compiles": tp == cp == pp == 1}
-            if ranks == 1:
-                yield Placement(**each)
-            elif tp == cp == 1:
-                yield Placement(kind="DDP", **each)
-            for shards in sorted(sharded):
-                yield Placement(kind="FSDP2", shards=shards, **each)
+            place = Placement(**each, **kind, ep=ep, checkpointing=level, compiles=plain)
+            if ep == 1 or fits(place):
+                yield place
 
 
 def _costed(

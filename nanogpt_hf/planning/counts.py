@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from nanogpt_hf.distributed.stages import head_in_blocks, split_blocks
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.model.architecture import architecture_of
-from nanogpt_hf.model.experts import shapes_only
+from nanogpt_hf.model.experts import experts_of, shapes_only
 from nanogpt_hf.model.recompute import is_kept
 from nanogpt_hf.model.written_out import write_out_attention
 from nanogpt_hf.planning.placement import Placement
@@ -61,24 +61,31 @@ class Counts:
     trainable: int
     block: int  # in one block
     outside: int  # not in a block
+    gathered_alone: int  # of those, by FSDP2 only while they compute: an embedding that is not tied
     head: int  # in the embedding, which is usually tied to the head
+    experts: int  # that data-parallel processes share
+    trainable_experts: int
     head_is_trainable: bool
     backward_blocks: int  # from the lowest trainable block up: those below have no backward pass
 
     @classmethod
     @lru_cache(maxsize=256)  # layouts share them
-    def of(cls, model: PreTrainedModel, tp: int = 1, stage: StageShare | None = None) -> "Counts":
-        """The counts of `model`, which may be on the meta device; with tensor parallelism those of
-        one rank.
+    def of(
+        cls, model: PreTrainedModel, tp: int = 1, stage: StageShare | None = None, ep: int = 1
+    ) -> "Counts":
+        """The counts of `model`, which may be on the meta device; with tensor or expert parallelism
+        those of one rank.
 
         Tensor parallelism splits the matrices of the blocks, the embedding of tokens and the
         head. A stage of a pipeline has some of the blocks; the first has the embeddings, the
         last the head, which may be a copy.
         """
-        model = one_rank_of(model, tp)
+        model = one_rank_of(model, tp, ep)
+        experts = [p for part in experts_of(model) * (ep > 1) for p in part.parameters()]
         architecture = architecture_of(model)
         blocks = architecture.blocks(model)
         embedding = next(model.get_input_embeddings().parameters())
+        is_tied = _head(model).weight is embedding
         stage = stage or StageShare(len(blocks))
         trainable = [any(p.requires_grad for p in block.parameters()) for block in blocks]
         embeddings = [p for module in architecture.embeddings(model) for p in module.parameters()]
@@ -102,7 +109,10 @@ class Counts:
             trainable=all_trainable if total == whole else round(total * all_trainable / whole),
             block=block,
             outside=outside,
+            gathered_alone=embedding.numel() if stage.has_embedding and not is_tied else 0,
             head=embedding.numel() if stage.has_head else 0,
+            experts=sum(p.numel() for p in experts),
+            trainable_experts=sum(p.numel() for p in experts if p.requires_grad),
             head_is_trainable=embedding.requires_grad,
             backward_blocks=min(stage.blocks, len(blocks) - frozen_below),
         )
@@ -113,13 +123,17 @@ def _head(model: PreTrainedModel) -> Any:
 
 
 @lru_cache(maxsize=16)
-def one_rank_of(model: PreTrainedModel, tp: int) -> PreTrainedModel:
-    """A model on the meta device with what one of `tp` tensor-parallel ranks has of its matrices;
-    biases of layers that it sums over ranks stay whole.
+def one_rank_of(model: PreTrainedModel, tp: int, ep: int = 1) -> PreTrainedModel:
+    """A model on the meta device with what one of `tp` tensor-parallel ranks has of its matrices,
+    or one of `ep` of its experts; biases of layers that tensor parallelism sums stay whole.
     """
-    if tp == 1:
+    if tp * ep == 1:
         return model
     model = copy.deepcopy(model)
+    if tp == 1:
+        for parameter in (p for part in experts_of(model) for p in part.parameters()):
+            parameter.data = parameter.data.chunk(ep)[0]
+        return model
     architecture = architecture_of(model)
     blocks = map(architecture.linear_layers, architecture.blocks(model))
     layers = [[*part.values()] for block in blocks for part in block]

@@ -80,11 +80,6 @@ def estimate(
     steps do not divide by the processes, if the size of the vocabulary is unknown, and for what
     does not combine with ZeRO or FSDP2.
     """
-    if place.ep > 1:
-        raise UserError(
-            f"ep_size {place.ep} is not estimated; leave it out to see what a process with all "
-            "experts needs"
-        )
     place.check(config)
     manifest = find_manifest(config.data)
     model, vocabulary = _meta_model(config, base, manifest)

@@ -17,7 +17,7 @@ from nanogpt_hf.model.architecture import architecture_of
 from nanogpt_hf.model.loss_gpt import rows_of_a_chunk
 from nanogpt_hf.model.recompute import SELECTIVE, interval
 from nanogpt_hf.optim.optimizer import kind_of
-from nanogpt_hf.planning.counts import Counts, StageShare, block_bytes, stages_of
+from nanogpt_hf.planning.counts import Counts, StageShare, block_bytes, one_rank_of, stages_of
 from nanogpt_hf.planning.placement import Placement
 
 CHECKPOINT = "checkpoint"  # the copy that is written in the background, kept from one to the next
@@ -98,7 +98,10 @@ def _footprint(
     optim: OptimSection,
 ) -> Footprint:
     config, value = model.config, place.compute_bytes
-    counts = Counts.of(model, place.tp, stage)
+    counts = Counts.of(model, place.tp, stage, place.ep)
+    # what is sharded or held: FSDP2 shards the copies of experts
+    ep = 1 if place.kind == "FSDP2" else place.ep
+    held = Counts.of(model, place.tp, stage, ep)
     rows = micro_batch_size * block_size // place.cp
     residual = place.residual_bytes * rows * config.hidden_size
     full_block = rows * block_bytes(model, block_size, place)[0]
@@ -122,16 +125,18 @@ def _footprint(
     copies_of_input = 1 + any(hasattr(layer, "lora_A") for layer in last)
     inner = architecture.inner_width(block, config)
     passing = residual + value * rows * (inner // place.tp * copies_of_input)
-    share = counts.trainable / Counts.of(model).trainable
+    rank = one_rank_of(model, place.tp, ep)
+    share = held.trainable / Counts.of(rank).trainable
     optimizer, checkpoint = (
-        share * _optimizer_bytes(model, place.shards, optim.name, state)
+        share * _optimizer_bytes(rank, place.shards, optim.name, state)
         for state in (optim.state, "float32")
     )
-    state, offloaded = _state(counts, place, optimizer)
-    checkpoint += 4 * counts.total / place.shards
+    state, offloaded = _state(held, place, optimizer)
+    checkpoint += 4 * held.total / place.shards
     # processes of a machine: of copies one is saved
-    savers = min(place.per_machine, place.processes // place.copies)
-    host_copy = 0 if place.on_cpu else savers * checkpoint
+    savers = min(place.per_machine, max(place.ep, place.processes // place.copies))
+    whole = 4 * Counts.of(model).total + _optimizer_bytes(model, 1, optim.name, "float32")
+    host_copy = 0 if place.on_cpu else min(savers * checkpoint, whole)
     state[CHECKPOINT] = checkpoint if place.on_cpu else 0.0
     gradients = state.pop("gradients")
     accumulated = gradients if accumulates else 0
@@ -150,7 +155,7 @@ def _footprint(
         left = counts.backward_blocks - done
         is_again = again(left) - again(left - 1)  # whether this block is
         return {
-            "gradients": (accumulated or gradients * done * counts.block / counts.total) + head,
+            "gradients": (accumulated or gradients * done * held.block / held.total) + head,
             "activations": waiting
             + saved(left)
             + is_again * (residual + full_block - kept_block)
@@ -182,7 +187,8 @@ def _footprint(
         },
     }
     if update_bytes := kind_of(optim).update_bytes:
-        copies = update_bytes(model, place.on_cpu, place.shards / share, place.processes)
+        shards = place.shards * Counts.of(model).trainable / held.trainable
+        copies = update_bytes(model, place.on_cpu, shards, place.processes)
         phases[UPDATE] = {"gradients": gradients, "copies": copies}
     phases = {name: dict.fromkeys(PARTS, 0.0) | state | parts for name, parts in phases.items()}
     return Footprint(phases, offloaded, host_copy)
@@ -269,11 +275,11 @@ def _copies(counts: Counts, place: Placement, *, blocks: int, backward: bool) ->
         few = place.reshard and place.pp == 1
         gathered = 2 * counts.block if few else counts.total - counts.outside
         gradients = (value + 4) * counts.block if backward else 0
-        return value * (counts.outside + gathered) + gradients
+        return value * (counts.outside - counts.gathered_alone + gathered) + gradients
     if place.zero:
         live = min(counts.total, _ZERO_3_LIVE) if place.kind == "ZeRO-3" else 0
         bucket = min(counts.trainable, _ZERO_BUCKET) if backward else 0
         return value * (live + bucket)
     cast = 2 * (counts.head + counts.block * blocks) if place.autocast else 0
-    buckets = 4 * counts.trainable if place.kind == "DDP" else 0
+    buckets = 4 * (counts.trainable - counts.trainable_experts) if place.kind == "DDP" else 0
     return cast + buckets

@@ -83,7 +83,7 @@ class Placement:
     @property
     def _sizes(self) -> dict[str, int | str]:
         """The kinds of parallelism with their sizes."""
-        sizes: dict[str, int | str] = {"PP": self.pp, "CP": self.cp, "TP": self.tp}
+        sizes: dict[str, int | str] = {"PP": self.pp, "CP": self.cp, "TP": self.tp, "EP": self.ep}
         sizes = {name: size for name, size in sizes.items() if size != 1}
         if self.kind == "FSDP2" and self.copies > 1:
             sizes["HSDP"] = f"{self.copies}×{self.shards}"
@@ -107,7 +107,8 @@ class Placement:
     def complexity(self) -> tuple[int, str]:
         """A key that sorts the simplest placement first."""
         kinds = ["one process", "DDP", "FSDP2"].index(self.kind) + ("HSDP" in self._sizes)
-        return 10 * len(self._sizes.keys() & {"PP", "CP", "TP"}) + kinds, self.checkpointing
+        several = self._sizes.keys() & {"PP", "CP", "TP", "EP"}
+        return 10 * len(several) + kinds, self.checkpointing
 
     def __str__(self) -> str:
         precision = f"{self.precision} with float32 weights"
@@ -123,8 +124,11 @@ class Placement:
         divide; `model` is the recipe's, if there is one already.
         """
         sharding = "zero" if self.zero else "fsdp" if self.kind == "FSDP2" else "none"
-        sizes: dict[str, Any] = {"tp_size": self.tp, "cp_size": self.cp, "pp_size": self.pp}
-        data_parallel = {"dp_replicate_size": self.copies, "dp_shard_size": self.dp // self.copies}
+        sizes: dict[str, Any] = {
+            f"{name}_size": getattr(self, name) for name in ("tp", "cp", "pp", "ep")
+        }
+        copies = min(self.copies, self.dp)
+        data_parallel = {"dp_replicate_size": copies, "dp_shard_size": self.dp // copies}
         mesh = Mesh(world_size=self.processes, **sizes, stated_sizes=sizes | data_parallel)
         machine = Machine(
             sharding,
@@ -269,6 +273,8 @@ def config_text(place: Placement) -> str:
         text += _SIZES
     if place.pp > 1:
         text += "  parallelism_config_pp_size: {place.pp}\n"
+    if place.ep > 1:
+        text += "parallelism_config:\n  parallelism_config_ep_size: {place.ep}\n"
     return text.format(
         place=place,
         name=place.name,

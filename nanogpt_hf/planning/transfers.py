@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedModel
 
 from nanogpt_hf.distributed.context_parallel import heads_of, needs_ring
+from nanogpt_hf.model.experts import active_experts, experts_of
 from nanogpt_hf.model.recompute import interval
 from nanogpt_hf.planning.counts import Counts, stages_of
 from nanogpt_hf.planning.placement import Placement
@@ -56,16 +57,18 @@ def transfers(
     DDP all-reduces gradients once, in float32 unless it compresses them. FSDP2 gathers the
     weights of each micro-batch in the compute precision, for the forward and the backward pass,
     and reduce-scatters its gradients in float32; HSDP also all-reduces their shards over the
-    copies, once. Tensor parallelism sums the output of attention and of the MLP in the forward
-    pass, the gradients of their inputs in the backward pass (Megatron-LM, arXiv:1909.08053,
-    section 3), the embedding's output and the gradient of the head's input. Context parallelism
+    copies, once. Expert parallelism sends hidden states to the processes of their experts and
+    back, in both passes, as if all experts had equal work. Tensor parallelism sums the output of
+    attention and of the MLP in the forward pass, the gradients of their inputs in the backward
+    pass (Megatron-LM, arXiv:1909.08053, section 3), the embedding's output and the gradient of
+    the head's input. Context parallelism
     exchanges queries, keys, values and outputs (Ulysses, arXiv:2309.14509); its ring sends keys
     and values past the other devices in each pass (arXiv:2310.01889), and their gradients in
     float32 around to where they came from. A stage of a pipeline sends activations on and their
     gradients back.
     """
     config, value, stages = model.config, place.compute_bytes, stages_of(model, place)
-    shares = [Counts.of(model, place.tp, stage) for stage in stages]
+    shares = [Counts.of(model, place.tp, stage, place.ep) for stage in stages]
     counts = max(shares, key=lambda counts: counts.total)
     blocks = max(stage.blocks for stage in stages)
     # for a layer, per step
@@ -73,6 +76,8 @@ def transfers(
     # a second forward pass of the blocks
     again = 1 / interval(place.checkpointing) if place.checkpointing else 0
     stages_apart = place.processes // place.pp
+    copies = place.dp // place.ep  # of experts
+    others, trainable = counts.total - counts.experts, counts.trainable - counts.trainable_experts
     found = []
 
     def add(name: str, size: float, group: int, stride: int, overlaps: str = "") -> None:
@@ -82,46 +87,38 @@ def transfers(
             found.append(Transfer(name, size, neighbors, overlaps))
 
     if place.kind == "FSDP2":
-        # Embeddings and head stay gathered between the passes. A pipeline keeps the blocks'
-        # weights, too, from a backward to the next forward pass, and their whole gradients to the
-        # end of the step.
+        # The head, and a tied embedding, stay gathered between the passes. A pipeline keeps the
+        # blocks' weights, too, from a backward to the next forward pass, and their whole gradients
+        # to the end of the step.
         passes = 2 if place.reshard and place.pp == 1 else 1
-        gathered = (
-            value * (counts.outside + passes * (counts.total - counts.outside)) * accumulation
-        )
-        add(
-            "gathers of weights",
-            all_gather_bytes(gathered, place.shards),
-            place.shards,
-            place.tp,
-            "computation",
-        )
-        scattered = 4 * counts.trainable * (accumulation if place.pp == 1 else 1)
-        add(
-            "reduce-scatters of gradients",
-            all_gather_bytes(scattered, place.shards),
-            place.shards,
-            place.tp,
-            "computation",
-        )
+        times = accumulation if place.pp == 1 else 1
+        once = counts.outside - counts.gathered_alone
+        for whose, gathered, scattered, shards, stride in (
+            ("", passes * (others - once) + once, trainable, place.shards, place.tp),
+            (" of experts", passes * counts.experts, counts.trainable_experts, copies, place.ep),
+        ):
+            size = all_gather_bytes(value * gathered * accumulation, shards)
+            add(f"gathers of weights{whose}", size, shards, stride, "computation")
+            size = all_gather_bytes(4 * scattered * times, shards)
+            add(f"reduce-scatters of gradients{whose}", size, shards, stride, "computation")
     if place.kind in ("DDP", "FSDP2"):
         each = 2 if place.compresses else 4
-        gradients = all_reduce_bytes(each * counts.trainable / place.shards, place.copies)
-        add(
-            "all-reduce of gradients",
-            gradients,
-            place.copies,
-            place.shards * place.tp,
-            "the last backward pass",
-        )
+        gradients = all_reduce_bytes(each * trainable / place.shards, place.copies)
+        stride = place.shards * place.tp
+        overlaps = "the last backward pass"
+        add("all-reduce of gradients", gradients, place.copies, stride, overlaps)
+    if place.kind == "DDP":
+        size = all_reduce_bytes(4 * counts.trainable_experts, copies)
+        add("all-reduce of experts' gradients", size, copies, place.ep)
+    if place.ep > 1:
+        rows = len(experts_of(model)) * active_experts(config) * value * values
+        size = all_gather_bytes((4 + 2 * again) * rows, place.ep)
+        add("exchanges with experts", size, place.ep, 1)
     if place.tp > 1:
-        sums = (4 + 2 * again) * blocks + 2
-        add(
-            "tensor-parallel all-reduces",
-            all_reduce_bytes(sums * value * values, place.tp),
-            place.tp,
-            1,
-        )
+        # gradients of a norm's output, which autocast leaves in float32, and the embedding's output
+        sums = (2 + 2 * again) * blocks * value + (2 * blocks + 2) * place.residual_bytes
+        size = all_reduce_bytes(sums * values, place.tp)
+        add("tensor-parallel all-reduces", size, place.tp, 1)
     if place.cp > 1:
         heads, kv_heads = heads_of(config)
         if needs_ring(config, place.tp * place.cp):

@@ -142,6 +142,39 @@ def test_hsdp_is_proposed_if_a_machine_holds_the_model_and_the_network_is_slow()
     assert 4 * found.layout.bytes_sent(between_machines=True) < whole.bytes_sent(True)
 
 
+MIXTURE = {"num_experts": 64, "num_experts_per_tok": 2, "moe_intermediate_size": 11008}
+MIXTURE |= {"tie_word_embeddings": True}
+
+
+@pytest.mark.long
+def test_experts_are_shared_if_no_gpu_holds_those_of_two_layers():
+    values = FOUR_LAYERS | {"model.architecture": "qwen3_moe", "model.extra": MIXTURE}
+    values |= {"train.tokens_per_step": 4096 * 32}
+    _, model, found = proposal_for(values, cluster(16))
+    layout = found.layout
+    assert layout.place.name == "EP 16 × DDP 16"
+    experts = 4 * 64 * 3 * 4096 * 11008
+    others = model.num_parameters() - experts
+    weights = layout.memory.phases[LOSS]["weights"]
+    assert weights == pytest.approx(4 * (experts / 16 + others))
+    # two experts of each token, sent and received in each pass of four layers; no copies to sum
+    sent = {transfer.name: transfer.size for transfer in layout.transfers}
+    assert sent == {
+        "all-reduce of gradients": 2 * 15 / 16 * 4 * others,
+        "exchanges with experts": 4 * 4 * 2 * 15 / 16 * 2 * 2 * 4096 * 4096,
+    }
+    families = {other.place.family: other for other in found.best}
+    assert found.cluster.lacks(families["FSDP2"])  # the gathered experts of two layers
+    shared = families["EP × FSDP2"]
+    held = shared.memory.phases[LOSS]["weights"]
+    assert held == pytest.approx(bytes_of_shards(model, 16), rel=1e-3)
+    assert {transfer.name for transfer in shared.transfers} == {
+        "gathers of weights",
+        "reduce-scatters of gradients",
+        "exchanges with experts",
+    }
+
+
 @pytest.mark.long
 def test_no_layout_is_proposed_that_the_recipe_refuses_or_that_does_not_fit():
     config = load_config(None, FOUR_LAYERS | {"optim.state": "8bit"}, name="example")
@@ -175,16 +208,21 @@ def test_written_config_is_read_as_the_proposed_placement(tmp_path):
     seen = set()
     config = load_config(None, FOUR_LAYERS | {"train.tokens_per_step": 4096 * 64}, name="example")
     model = planned_model(config)
+    experts = {"num_experts": 8, "moe_intermediate_size": 64, "tie_word_embeddings": True}
+    values = FOUR_LAYERS | {"model.architecture": "qwen3_moe", "model.extra": experts}
+    mixture = load_config(None, values | {"train.tokens_per_step": 4096 * 64}, name="example")
+    found = candidates(mixture, planned_model(mixture), cluster(4), 0.4)
     for where in (cluster(1), cluster(4), cluster(4, per_machine=2)):
-        for layout in candidates(config, model, where, 0.4):
-            path = tmp_path / "machine.yaml"
-            path.write_text(config_text(layout.place))
-            assert read_placement(str(path)) == layout.place
-            assert layout.place.dp * layout.micro_batch_size * layout.accumulation == 64
-            assert layout.accumulation >= layout.place.pp
-            seen.add(layout.place.family)
+        found += candidates(config, model, where, 0.4)
+    for layout in found:
+        path = tmp_path / "machine.yaml"
+        path.write_text(config_text(layout.place))
+        assert read_placement(str(path)) == layout.place
+        assert layout.place.dp * layout.micro_batch_size * layout.accumulation == 64
+        assert layout.accumulation >= layout.place.pp
+        seen.add(layout.place.family)
     assert seen >= {"one process", "DDP", "FSDP2", "HSDP", "TP", "TP × FSDP2", "CP × FSDP2"}
-    assert seen >= {"PP", "PP × DDP", "PP × FSDP2"}
+    assert seen >= {"PP", "PP × DDP", "PP × FSDP2", "EP × DDP", "EP × FSDP2"}
 
 
 def test_gpu_is_chosen_by_name_or_memory():

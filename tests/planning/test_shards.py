@@ -82,6 +82,10 @@ LAYOUTS = {
         SHARDED | split(dp_replicate_size=2, dp_shard_size=2),
     ),
     "TP": (Placement(processes=2, tp=2, on_cpu=True), ON_CPU | split(tp_size=2)),
+    "TP in bf16": (
+        Placement(processes=2, tp=2, precision="bf16", on_cpu=True),
+        ON_CPU | split(tp_size=2) | {"ACCELERATE_MIXED_PRECISION": "bf16"},
+    ),
     "CP": (
         Placement(kind="FSDP2", processes=2, shards=2, cp=2, on_cpu=True),
         SHARDED | split(cp_size=2),
@@ -91,12 +95,29 @@ LAYOUTS = {
         SHARDED | split(cp_size=2),
     ),
     "PP": (Placement(processes=2, pp=2, on_cpu=True), ON_CPU | {"PARALLELISM_CONFIG_PP_SIZE": "2"}),
+    "EP": (
+        Placement(kind="DDP", processes=2, ep=2, on_cpu=True),
+        ON_CPU | {"PARALLELISM_CONFIG_EP_SIZE": "2"},
+    ),
+    "EP × DDP": (
+        Placement(kind="DDP", processes=4, ep=2, on_cpu=True),
+        ON_CPU | {"PARALLELISM_CONFIG_EP_SIZE": "2"},
+    ),
+    "EP × FSDP2": (
+        Placement(kind="FSDP2", processes=4, shards=4, ep=2, on_cpu=True),
+        SHARDED | split(dp_shard_size=4) | {"PARALLELISM_CONFIG_EP_SIZE": "2"},
+    ),
+}
+# all experts are chosen for each token, so that all have equal work
+EXPERTS = {
+    "model.architecture": "qwen3_moe",
+    "model.extra": {"num_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 32},
 }
 
 
 def config_of(kind: str) -> Config:
     """Two processes do not divide one head, and take the ring."""
-    heads = {"model.n_head": 1} if kind == "CP by ring" else {}
+    heads = {"model.n_head": 1} if kind == "CP by ring" else EXPERTS if "EP" in kind else {}
     tokens = 16 * 2 * ACCUMULATION * max(2, LAYOUTS[kind][0].dp)
     return load_config(None, VALUES | heads | {"train.tokens_per_step": tokens}, name="tiny")
 
@@ -168,7 +189,8 @@ def on_rank(rank: int, port: int, kind: str, file: Path) -> None:
     others = [each for each in gc.get_objects() if isinstance(each, torch.nn.Parameter)]
     others = [each for each in others if id(each) not in of_model and not is_fake(each)]
     # FSDP2's whole parameters stay, with freed storages
-    held["others"] = sum(each.untyped_storage().nbytes() for each in others if not each.is_meta)
+    others = [getattr(each, "_local_tensor", each) for each in others if not each.is_meta]
+    held["others"] = sum(each.untyped_storage().nbytes() for each in others)
     file.write_text(json.dumps(held))
     os._exit(0)  # gloo processes sometimes abort during teardown
 
@@ -184,7 +206,7 @@ def rehearsed(kind: str, file: Path) -> None:
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(kind, marks=[pytest.mark.slow] * kind.startswith(("CP", "HSDP")))
+        pytest.param(kind, marks=[pytest.mark.slow] * kind.startswith(("CP", "HSDP", "EP ×")))
         for kind in LAYOUTS
     ],
 )
