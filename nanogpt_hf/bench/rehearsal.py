@@ -33,6 +33,9 @@ from nanogpt_hf.distributed.accelerator import build_accelerator
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.formatting import format_bytes
+from nanogpt_hf.model import build, loss_decoders
+from nanogpt_hf.model.experts import shapes_only
+from nanogpt_hf.optim import muon
 from nanogpt_hf.planning.counts import GpuKernels
 from nanogpt_hf.planning.placement import Placement
 from nanogpt_hf.runs.folder import RunFolder
@@ -40,7 +43,11 @@ from nanogpt_hf.training.start import build_unchecked
 from nanogpt_hf.training.step import train_step
 
 try:
-    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+    from torch._subclasses.fake_tensor import (
+        FakeTensor,
+        FakeTensorMode,
+        unset_fake_temporarily,
+    )
     from torch.testing._internal.distributed.fake_pg import FakeStore
 except ImportError as error:
     raise UserError(f"--rehearse: torch {torch.__version__} has no fakes: {error}") from None
@@ -152,14 +159,15 @@ def _environment(place: Placement) -> dict[str, str]:
     ranks |= {"LOCAL_WORLD_SIZE": min(place.per_machine, place.processes)}
     given |= {name: str(value) for name, value in ranks.items()}
     given |= {"MASTER_ADDR": "127.0.0.1", "ACCELERATE_TORCH_DEVICE": "cpu"}
+    # stated sizes, since the mesh has to be made before the tensors lose their values
+    sizes = {"DP_REPLICATE": place.copies, "DP_SHARD": place.dp // place.copies, "TP": place.tp}
+    if place.kind == "FSDP2" or place.tp > 1:
+        sizes |= {"CP": 1, "SP": 1}
+        given |= {f"PARALLELISM_CONFIG_{name}_SIZE": str(size) for name, size in sizes.items()}
+        given |= {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}
     if place.kind != "FSDP2":
         return given
-    # stated sizes, since the mesh has to be made before the tensors lose their values
-    sizes = {"DP_REPLICATE": place.copies, "DP_SHARD": place.dp // place.copies}
-    sizes |= {"TP": 1, "CP": 1, "SP": 1}
     return given | {
-        **{f"PARALLELISM_CONFIG_{name}_SIZE": str(size) for name, size in sizes.items()},
-        "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
         "ACCELERATE_USE_FSDP": "true",
         "FSDP_VERSION": "2",
         "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
@@ -178,6 +186,15 @@ def _faked(place: Placement, meter: _Meter) -> Iterator[None]:
             meter.note(storage)
         return resized
 
+    def outside(function: Any) -> Any:
+        """What probes a model or numbers processes, with real tensors."""
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            with unset_fake_temporarily():
+                return function(*arguments, **options)
+
+        return call
+
     with ExitStack() as replaced:
         replaced.enter_context(patch.dict(os.environ, _environment(place)))
 
@@ -186,6 +203,13 @@ def _faked(place: Placement, meter: _Meter) -> Iterator[None]:
 
         replace(torch.UntypedStorage, "resize_", resize_)
         replace(nn.parallel, "DistributedDataParallel", _Replica)
+        for where, name in (
+            (build, "build_config"),
+            (build, "meta_model"),
+            (loss_decoders, "_head_is_linear"),
+            (muon, "_replicas"),
+        ):
+            replace(where, name, outside(getattr(where, name)))
         # accelerate finds sharded parameters by it
         replace(FakeTensor, "data_ptr", lambda self: self.untyped_storage()._cdata)
         if place.processes > 1:
@@ -203,11 +227,13 @@ def rehearse(config: Config, place: Placement) -> Rehearsal:
 
     Raises UserError for a layout that cannot be rehearsed.
     """
-    if config.finetune.model or config.model.architecture != "gpt2":
-        raise UserError("--rehearse: only model.architecture gpt2 from scratch can be rehearsed")
-    is_plain = place.tp * place.cp * place.pp * place.ep == 1 and place.precision != "fp16"
+    if config.finetune.model:
+        raise UserError("--rehearse: only a model from scratch can be rehearsed")
+    is_plain = place.cp * place.pp * place.ep == 1 and place.precision != "fp16"
+    is_plain = is_plain and (place.tp == 1 or place.kind != "FSDP2")
     if not is_plain or place.zero or place.offloads_weights:
-        raise UserError(f"--rehearse: {place} cannot be rehearsed; only DDP, FSDP2 and HSDP can")
+        kinds = "DDP, FSDP2, HSDP and TP alone"
+        raise UserError(f"--rehearse: {place} cannot be rehearsed; only {kinds} can")
     size, block_size = config.train.min_micro_batch_size, config.data.block_size
     each = size * block_size * place.dp
     micro_batches = min(MICRO_BATCHES, config.train.tokens_per_step // each)
@@ -219,7 +245,7 @@ def rehearse(config: Config, place: Placement) -> Rehearsal:
         accelerator.device_placement = False  # tensors without values cannot be moved
         data = cast(PreparedData, synthetic_data(config))
         kernels = nullcontext() if place.on_cpu else GpuKernels()
-        with FakeTensorMode(allow_non_fake_inputs=True), meter, kernels:
+        with FakeTensorMode(allow_non_fake_inputs=True), meter, kernels, shapes_only():
             run = build_unchecked(config, accelerator, data, None, None)
             train_step(run, 0, learning_rate=1e-4)
             before = meter.peak = meter.now

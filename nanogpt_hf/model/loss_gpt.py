@@ -129,7 +129,7 @@ class Head(nn.Linear):
     def of(cls, layer: nn.Linear, softcap: float | None = None) -> "Head":
         """A head with the parameters of `layer`."""
         sizes = layer.in_features, layer.out_features, layer.bias is not None
-        head: Any = nn.utils.skip_init(cls, *sizes, device="meta")
+        head: Any = cls(*sizes, device="meta")
         head.weight, head.bias, head.softcap = layer.weight, layer.bias, softcap
         return head
 

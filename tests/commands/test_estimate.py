@@ -91,6 +91,34 @@ def test_estimate_rehearses_a_step(tmp_path, write_recipe):
     assert (rehearsal["sent"], rehearsal["waits"]) == ({}, [])
 
 
+ON_GPUS = {
+    "shakespeare_char": "single_gpu",
+    "gpt2_124m": "ddp",
+    "gpt2_124m_muon": "ddp",
+    "gpt2_350m": "ddp",
+    "gpt2_774m": "fsdp2",
+    "gpt2_1558m": "hsdp",
+    "modern_124m": "fsdp2",
+    "nanochat_d12": "ddp",
+    "experts_124m": "fsdp2",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ON_GPUS)
+def test_recipes_for_gpus_are_rehearsed(name, tmp_path):
+    machine, file = ROOT / "accelerate_configs" / f"{ON_GPUS[name]}.yaml", tmp_path / "figures.json"
+    recipe = ROOT / "recipes" / f"{name}.yaml"
+    words = argv("estimate {} --rehearse --config_file {} --json {}", recipe, machine, file)
+    words += ["--data.dir", "none"]
+    if name == "shakespeare_char":  # its characters are not known before `prepare`
+        words += ["--data.tokenizer", "gpt2"]
+    assert Forked(words, folder=tmp_path).wait(400) == 0
+    figures = json.loads(file.read_text())
+    assert figures["rehearsal"]["waits"] == []
+    assert figures["rehearsal"]["peak"] == pytest.approx(figures["memory"]["peak"], rel=0.05)
+
+
 def test_estimate_finds_largest_micro_batch_that_fits(tmp_path, write_recipe):
     config = load_config(write_recipe(train__tokens_per_step=12 * 16))
     peak = {}
