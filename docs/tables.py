@@ -36,6 +36,25 @@ LAYOUTS = {
 }
 _EP = "expert parallelism"
 EXPERT_LAYOUTS = {"EP": {_EP}, "EP × DDP": {_EP}, "EP × FSDP2": {_EP, "FSDP2"}}
+# of any model, for types with blocks of several kinds, or with another kind than attention
+KIND_LAYOUTS = {"FSDP2": {"FSDP2"}, "HSDP": {"FSDP2", "HSDP"}, "TP": {_TP}}
+KIND_LAYOUTS |= {"CP × FSDP2": {_CP, "FSDP2"}, "PP": {_PP}, "EP": {_EP}}
+_PLAN, _OTHER, _STAGES = (
+    "blocks without a plan",
+    "attention of another kind",
+    "blocks that are no stages",
+)
+KINDS: dict[str, set[str]] = {
+    "gemma3_text": {"a window of attention", "no experts"},
+    "gemma4_text": {"a window of attention", "no experts", _PLAN, _STAGES},
+    "lfm2": {_PLAN, _OTHER, "no experts"},
+    "qwen3_5_text": {_PLAN, _OTHER, "no experts"},
+    "mamba": {_PLAN, _OTHER, "no experts"},
+    "granitemoehybrid": {_PLAN, _OTHER},
+    "nemotron_h": {_PLAN, _OTHER, _STAGES},
+    "deepseek_v3": {_PLAN},
+    "gpt_oss": {_PLAN, _OTHER},
+}
 EXPERT_TYPES = ("qwen3_moe", "mixtral", "olmoe", "deepseek_v3", "gpt_oss")
 DENSE_TYPES = ("gpt2", "llama", "qwen3", "nanochat")
 FEATURES = {
@@ -56,15 +75,18 @@ FEATURES = {
 
 def combines(layout: str, feature: str) -> str:
     """Whether a layout and a feature combine: yes or no."""
-    settings = dict.fromkeys((LAYOUTS | EXPERT_LAYOUTS)[layout] | FEATURES[feature], "")
+    layouts, features = LAYOUTS | EXPERT_LAYOUTS | KIND_LAYOUTS, FEATURES | KINDS
+    settings = dict.fromkeys(layouts[layout] | features[feature], "")
     return "no" if any(refused(settings, all_rules())) else "yes"
 
 
 def combination_tables() -> str:
-    """What combines with each layout, first those of any model, and all rules."""
+    """What combines: of any model, of experts, of blocks of several kinds; and all rules."""
     whats = []
-    for layouts, others in ((LAYOUTS, EXPERT_TYPES), (EXPERT_LAYOUTS, (*DENSE_TYPES, "olmo2"))):
-        names = [name for name in FEATURES if name not in others]
+    of_any = [name for name in FEATURES if name not in EXPERT_TYPES]
+    of_experts = [name for name in FEATURES if name not in (*DENSE_TYPES, "olmo2")]
+    tables = (LAYOUTS, of_any), (EXPERT_LAYOUTS, of_experts), (KIND_LAYOUTS, KINDS)
+    for layouts, names in tables:
         rows = [[layout, *(combines(layout, name) for name in names)] for layout in layouts]
         whats.append([["layout", *names], ["---"] * (len(names) + 1), *rows])
     others: dict[tuple[str, str], list[str]] = {}

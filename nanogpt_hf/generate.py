@@ -93,8 +93,8 @@ def generate_tokens(
         if context.shape[1] > limit:
             context = context[:, -max(1, limit // 2) :]
             unread, cache = context, None
-        out = model(unread, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        cache = out.past_key_values
+        out = model(unread, past_key_values=cache, use_cache=caches(model), logits_to_keep=1)
+        cache = getattr(out, "past_key_values", None)
         logits = warpers(context, out.logits[:, -1].float()).cpu()
         # filtered tokens are -inf; a NaN would be the maximum
         if not logits.amax(-1).isfinite().all():
@@ -114,6 +114,8 @@ def generate_tokens(
         yield [None if over else token for over, token in zip(ended, tokens.tolist(), strict=True)]
         unread = tokens[:, None].to(model.device)
         context = torch.cat([context, unread], dim=1)
+        if cache is None:
+            unread = context
 
 
 def continue_text(
@@ -252,6 +254,14 @@ class Completions(NamedTuple):
     ended: torch.Tensor  # (rows,) whether it ended by itself, before max_new_tokens
 
 
+def caches(model: Any) -> bool:
+    """Whether transformers' cache is used, which needs a layer with attention. Without one, or if
+    the state of a model has another name, all tokens are read again.
+    """
+    kinds = getattr(model.config, "layer_types", None) or ["attention"]
+    return any("attention" in kind and kind != "linear_attention" for kind in kinds)
+
+
 @torch.no_grad()
 def generate_completions(
     model: transformers.PreTrainedModel,
@@ -300,10 +310,10 @@ def generate_completions(
             attention_mask=mask[:, : width + number],
             position_ids=positions,
             past_key_values=cache,
-            use_cache=True,
+            use_cache=caches(model),
             logits_to_keep=1,
         )
-        cache = out.past_key_values
+        cache = getattr(out, "past_key_values", None)
         logits = out.logits[:, -1].float()
         finite &= logits.isfinite().all()
         if temperature:
@@ -317,7 +327,10 @@ def generate_completions(
         ids[:, number] = tokens.masked_fill(ended, 0)
         lengths += ~ended
         ended = ended | torch.isin(tokens, ends)
-        unread, positions = tokens[:, None], positions[:, -1:] + 1
+        nexts = tokens[:, None], positions[:, -1:] + 1
+        if cache is None:
+            nexts = [torch.cat(parts, 1) for parts in zip((unread, positions), nexts, strict=True)]
+        unread, positions = nexts
     if not finite:
         raise DivergedError(f"{LOGITS_NOT_FINITE}, or lower optim.learning_rate")
     return Completions(ids.cpu(), lengths.cpu(), ended.cpu())

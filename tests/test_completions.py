@@ -4,10 +4,13 @@ from its seed.
 
 import pytest
 import torch
+from decoder_types import tiny_section
 
 from nanogpt_hf.errors import DivergedError
 from nanogpt_hf.generate import generate_completions, generate_tokens
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM
+from nanogpt_hf.model.build import build_config
+from nanogpt_hf.model.build import build_model as build_of_recipe
 
 PROMPTS = [[3, 4, 5], [6], [7, 8, 9, 10, 2], [3, 4, 5]]
 
@@ -29,6 +32,26 @@ def model() -> GPTForCausalLM:
 def complete(model, prompts, seeds, **options):
     options = {"max_new_tokens": 8, "temperature": 1.0, "end_ids": [1]} | options
     return generate_completions(model, prompts, seeds=seeds, **options)
+
+
+@pytest.mark.parametrize("architecture", ["mamba", "lfm2", "qwen3_5_text", "without attention"])
+def test_states_and_convolutions_give_the_tokens_of_whole_texts(architecture):
+    section = tiny_section("lfm2" if architecture == "without attention" else architecture)
+    if architecture == "without attention":
+        section.extra["layer_types"] = ["conv", "conv"]
+    model = build_of_recipe(build_config(section, 12), 0).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.sin(torch.arange(parameter.numel())).view(parameter.shape))
+    options = {"max_new_tokens": 6, "temperature": 0.0}
+    together = generate_completions(model, PROMPTS, seeds=[0] * 4, end_ids=(), **options).ids
+    for prompt, row in zip(PROMPTS, together.tolist(), strict=True):
+        single = [token for (token,) in generate_tokens(model, prompt, end_ids=(), **options)]
+        ids = list(prompt)
+        for _ in range(6):
+            with torch.no_grad():
+                ids.append(int(model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+        assert single == row == ids[len(prompt) :]
 
 
 def test_greedy_rows_equal_generation_of_single_prompts(model):

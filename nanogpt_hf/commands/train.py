@@ -195,7 +195,7 @@ def _dry_run(config: Config, mesh: Mesh, base: "PreTrainedConfig | None") -> Non
     from nanogpt_hf.data.manifest import find_manifest
     from nanogpt_hf.data.tokenizer import known_vocab_size
     from nanogpt_hf.model.architecture import count_parameters
-    from nanogpt_hf.model.build import build_config, describe_trainable, meta_model
+    from nanogpt_hf.model.build import describe_trainable, meta_model, model_of_run
     from nanogpt_hf.optim.optimizer import check_combination, kind_of
 
     kind_of(config.optim)  # raises if there is none
@@ -211,7 +211,7 @@ def _dry_run(config: Config, mesh: Mesh, base: "PreTrainedConfig | None") -> Non
     try:
         vocab_size, source = known_vocab_size(config.data, find_manifest(config.data))
         # a mistake in it ends the command here
-        parameters = count_parameters(build_config(config.model, vocab_size))
+        parameters = count_parameters(model_of_run(config, vocab_size).config)
         sizes = [f"parameters: {parameters:,}", f"vocabulary: {vocab_size:,} tokens, {source}"]
     except DataError as error:
         sizes = [f"parameters: not known before `prepare`: {error}"]

@@ -263,7 +263,7 @@ def prepared_blocks(
     model: PreTrainedModel, accelerator: Accelerator, optimizer: torch.optim.Optimizer | None = None
 ) -> Iterator[None]:
     """Compile blocks, loss and the optimizer's update, and checkpoint activations, if the
-    accelerate config sets it.
+    accelerate config sets it. Name the blocks for FSDP2.
 
     A context for `accelerator.prepare`, inside which accelerate's own versions are off. Compiled
     in place, block by block, parameters keep their names and one graph serves all blocks.
@@ -274,12 +274,15 @@ def prepared_blocks(
         cast(Any, model)._tp_size = size  # accelerate compares it with its config
     if level := requested_checkpointing():
         recompute_blocks(model, level)
+    blocks = architecture_of(model).blocks(model)
+    # what FSDP2 shards as one; transformers also names parts of other models
+    cast(Any, model)._no_split_modules = sorted({type(block).__name__ for block in blocks})
     plugin: Any = accelerator.state.dynamo_plugin
     backend, plugin.backend = plugin.backend, DynamoBackend.NO
     if backend != DynamoBackend.NO:
         mode = None if plugin.mode == "default" else plugin.mode
         options: Any = {"backend": backend.value.lower(), "mode": mode}
-        for block in architecture_of(model).blocks(model):
+        for block in blocks:
             block.compile(**options)
         compile_loss(model.get_output_embeddings(), **options)
         if compile_update := getattr(optimizer, "compile", None):

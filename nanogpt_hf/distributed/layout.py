@@ -4,7 +4,6 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
 from accelerate import Accelerator
 from transformers import PreTrainedModel
 
@@ -19,12 +18,12 @@ from nanogpt_hf.distributed.context_parallel import (
 )
 from nanogpt_hf.distributed.expert_parallel import experts_problem, split_experts
 from nanogpt_hf.distributed.mesh import Mesh
-from nanogpt_hf.distributed.stages import check_stages
+from nanogpt_hf.distributed.stages import check_stages, tiny_model
 from nanogpt_hf.distributed.tensor_parallel import split_matrices, split_vocabulary
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.formatting import plural
 from nanogpt_hf.model.architecture import architecture_of
-from nanogpt_hf.model.build import build_config
+from nanogpt_hf.model.build import check_causal, model_of_run
 from nanogpt_hf.model.experts import experts_of
 from nanogpt_hf.model.recompute import check_level
 from nanogpt_hf.optim.optimizer import check_combination
@@ -80,7 +79,7 @@ def check_layout(
             named = f"model.architecture {config.model.architecture} ({error})"
             check_combination(settings | {"blocks that are no stages": named})
     if mesh.tp_size * mesh.cp_size * mesh.ep_size > 1:
-        model = model or _meta_model(config)
+        model = model or model_of_run(config, vocab_size=256)
         check_combination(settings | model_settings(config, model, mesh))
         if problem := _sizes_problem(config, model, mesh, machine):
             raise UserError(problem)
@@ -136,6 +135,11 @@ def model_settings(config: Config, model: Any, mesh: Mesh) -> dict[str, str]:
         rotary or config.model.architecture == "gpt2"
     ):
         found["attention of another kind"] = f"the attention of {name}"
+    if mesh.cp_size > 1:
+        try:
+            check_causal(tiny_model(config.model), packs=True)
+        except Exception:  # a convolution or a state, or no model so small
+            found["attention of another kind"] = f"what mixes tokens in {name}"
     if window is not None and window < config.data.block_size:
         found["a window of attention"] = f"{name}'s window of {window} tokens"
     if mesh.cp_size > 1 and needs_ring(model.config, mesh.tp_size * mesh.cp_size):
@@ -225,10 +229,3 @@ def _micro_batches_problem(config: Config, mesh: Mesh) -> str | None:
         f"a step has {plural(sequences, 'sequence')} per pipeline, in micro-batches of "
         f"{train.min_micro_batch_size}: {problem}; {smaller}{remedy}"
     )
-
-
-def _meta_model(config: Config) -> PreTrainedModel:
-    """A model of the recipe's sizes on the meta device; its vocabulary does not matter here."""
-    model_config = build_config(config.model, vocab_size=256)
-    with torch.device("meta"):
-        return architecture_of(model_config).model_class(model_config)

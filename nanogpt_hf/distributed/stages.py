@@ -182,6 +182,20 @@ def own_blocks(blocks: nn.ModuleList) -> dict[int, nn.Module]:
     }
 
 
+def tiny_model(section: ModelSection) -> PreTrainedModel:
+    """A tiny model of the same architecture, with weights large enough that a difference shows."""
+    sizes: dict[str, Any] = {"n_head": min(2, section.n_head), "n_embd": 32, "n_positions": 16}
+    if not any(isinstance(value, list) for value in section.extra.values()):  # one for each block
+        sizes["n_layer"] = 2
+    tiny = dataclasses.replace(section, n_kv_head=None, n_inner=None, **sizes)
+    model = build_model(build_config(tiny, vocab_size=64), seed=0).eval()
+    with torch.no_grad():
+        for number, parameter in enumerate(model.parameters()):
+            wave = torch.sin(torch.arange(parameter.numel()) * (1.7 + number))
+            parameter.add_(wave.view(parameter.shape), alpha=0.2)
+    return model
+
+
 def check_stages(section: ModelSection) -> None:
     """Raises ValueError if a tiny model of this architecture, cut into two stages, has another loss
     than the whole.
@@ -190,17 +204,10 @@ def check_stages(section: ModelSection) -> None:
     """
     if section.architecture == GPT2.name:
         return
-    tiny = dataclasses.replace(
-        section, n_layer=2, n_head=2, n_embd=32, n_positions=16, n_kv_head=None, n_inner=None
-    )
     try:
-        whole = build_model(build_config(tiny, vocab_size=64), seed=0).eval()
+        whole = tiny_model(section)
         ids = torch.arange(32).view(2, 16)
         with torch.no_grad():
-            # large enough that a difference shows
-            for number, parameter in enumerate(whole.parameters()):
-                wave = torch.sin(torch.arange(parameter.numel()) * (1.7 + number))
-                parameter.add_(wave.view(parameter.shape), alpha=0.2)
             first, last = (Stage(copy.deepcopy(whole), index, 2, Links()) for index in (0, 1))
             expected = whole(
                 input_ids=ids, shift_labels=ids + 1, num_items_in_batch=1, use_cache=False

@@ -287,6 +287,16 @@ def meta_model(config: Config, base: PreTrainedConfig, step: int = 0) -> PreTrai
     return model
 
 
+def model_of_run(config: Config, vocab_size: int) -> PreTrainedModel:
+    """The model that a run starts with, on the meta device: also that of fine-tuning."""
+    if not config.finetune.model:
+        return meta_model(config, build_config(config.model, vocab_size))
+    base: Any = load_base_config(config.finetune.model, config.finetune.revision)[0]
+    if config.model.architecture == GPT2.name:
+        base.dropout = config.model.dropout
+    return meta_model(config, base)
+
+
 def load_base_config(name: str, revision: str | None) -> tuple[PreTrainedConfig, str | None]:
     """The configuration of a model to fine-tune, and its commit on the Hub (None for a folder).
 

@@ -145,13 +145,17 @@ class Architecture(ConfigFields):
         for name in (field.name for field in self._fields):
             if wrong := wrong_dropout(name, size_of(config, name)):
                 raise ValueError(wrong)
+        window = size_of(config, "sliding_window")
+        slides = "sliding_attention" in (getattr(config, "layer_types", None) or ())
+        if slides and window is not None and window < 1:
+            raise ValueError(f"sliding_window must be at least 1, got {window}")
         if experts := experts_of(model):
             if active_experts(config) < 1:  # its gradients would be nan
                 raise ValueError(
                     f"num_experts_per_tok must be at least 1, got {active_experts(config)}"
                 )
             for p in experts[0].parameters():
-                if p.dim() > 2 and any(size % _EXPERT_MULTIPLE for size in p.shape[1:]):
+                if p.dim() > 2 and any(size % _EXPERT_MULTIPLE or not size for size in p.shape[1:]):
                     raise ValueError(
                         f"{self.name}'s experts are matrices of {p.shape[1]} × {p.shape[2]}; their "
                         f"sizes must be multiples of {_EXPERT_MULTIPLE}"
@@ -297,11 +301,20 @@ class Architecture(ConfigFields):
         return layers + [experts.down_proj for experts in experts_of(block)]
 
     def lora_targets(self, config: PreTrainedConfig) -> tuple[str, ...]:
-        """Names of the linear layers that can have adapters; experts cannot."""
+        """Names of the linear layers that can have adapters: in a model with experts those of
+        attention, since peft takes MLPs beside them for experts. Beside a convolution those of its
+        inputs: kernels read the weights of others without calling the layer.
+        """
         with torch.device("meta"):
-            blocks = self.blocks(self.model_class(config))
-        names = [name for block in blocks for part in self.linear_layers(block) for name in part]
-        return tuple(dict.fromkeys(name.rpartition(".")[2] for name in names))
+            model = self.model_class(config)
+        parts, found = 1 if experts_of(model) else 2, {}
+        for block in self.blocks(model):
+            for name in (name for part in self.linear_layers(block)[:parts] for name in part):
+                inside, _, last = name.rpartition(".")
+                beside = hasattr(block.get_submodule(inside), "conv1d")
+                if last.startswith("in_proj") or not (beside or last.isdigit()):
+                    found[last] = True
+        return tuple(found)
 
     def tensor_parallel(self, block: nn.Module) -> dict[str, Split]:
         """How tensor parallelism splits a block's layers, by name: the plan in the config class, as

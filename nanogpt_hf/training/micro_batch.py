@@ -33,7 +33,7 @@ from nanogpt_hf.distributed.full_state import (
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import NotEnoughMemoryError, UserError, is_out_of_memory
 from nanogpt_hf.formatting import format_bytes
-from nanogpt_hf.model.build import build_config, meta_model
+from nanogpt_hf.model.build import model_of_run
 from nanogpt_hf.planning.footprint import footprint, useless_checkpointing
 from nanogpt_hf.planning.hardware import USABLE_MEMORY, free_memory
 from nanogpt_hf.planning.placement import Placement
@@ -129,7 +129,7 @@ def check_memory(config: Config, accelerator: Accelerator, mesh: Mesh, vocab_siz
     It raises only with the model on CPUs: a process that takes more than there is would be killed
     without a line.
     """
-    model = meta_model(config, build_config(config.model, vocab_size))
+    model = model_of_run(config, vocab_size)
     on_cpu = accelerator.device.type == "cpu"
     precision, checkpointing = str(accelerator.mixed_precision), requested_checkpointing()
     place = Placement(precision=precision, on_cpu=on_cpu, checkpointing=checkpointing)
@@ -263,7 +263,7 @@ def one_line_for_too_little_memory(config: Config, vocab_size: int) -> Iterator[
 
 def memory_advice(config: Config, vocab_size: int, place: Placement) -> str:
     """What takes the memory of a step, as estimated, and knobs that reduce it."""
-    model = meta_model(config, build_config(config.model, vocab_size))
+    model = model_of_run(config, vocab_size)
     needed = footprint(model, place, **_one_micro_batch(config))
     parts = needed.phases[needed.peak_phase].items()
     sizes = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts if size)

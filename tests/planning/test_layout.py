@@ -146,7 +146,7 @@ MIXTURE = {"num_experts": 64, "num_experts_per_tok": 2, "moe_intermediate_size":
 MIXTURE |= {"tie_word_embeddings": True}
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_experts_are_shared_if_no_gpu_holds_those_of_two_layers():
     values = FOUR_LAYERS | {"model.architecture": "qwen3_moe", "model.extra": MIXTURE}
     values |= {"train.tokens_per_step": 4096 * 32}

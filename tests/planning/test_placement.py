@@ -28,8 +28,8 @@ SHIPPED = {
     "pp": f"PP 2, {BF16}, on GPUs",
     "pp_fsdp2": f"PP 2 × FSDP2 2, {BF16}, on GPUs",
     "pp_tp": f"PP 2 × TP 2 × DDP 2, {BF16}, on GPUs",
-    "ep": f"DDP 8, {BF16}, on GPUs",
-    "ep_fsdp2": f"FSDP2 16, {BF16}, on GPUs",
+    "ep": f"EP 8 × DDP 8, {BF16}, on GPUs",
+    "ep_fsdp2": f"EP 8 × FSDP2 16, {BF16}, on GPUs",
     "deepspeed_zero2": f"ZeRO-2 8, {BF16}, on GPUs",
     "deepspeed_zero3": f"ZeRO-3 8, {BF16}, on GPUs",
 }

@@ -108,6 +108,7 @@ LAYOUTS = {
         SHARDED | split(dp_shard_size=4) | {"PARALLELISM_CONFIG_EP_SIZE": "2"},
     ),
 }
+SLOW = ("CP", "HSDP", "EP ×", "TP in bf16")
 # all experts are chosen for each token, so that all have equal work
 EXPERTS = {
     "model.architecture": "qwen3_moe",
@@ -206,8 +207,7 @@ def rehearsed(kind: str, file: Path) -> None:
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(kind, marks=[pytest.mark.slow] * kind.startswith(("CP", "HSDP", "EP ×")))
-        for kind in LAYOUTS
+        pytest.param(kind, marks=[pytest.mark.slow] * kind.startswith(SLOW)) for kind in LAYOUTS
     ],
 )
 def measured(request, tmp_path_factory):

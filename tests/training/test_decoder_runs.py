@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from decoder_types import tiny_section
 from safetensors.torch import load_file
+from tables import KINDS
 from transformers import AutoModelForCausalLM
 
 from arguments import argv
@@ -54,3 +56,44 @@ def test_saved_buffers_are_in_checkpoints_and_folders(start, monkeypatch):
         model = AutoModelForCausalLM.from_pretrained(run.final)
         assert {value.item() for value in saved_buffers(model).values()} == {0.25}
     assert same_weights(whole, resumed)
+
+
+def opened_by_transformers(folder: Path) -> torch.nn.Module:
+    """The model in a folder, whose logits are those of ours."""
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    ids = torch.arange(24).view(2, 12) % model.config.vocab_size
+    assert type(model).__module__.startswith("transformers.")
+    ours = load_model(str(folder)).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).logits, ours(ids).logits, atol=1e-5, rtol=1e-5)
+    return model
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", KINDS)
+def test_blocks_of_several_kinds(architecture, start, tmp_path, text_file):
+    knobs = {f"model__{name}": value for name, value in vars(tiny_section(architecture)).items()}
+    if architecture == "gemma4_text":  # more than the characters of the text
+        knobs["model__extra"] |= {"vocab_size_per_layer_input": 64}
+    knobs |= {"train__max_steps": 4, "checkpoint__every": 2, "eval__every": 4}
+    knobs |= {"eval__samples": ["A cat "], "eval__sample_tokens": 6}
+    whole = start("whole", **knobs)
+    resumed = copy_at(whole, 2, tmp_path / "resumed")
+    start("resumed", resume=True, **knobs)
+    assert same_weights(whole, resumed)
+    base = dict(opened_by_transformers(whole.final).named_parameters())
+    command = "finetune --from {} --data {} --data.dir {} --run-dir {} --train.max_steps 2 "
+    command += "--train.tokens_per_step 64 --train.micro_batch_size 2 --data.block_size 16 "
+    command += "--optim.learning_rate 0.01 --optim.warmup_steps 0 --eval.tokens 64 {}"
+    for name, options in (
+        ("frozen", "--freeze-layers 1"),
+        ("adapted", "--lora 2 --lora.merge true"),
+    ):
+        words = command.format(whole.final, text_file, tmp_path / "tuned", tmp_path / name, options)
+        assert main(words.split()) == 0
+        tuned = dict(opened_by_transformers(tmp_path / name / "final").named_parameters())
+        assert tuned.keys() == base.keys()
+        changed = [name for name in base if not torch.equal(base[name], tuned[name])]
+        assert changed
+        if name == "frozen":
+            assert not any(".0." in name for name in changed)
