@@ -156,9 +156,9 @@ def differences(reference: Reference, config: Config) -> tuple[dict[str, str], d
 def find_reference(config: Config, folder: Path = SHIPPED) -> Reference | None:
     """The reference for this experiment, or the nearest with at most two incomparable knobs."""
     references = map(read_reference, sorted(folder.glob("*.json")))
-    found = [(*map(len, differences(one, config)), one) for one in references]
-    nearest = min(found, key=lambda row: row[:2], default=None)
-    return nearest[-1] if nearest and nearest[0] <= 2 else None
+    found = [([*map(len, differences(one, config))], one) for one in references]
+    counts, nearest = min(found, key=lambda row: row[0], default=([3], None))
+    return nearest if counts[0] <= 2 else None
 
 
 def judge(reference: Reference | None, config: Config, events: list[Event]) -> Verdict:
