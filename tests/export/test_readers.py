@@ -80,8 +80,8 @@ def with_large_weights(model):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("dtype", "allowed"), [("float32", 0.02), ("q8_0", 0.3)])
-def test_llama_cpp_computes_the_logits_of_a_gguf_file(tmp_path, dtype, allowed):
+@pytest.mark.parametrize(("dtype", "allowed", "same"), [("float32", 0.02, 47), ("q8_0", 0.3, 43)])
+def test_llama_cpp_computes_the_logits_of_a_gguf_file(tmp_path, dtype, allowed, same):
     """In float32, too, llama.cpp keeps keys and values in 16 bits."""
     pytest.importorskip("gguf", reason="the package gguf is not installed")
     from nanogpt_hf.export.gguf import export_gguf
@@ -96,10 +96,7 @@ def test_llama_cpp_computes_the_logits_of_a_gguf_file(tmp_path, dtype, allowed):
     found = torch.tensor(ask("llama", LLAMA_CPP, tmp_path / "model.gguf", ids))
     assert expected.abs().max() > 5
     assert (found - expected).abs().max() < allowed
-    first, second = expected.topk(2).values.T
-    is_clear = first - second > 2 * allowed
-    assert is_clear.sum() > 24
-    assert torch.equal(found.argmax(-1)[is_clear], expected.argmax(-1)[is_clear])
+    assert (found.argmax(-1) == expected.argmax(-1)).sum() >= same  # of 48
 
 
 def qwen3():
