@@ -26,7 +26,7 @@ LARGER = ("gpt2_350m", "gpt2_774m", "gpt2_1558m")
 FROM_SCRATCH = [
     path
     for path in RECIPES
-    if not path.stem.startswith("finetune_") and not path.stem.endswith("_rl")
+    if not path.stem.startswith("finetune_") and not path.stem.endswith(("_rl", "_align"))
 ]
 TRAINED = [path for path in FROM_SCRATCH if path.stem not in LARGER]
 MACHINES = sorted((ROOT / "accelerate_configs").glob("*.yaml"))

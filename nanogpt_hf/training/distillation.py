@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.nn import functional as F
 from transformers import PreTrainedTokenizerBase
 
@@ -24,7 +25,7 @@ from nanogpt_hf.data.prepared import PreparedData
 from nanogpt_hf.data.tokenizer import build_tokenizer, load_tokenizer, vocabulary_hash
 from nanogpt_hf.distributed.accelerate_config import requested_precision
 from nanogpt_hf.errors import DataError, UserError
-from nanogpt_hf.model.architecture import Metrics, Objective, next_token_loss
+from nanogpt_hf.model.architecture import Metrics, Objective, architecture_of, next_token_loss
 from nanogpt_hf.model.build import check_causal, load_model
 from nanogpt_hf.model.loss_gpt import IGNORED
 from nanogpt_hf.runs.find import find_model
@@ -35,7 +36,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class TaughtData(PreparedData):
-    """Prepared data, and the teacher: whole on every process, frozen, in evaluation mode."""
+    """Prepared data, and the teacher: frozen, in evaluation mode, whole until the first step."""
 
     teacher: Any = None
 
@@ -99,13 +100,25 @@ def distillation_objective(config: Config, data: PreparedData) -> Objective:
             return next_token_loss(model, batch)
         inputs = {name: tensor for name, tensor in batch.items() if name != "shift_labels"}
         with torch.no_grad():
-            logits_of = teacher.to(batch["input_ids"].device).logits_of_rows(**inputs)
+            _place(teacher, model, batch["input_ids"].device)
+            logits_of = teacher.logits_of_rows(**inputs)
         row_loss = DistillationLoss(config.distill, logits_of)
         arguments: Any = batch | {"row_loss": row_loss}
         loss, metrics = next_token_loss(model, arguments, balance)
         return loss, metrics | row_loss.sums
 
     return objective
+
+
+def _place(teacher: Any, model: torch.nn.Module, device: torch.device) -> None:
+    """Put the teacher on the device, with its blocks sharded as the student's, if they are."""
+    mesh = getattr(next(model.parameters()), "device_mesh", None)
+    if mesh is None:
+        teacher.to(device)
+    elif not isinstance(teacher, FSDPModule):
+        for block in architecture_of(teacher).blocks(teacher):
+            fully_shard(block, mesh=mesh)
+        register_fsdp_forward_method(fully_shard(teacher, mesh=mesh), "logits_of_rows")
 
 
 class DistillationLoss:

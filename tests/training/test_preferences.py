@@ -6,6 +6,8 @@ import importlib.util
 import json
 import math
 import random
+import re
+import runpy
 from types import SimpleNamespace
 
 import numpy as np
@@ -338,6 +340,10 @@ def whole(align):
     return lambda loss: runs.get(loss) or runs.setdefault(loss, align(f"{loss} whole"))
 
 
+def json_rows(path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
 @pytest.mark.long
 def test_run_starts_at_its_reference_and_learns_the_preference(whole):
     run, kto = whole("dpo"), whole("kto")
@@ -428,6 +434,27 @@ def test_new_tokens_and_adapters_have_a_reference(align, folder):
     for each in (run, adapted):
         assert series(each, "train/loss")[0] == pytest.approx(math.log(2), abs=1e-5)
     assert series(adapted, "val/loss")[-1] < series(adapted, "val/loss")[0]
+
+
+def test_shipped_toy_trains_on_its_pairs(folder, root, tmp_path, monkeypatch, forget_accelerate):
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path(str(root / "docs" / "alignment.py"))["pairs"]()
+    rows = {name: json_rows(tmp_path / f"{name}.jsonl") for name in ("pairs", "right", "stop")}
+    assert [len(found) for found in rows.values()] == [4000, 500, 500]
+    trained, asked = ({row["prompt"] for row in rows[name]} for name in ("pairs", "right"))
+    assert not trained & asked
+    for row, right in zip(rows["pairs"], rows["right"], strict=False):
+        answer = str(eval(row["prompt"]))
+        assert (row["chosen"], row["rejected"]) == (f"{answer}.", answer)
+        answer = str(eval(right["prompt"]))
+        matches = [bool(re.search(right["completion"], text)) for text in (answer, f"{answer}.")]
+        assert [*matches, re.search(right["completion"], f"1{answer}")] == [True, True, None]
+    forget_accelerate()
+    small = ["--train.max_steps", "1", "--optim.warmup_steps", "0", "--eval.tokens", "400"]
+    recipe = str(root / "recipes" / "arithmetic_align.yaml")
+    assert main(["align", recipe, "--from", str(folder / "start"), *small]) == 0
+    run = RunFolder(tmp_path / "runs" / "arithmetic_align")
+    assert len(series(run, "val/accuracy")) == 2
 
 
 def test_answers_without_a_chat_template_are_text(byte_tokenizer):
