@@ -89,11 +89,12 @@ def generate_tokens(
     limit = model.config.max_position_embeddings
     context = torch.tensor([prompt_ids[-limit:]] * num_samples, device=model.device)
     unread, cache, ended = context, None, [False] * num_samples
+    use_cache = caches(model)
     for _ in range(max_new_tokens):
         if context.shape[1] > limit:
             context = context[:, -max(1, limit // 2) :]
             unread, cache = context, None
-        out = model(unread, past_key_values=cache, use_cache=caches(model), logits_to_keep=1)
+        out = model(unread, past_key_values=cache, use_cache=use_cache, logits_to_keep=1)
         cache = getattr(out, "past_key_values", None)
         logits = warpers(context, out.logits[:, -1].float()).cpu()
         # filtered tokens are -inf; a NaN would be the maximum
@@ -301,7 +302,7 @@ def generate_completions(
     lengths = torch.zeros(rows, dtype=torch.int64, device=device)
     ended = torch.zeros(rows, dtype=torch.bool, device=device)
     finite = torch.ones((), dtype=torch.bool, device=device)
-    cache = None
+    cache, use_cache = None, caches(model)
     for number in range(max_new_tokens):
         if all_ended(bool(ended.all())):
             break
@@ -310,7 +311,7 @@ def generate_completions(
             attention_mask=mask[:, : width + number],
             position_ids=positions,
             past_key_values=cache,
-            use_cache=caches(model),
+            use_cache=use_cache,
             logits_to_keep=1,
         )
         cache = getattr(out, "past_key_values", None)

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from nanogpt_hf.config.checks import divisors
 from nanogpt_hf.config.compatibility import recipe_settings
-from nanogpt_hf.config.schema import Config
+from nanogpt_hf.config.schema import Config, ModelSection
 from nanogpt_hf.distributed.context_parallel import (
     RING_MACHINES,
     heads_of,
@@ -27,6 +27,8 @@ from nanogpt_hf.model.build import check_causal, model_of_run
 from nanogpt_hf.model.experts import experts_of
 from nanogpt_hf.model.recompute import check_level
 from nanogpt_hf.optim.optimizer import check_combination
+
+_PROBED: dict[str, bool] = {}  # by section: `estimate --gpus` asks for each layout
 
 
 @dataclass(frozen=True)
@@ -135,11 +137,8 @@ def model_settings(config: Config, model: Any, mesh: Mesh) -> dict[str, str]:
         rotary or config.model.architecture == "gpt2"
     ):
         found["attention of another kind"] = f"the attention of {name}"
-    if mesh.cp_size > 1:
-        try:
-            check_causal(tiny_model(config.model), packs=True)
-        except Exception:  # a convolution or a state, or no model so small
-            found["attention of another kind"] = f"what mixes tokens in {name}"
+    if mesh.cp_size > 1 and not _mixes_by_attention(config.model):
+        found["attention of another kind"] = f"what mixes tokens in {name}"
     if window is not None and window < config.data.block_size:
         found["a window of attention"] = f"{name}'s window of {window} tokens"
     if mesh.cp_size > 1 and needs_ring(model.config, mesh.tp_size * mesh.cp_size):
@@ -205,6 +204,20 @@ def _sizes_problem(config: Config, model: Any, mesh: Mesh, machine: Machine) -> 
             "equal parts of ring attention; set a multiple"
         )
     return None
+
+
+def _mixes_by_attention(section: ModelSection) -> bool:
+    """Whether tokens of a tiny model reach others by attention alone, and not by a convolution or a
+    state, which do not know position ids; False if there is no model so small.
+    """
+    key = repr(section)
+    if key not in _PROBED:
+        try:
+            check_causal(tiny_model(section), packs=True)
+            _PROBED[key] = True
+        except Exception:
+            _PROBED[key] = False
+    return _PROBED[key]
 
 
 def _micro_batches_problem(config: Config, mesh: Mesh) -> str | None:
