@@ -255,11 +255,13 @@ class Completions(NamedTuple):
     ended: torch.Tensor  # (rows,) whether it ended by itself, before max_new_tokens
 
 
-def caches(model: Any) -> bool:
-    """Whether transformers' cache is used, which needs a layer with attention. Without one, or if
-    the state of a model has another name, all tokens are read again.
+def caches(model: Any, *, padded: bool = False) -> bool:
+    """Whether transformers' cache is used, which needs a layer with attention. Rows `padded` on
+    the left cannot have blocks of tokens that are counted from the first column.
     """
     kinds = getattr(model.config, "layer_types", None) or ["attention"]
+    if padded and any("compressed" in kind for kind in kinds):
+        return False
     return any("attention" in kind and kind != "linear_attention" for kind in kinds)
 
 
@@ -287,11 +289,14 @@ def generate_completions(
     width = max(map(len, prompts))
     unread = torch.zeros(rows, width, dtype=torch.int64)
     mask = torch.zeros(rows, width + max_new_tokens, dtype=torch.int64)
-    # padded on the left, so that all continue at the same column
+    texts = torch.zeros_like(mask)
+    # padded on the left, so that all continue at the same column; whole texts on the right, since
+    # states and convolutions would see what is on their left
     for row, prompt in enumerate(prompts):
-        unread[row, width - len(prompt) :] = torch.tensor(prompt)
+        unread[row, width - len(prompt) :] = texts[row, : len(prompt)] = torch.tensor(prompt)
         mask[row, width - len(prompt) :] = 1
-    unread, mask = unread.to(device), mask.to(device)
+    unread, mask, texts = unread.to(device), mask.to(device), texts.to(device)
+    every, last = torch.arange(rows), torch.tensor([len(prompt) - 1 for prompt in prompts])
     positions = (mask[:, :width].cumsum(1) - 1).clamp(min=0)
     exact = torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
     uniform = torch.from_numpy(np.stack([_uniform(seed, max_new_tokens) for seed in seeds])).to(
@@ -302,20 +307,28 @@ def generate_completions(
     lengths = torch.zeros(rows, dtype=torch.int64, device=device)
     ended = torch.zeros(rows, dtype=torch.bool, device=device)
     finite = torch.ones((), dtype=torch.bool, device=device)
-    cache, use_cache = None, caches(model)
+    cache, use_cache = None, caches(model, padded=len(set(map(len, prompts))) > 1)
     for number in range(max_new_tokens):
         if all_ended(bool(ended.all())):
             break
-        out = model(
-            unread,
-            attention_mask=mask[:, : width + number],
-            position_ids=positions,
-            past_key_values=cache,
-            use_cache=use_cache,
-            logits_to_keep=1,
-        )
-        cache = getattr(out, "past_key_values", None)
-        logits = out.logits[:, -1].float()
+        if use_cache:
+            out = model(
+                unread,
+                attention_mask=mask[:, : width + number],
+                position_ids=positions,
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+            logits = out.logits[:, -1]
+            cache = getattr(out, "past_key_values", None)
+            use_cache = cache is not None
+        if not use_cache:
+            columns, places = last.unique(return_inverse=True)
+            read = texts[:, : width + number]
+            logits = model(read, use_cache=False, logits_to_keep=columns.to(device)).logits
+            logits = logits[every, places if logits.shape[1] == len(columns) else last]
+        logits = logits.float()
         finite &= logits.isfinite().all()
         if temperature:
             cumulative = (logits / temperature).softmax(-1).cumsum(-1, dtype=exact)
@@ -328,10 +341,9 @@ def generate_completions(
         ids[:, number] = tokens.masked_fill(ended, 0)
         lengths += ~ended
         ended = ended | torch.isin(tokens, ends)
-        nexts = tokens[:, None], positions[:, -1:] + 1
-        if cache is None:
-            nexts = [torch.cat(parts, 1) for parts in zip((unread, positions), nexts, strict=True)]
-        unread, positions = nexts
+        last = last + 1
+        texts[every, last] = tokens
+        unread, positions = tokens[:, None], positions[:, -1:] + 1
     if not finite:
         raise DivergedError(f"{LOGITS_NOT_FINITE}, or lower optim.learning_rate")
     return Completions(ids.cpu(), lengths.cpu(), ended.cpu())

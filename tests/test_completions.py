@@ -4,7 +4,7 @@ from its seed.
 
 import pytest
 import torch
-from decoder_types import tiny_section
+from decoder_types import tiny, tiny_section
 
 from nanogpt_hf.errors import DivergedError
 from nanogpt_hf.generate import generate_completions, generate_tokens
@@ -12,6 +12,7 @@ from nanogpt_hf.model import GPTConfig, GPTForCausalLM
 from nanogpt_hf.model.build import build_config
 from nanogpt_hf.model.build import build_model as build_of_recipe
 
+STATES = ["rwkv", "xlstm", "recurrent_gemma"]  # padding on the left would change them
 PROMPTS = [[3, 4, 5], [6], [7, 8, 9, 10, 2], [3, 4, 5]]
 
 
@@ -34,7 +35,9 @@ def complete(model, prompts, seeds, **options):
     return generate_completions(model, prompts, seeds=seeds, **options)
 
 
-@pytest.mark.parametrize("architecture", ["mamba", "lfm2", "qwen3_5_text", "without attention"])
+@pytest.mark.parametrize(
+    "architecture", ["mamba", "lfm2", "qwen3_5_text", "without attention", *STATES]
+)
 def test_states_and_convolutions_give_the_tokens_of_whole_texts(architecture):
     section = tiny_section("lfm2" if architecture == "without attention" else architecture)
     if architecture == "without attention":
@@ -75,6 +78,15 @@ def test_sampled_rows_depend_on_their_seed_and_not_on_other_rows(model):
     )
     for ours, theirs in zip(shuffled, completions, strict=True):
         assert torch.equal(ours, theirs[order])
+
+
+def test_blocks_of_tokens_are_counted_from_the_first_of_a_row():
+    """deepseek_v4 attends to blocks of four tokens: padding on the left would shift them."""
+    model = tiny("deepseek_v4").eval()
+    prompt, seeds = [7, 8, 9, 10, 2, 5, 6, 3, 4], range(40)
+    alone = complete(model, [prompt] * 40, seeds).ids
+    beside = complete(model, [prompt] * 40 + [[*prompt, *prompt]], [*seeds, 0]).ids
+    assert torch.equal(beside[:40], alone)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
