@@ -303,16 +303,27 @@ class Architecture(ConfigFields):
     def lora_targets(self, config: PreTrainedConfig) -> tuple[str, ...]:
         """Names of the linear layers that can have adapters: in a model with experts those of
         attention, since peft takes MLPs beside them for experts. Beside a convolution those of its
-        inputs: kernels read the weights of others without calling the layer.
+        inputs: kernels read the weights of others without calling the layer. None that returns
+        more than its product, or whose weight the forward pass reads without calling it.
         """
         with torch.device("meta"):
             model = self.model_class(config)
+        products: dict[nn.Module, bool] = {}
+        for layer in (module for module in model.modules() if isinstance(module, nn.Linear)):
+            layer.register_forward_hook(
+                lambda layer, _, out: products.update({layer: torch.is_tensor(out)})
+            )
+        try:
+            self.output_shapes(model)
+        except Exception:  # the meta device cannot tell
+            products = dict.fromkeys(model.modules(), True)
         parts, found = 1 if experts_of(model) else 2, {}
         for block in self.blocks(model):
             for name in (name for part in self.linear_layers(block)[:parts] for name in part):
                 inside, _, last = name.rpartition(".")
                 beside = hasattr(block.get_submodule(inside), "conv1d")
-                if last.startswith("in_proj") or not (beside or last.isdigit()):
+                usual = last.startswith("in_proj") or not (beside or last.isdigit())
+                if usual and products.get(block.get_submodule(name)):
                     found[last] = True
         return tuple(found)
 

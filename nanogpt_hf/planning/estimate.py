@@ -127,12 +127,13 @@ def estimate(
     by_part["token embedding and head"] -= padding
     in_float32 = dataclasses.replace(config.optim, state="float32")  # as checkpoints hold it
     float32_state = kind_of(in_float32).state_bytes(model, 1)
+    active = total - padding - architecture.idle_parameters(model.config)
     return Estimate(
         recipe=config.name,
         machine=str(place),
         vocabulary=vocabulary,
         parameters=total - padding,
-        active=total - padding - architecture.idle_parameters(model.config),
+        active=active,
         trainable=trainable,
         by_part=dict(by_part),
         micro_batch_size=micro,
@@ -147,7 +148,7 @@ def estimate(
         mfu=mfu,
         devices=devices,
         tokens=tokens,
-        chinchilla_tokens=CHINCHILLA * (total - padding),
+        chinchilla_tokens=CHINCHILLA * active,
         epochs=_epochs(config, manifest),
         data_bytes=_data_bytes(config) if manifest else None,
         run_bytes=run_bytes(total, float32_state, config.checkpoint.keep),

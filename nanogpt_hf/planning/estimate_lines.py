@@ -145,8 +145,8 @@ def _devices(estimate: Estimate, place: Placement) -> list[str]:
 def _tokens(estimate: Estimate) -> list[str]:
     best = estimate.chinchilla_tokens
     lines = [
-        f"tokens: {_amount(estimate.tokens)}, {estimate.tokens / estimate.parameters:,.1f} per "
-        "parameter",
+        f"tokens: {_amount(estimate.tokens)}, {estimate.tokens / estimate.active:,.1f} per "
+        f"{'active ' * (estimate.active != estimate.parameters)}parameter",
         f"  compute-optimal is about 20 (Chinchilla, arXiv:2203.15556): {_amount(best)};",
         f"  this is {float(f'{estimate.tokens / best:.2g}'):,g} times as many",
     ]

@@ -168,7 +168,7 @@ def _placement(path: str, config: Any) -> Placement:
     fsdp, deepspeed = config.fsdp_config or {}, config.deepspeed_config or {}
     parallelism = config.parallelism_config or {}
     mesh = {key.removeprefix("parallelism_config_"): value for key, value in parallelism.items()}
-    names = ("dp_replicate", "tp", "cp", "pp")
+    names = ("dp_replicate", "dp_shard", "tp", "cp", "pp")
     sizes: dict[str, Any] = {name: mesh.get(f"{name}_size") or 1 for name in names}
     is_fsdp, precision = "FSDP" in kind, str(config.mixed_precision)
     stage = deepspeed.get("zero_stage", 0 if "deepspeed_config_file" in deepspeed else 2)
@@ -184,12 +184,14 @@ def _placement(path: str, config: Any) -> Placement:
             raise UserError(
                 f"--config_file {path}: {name} {value} is not estimated; set {accepted}"
             )
-    if processes % math.prod(sizes.values()):
-        shown = ", ".join(f"{name}_size {size}" for name, size in sizes.items() if size != 1)
+    product = math.prod(sizes.values())
+    if processes % product or (sizes["dp_shard"] > 1 and processes != product):
+        shown = " × ".join(f"{name}_size {size}" for name, size in sizes.items() if size != 1)
         raise UserError(
-            f"--config_file {path}: {processes} processes are not a multiple of {shown}"
+            f"--config_file {path}: {shown} does not give {processes} processes; set sizes whose "
+            "product is num_processes"
         )
-    copies = sizes.pop("dp_replicate")
+    copies, _ = sizes.pop("dp_replicate"), sizes.pop("dp_shard")
     place = Placement(
         processes=processes,
         **sizes,

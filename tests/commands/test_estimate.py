@@ -49,6 +49,16 @@ def test_estimate_of_gpt2_on_8_gpus(capsys, tmp_path):
     assert list(tmp_path.iterdir()) == [file]
 
 
+def test_tokens_are_counted_per_active_parameter(capsys, tmp_path):
+    file = tmp_path / "figures.json"
+    recipe = ROOT / "recipes" / "experts_char_cpu.yaml"
+    assert main(argv("estimate {} --data.dir {} --json {}", recipe, tmp_path / "none", file)) == 0
+    figures = json.loads(file.read_text())
+    assert figures["active"] < figures["parameters"] / 2
+    assert figures["chinchilla_tokens"] == 20 * figures["active"]
+    assert "per active parameter" in capsys.readouterr().out
+
+
 @pytest.mark.long
 def test_estimate_proposes_a_layout_and_writes_its_config(capsys, tmp_path):
     written, file = tmp_path / "machine.yaml", tmp_path / "figures.json"

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from decoder_types import tiny
 from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file
 from transformers import GPT2LMHeadModel
@@ -126,6 +127,21 @@ def test_adapters_follow_the_seed_without_global_state(tiny_base):
 
 def test_every_linear_layer_of_gpt2_is_a_target():
     assert list(GPT2.lora_targets(GPTConfig())) == LORA_TARGETS
+
+
+@pytest.mark.parametrize("architecture", ["llama4_text", "gemma3n_text", "mamba"])
+def test_every_adapter_gets_a_gradient(architecture):
+    """llama4_text's router returns more than its product; gemma3n_text reads a layer's weight
+    without calling it.
+    """
+    model = tiny(architecture)
+    targets = architecture_of(model).lora_targets(model.config)
+    add_adapters(model, LoraSection(rank=2, targets=list(targets)), 0)
+    batch = {"input_ids": TOKENS, "shift_labels": TOKENS, "num_items_in_batch": 1}
+    model(**batch, use_cache=False).loss.backward()
+    adapters = [p.grad for name, p in model.named_parameters() if ".lora_B." in name]
+    assert adapters
+    assert all(grad.any() for grad in adapters)
 
 
 @pytest.mark.long
