@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from typing import IO, Any
 
 from nanogpt_hf.errors import EXIT_USER_ERROR
-from nanogpt_hf.runs.redact import redact_message, redact_urls
+from nanogpt_hf.runs.files import redact_message, redact_urls
 
 EXIT_NOBODY_READS = 141  # a shell's exit status of a program that SIGPIPE ended
 _GONE = (errno.EPIPE, errno.EIO)  # the reader of a pipe, a terminal

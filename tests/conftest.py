@@ -322,22 +322,22 @@ def no_loss_plots():
     """Runs draw no loss.png, which takes nearly half the time of a tiny run; `loss_plots` lets
     them draw it.
     """
-    from nanogpt_hf.reports import live
+    from nanogpt_hf.reports import page
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(live, "draw_run", lambda *_: None)
+        patch.setattr(page, "draw_run", lambda *_: None)
         yield
 
 
 @pytest.fixture(scope="session")
 def loss_plots(no_loss_plots):
     """A function that gives a context in which runs draw loss.png."""
-    from nanogpt_hf.reports import curves, live
+    from nanogpt_hf.reports import curves, page
 
     @contextlib.contextmanager
     def context():
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(live, "draw_run", curves.draw_run)
+            patch.setattr(page, "draw_run", curves.draw_run)
             yield
 
     return context

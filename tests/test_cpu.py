@@ -15,8 +15,7 @@ from nanogpt_hf.cpu import (
     stated_threads,
 )
 from nanogpt_hf.runs.folder import RunFolder
-from nanogpt_hf.runs.machine import fingerprint
-from nanogpt_hf.runs.provenance import add_start, continue_on
+from nanogpt_hf.runs.provenance import add_start, continue_on, fingerprint
 
 
 @pytest.mark.parametrize(

@@ -25,8 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import nanogpt_hf
-from nanogpt_hf.bench.clock import communicated_bytes
-from nanogpt_hf.bench.synthetic import synthetic_data
+from nanogpt_hf.bench.clock import communicated_bytes, synthetic_data
 from nanogpt_hf.config.schema import Config, replace_knobs
 from nanogpt_hf.data.prepared import PreparedData
 from nanogpt_hf.distributed.accelerator import build_accelerator

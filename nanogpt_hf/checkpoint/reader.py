@@ -22,8 +22,7 @@ from nanogpt_hf.distributed.full_state import FullState, SavedTensors, set_scale
 from nanogpt_hf.errors import RunFolderError
 from nanogpt_hf.place import remove_folder
 from nanogpt_hf.runs.folder import VERSION, RunFolder, step_of
-from nanogpt_hf.runs.identity import differences
-from nanogpt_hf.runs.state import TrainState, read_state
+from nanogpt_hf.runs.state import TrainState, differences, read_state
 from nanogpt_hf.runs.tensor_files import Box, Layout, TensorFiles
 
 logger = logging.getLogger(__name__)

@@ -1,6 +1,5 @@
 """The table of commands, the parsing of a command line, and the exit status of an error."""
 
-import argparse
 import atexit
 import contextlib
 import gc
@@ -10,6 +9,7 @@ import os
 import sys
 import time
 import traceback
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable
 from typing import NamedTuple, NoReturn
 
@@ -64,14 +64,14 @@ COMMANDS = {
     "chat": Command("generate", "chat with a model"),
     "serve": Command("generate", "serve a model as OpenAI's API does, with a chat page"),
     "evaluate": Command(
-        "evaluate", "measure loss and perplexity on a text, and tasks by lm-eval", True
+        "measure", "measure loss and perplexity on a text, and tasks by lm-eval", True
     ),
     "compare": Command(
-        "compare",
+        "measure",
         "compare runs with each other and with their recipe's reference",
         writes_alone=True,
     ),
-    "report": Command("compare", "write a run's report.html", writes_alone=True),
+    "report": Command("measure", "write a run's report.html", writes_alone=True),
     "verify": Command("replay", "repeat steps of a run, and compare them with what it recorded"),
     "branch": Command(
         "replay", "start a new run from a checkpoint of another, with other knobs", True, True
@@ -109,7 +109,7 @@ _USAGE = (
 )
 
 
-class _Parser(argparse.ArgumentParser):
+class _Parser(ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{self.prog}: {message}; see {self.prog} --help")
 
@@ -145,7 +145,7 @@ def _take_overrides(prog: str, words: list[str]) -> tuple[list[tuple[str, str]],
     return overrides, others
 
 
-def _refuse(parser: argparse.ArgumentParser, word: str) -> NoReturn:
+def _refuse(parser: ArgumentParser, word: str) -> NoReturn:
     """Raise UserError for a word that is no argument, with the nearest option or knob."""
     from nanogpt_hf.config.schema import KNOBS
 
@@ -157,14 +157,14 @@ def _refuse(parser: argparse.ArgumentParser, word: str) -> NoReturn:
     parser.error(f"{key}: unknown argument{near}")
 
 
-def _parse(name: str, words: list[str]) -> tuple[Callable[[], int | None], argparse.Namespace]:
+def _parse(name: str, words: list[str]) -> tuple[Callable[[], int | None], Namespace]:
     """A call of the command, and its arguments."""
     add_arguments, run = functions_of(name)
     parser = _Parser(
         prog=f"cli.py {name}",
         description=inspect.getdoc(run),
         allow_abbrev=False,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=RawDescriptionHelpFormatter,
     )
     add_arguments(parser)
     console.add_arguments(parser)

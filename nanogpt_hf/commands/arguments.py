@@ -1,8 +1,8 @@
 """What several commands share: arguments and recipes."""
 
-import argparse
 import os
 import re
+from argparse import ArgumentParser, ArgumentTypeError
 from typing import Any
 
 from nanogpt_hf.config.finetune import chosen_method
@@ -18,7 +18,7 @@ _PATHS = ("CKPT", "DIR", "F", "FILE", "MODEL", "OUT", "PATH", "RECIPE", "RUN")
 def _path(text: str) -> str:
     """An argparse type: a path or a name, with ~ expanded."""
     if not text:
-        raise argparse.ArgumentTypeError("expected a path or a name, got nothing")
+        raise ArgumentTypeError("expected a path or a name, got nothing")
     return os.path.expanduser(text)
 
 
@@ -26,7 +26,7 @@ def size(text: str) -> int:
     """An argparse type: a number of bytes, such as 80GB or 16GiB."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMG])(i?)B", text)
     if not match or not float(match[1]):
-        raise argparse.ArgumentTypeError(f"expected a size such as 80GB or 16GiB, got {text!r}")
+        raise ArgumentTypeError(f"expected a size such as 80GB or 16GiB, got {text!r}")
     return int(float(match[1]) * (1024 if match[3] else 1000) ** ("KMG".index(match[2]) + 1))
 
 
@@ -42,12 +42,12 @@ def add_option(parser: Any, usage: str, meaning: str, **options: Any) -> None:
     parser.add_argument(name, help=meaning, **options)
 
 
-def add_flag(parser: argparse.ArgumentParser, name: str, meaning: str) -> None:
+def add_flag(parser: ArgumentParser, name: str, meaning: str) -> None:
     parser.add_argument(name, action="store_true", help=meaning)
 
 
 def add_recipe_argument(
-    parser: argparse.ArgumentParser,
+    parser: ArgumentParser,
     meaning: str = "a recipe, for example recipes/quickstart.yaml",
     **options: Any,
 ) -> None:
@@ -56,11 +56,11 @@ def add_recipe_argument(
     list_knobs(parser)
 
 
-def list_knobs(parser: argparse.ArgumentParser) -> None:
+def list_knobs(parser: ArgumentParser) -> None:
     parser.epilog = "Set any knob of the recipe by its name:\n\n" + "\n".join(knob_lines())
 
 
-def add_optional_recipe_argument(parser: argparse.ArgumentParser) -> None:
+def add_optional_recipe_argument(parser: ArgumentParser) -> None:
     meaning = "with its knobs, as for `pretrain`; without it: a model of 0.8 M parameters"
     add_option(parser, "recipe RECIPE", meaning, nargs="?")
 
@@ -88,7 +88,7 @@ def load_optional_recipe(
     return None
 
 
-def add_output(parser: argparse.ArgumentParser, names: str, meaning: str) -> None:
+def add_output(parser: ArgumentParser, names: str, meaning: str) -> None:
     help_text = f"{meaning}; - is stdout"
     parser.add_argument(*names.split(), metavar="FILE", type=output_file, help=help_text)
 
@@ -107,7 +107,7 @@ _SHORT_NAMES = {
 }
 
 
-def add_knobs(parser: argparse.ArgumentParser, *names: str) -> None:
+def add_knobs(parser: ArgumentParser, *names: str) -> None:
     """Add short names of knobs, which `run_NAME` gets as overrides."""
     for name in names:
         key, metavar = _SHORT_NAMES[name]

@@ -1,8 +1,8 @@
 """The commands that convert and share models: export, import-nanogpt and push."""
 
-import argparse
 import importlib.util
 import shlex
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from nanogpt_hf.config.checks import REPO_ID
 from nanogpt_hf.console import show
 from nanogpt_hf.errors import RunFolderError, UserError
 from nanogpt_hf.formatting import shows_bars
-from nanogpt_hf.runs.find import find_model
+from nanogpt_hf.runs.folder import find_model
 
 _DTYPES = {"float32": "float32", "bf16": "bfloat16", "fp16": "float16", "q8_0": "float32"}
 # packages, of the extra of that name
@@ -20,7 +20,7 @@ _READERS = {"safetensors": "transformers", "gguf": "transformers", "onnx": "onnx
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json")
 
 
-def add_export_arguments(parser: argparse.ArgumentParser) -> None:
+def add_export_arguments(parser: ArgumentParser) -> None:
     add_option(parser, "model MODEL", "a run folder (its best model), a model folder, or a Hub id")
     add_option(parser, "out OUT", "the folder to write, which must be missing or empty")
     formats = ("safetensors", *_NEEDS)
@@ -31,7 +31,7 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
     add_option(parser, "--max-shard-size SIZE", "of a safetensors file", type=size, default="5GB")
 
 
-def run_export(arguments: argparse.Namespace) -> None:
+def run_export(arguments: Namespace) -> None:
     """Convert a model to plain safetensors, to GGUF for llama.cpp, or to an ONNX graph.
 
     The written model is loaded again and evaluated on a fixed input; the difference to the original
@@ -105,7 +105,7 @@ def run_export(arguments: argparse.Namespace) -> None:
         show(f"  no tokenizer: {source} has none")
 
 
-def add_import_nanogpt_arguments(parser: argparse.ArgumentParser) -> None:
+def add_import_nanogpt_arguments(parser: ArgumentParser) -> None:
     add_option(parser, "source CKPT", "nanoGPT's ckpt.pt, or a folder with train.bin and val.bin")
     add_option(parser, "out OUT", "the folder to write: a plain GPT-2, or prepared data")
     meta = "meta.pkl with the characters (default: GPT-2's vocabulary; of a folder, its own)"
@@ -115,7 +115,7 @@ def add_import_nanogpt_arguments(parser: argparse.ArgumentParser) -> None:
     add_option(parser, "--activation-function", form, choices=forms, default="gelu")
 
 
-def run_import_nanogpt(arguments: argparse.Namespace) -> None:
+def run_import_nanogpt(arguments: Namespace) -> None:
     """Convert nanoGPT's checkpoint to a model folder, or its train.bin and val.bin to data.
 
     No code in the files is run: checkpoints are read with weights_only, meta.pkl by a reader of
@@ -186,11 +186,11 @@ def import_data(source: Path, out: Path, meta: Path | None) -> None:
 
 def _repo_id(text: str) -> str:
     if not REPO_ID.fullmatch(text):
-        raise argparse.ArgumentTypeError(f"expected user/name, got {text!r}")
+        raise ArgumentTypeError(f"expected user/name, got {text!r}")
     return text
 
 
-def add_push_arguments(parser: argparse.ArgumentParser) -> None:
+def add_push_arguments(parser: ArgumentParser) -> None:
     folder = "a run folder (its best model), its best/ or final/, a model or adapter folder"
     add_option(parser, "model MODEL", folder)
     add_option(parser, "repo_id REPO_ID", "user/name; created if it does not exist", type=_repo_id)
@@ -200,7 +200,7 @@ def add_push_arguments(parser: argparse.ArgumentParser) -> None:
     add_option(parser, "--message", "the commit message")
 
 
-def run_push(arguments: argparse.Namespace) -> None:
+def run_push(arguments: Namespace) -> None:
     """Push a model to the Hub in one commit: weights, tokenizer, generation config and model card.
 
     A run folder's resolved recipe, metrics and loss plot are pushed too. The token is the one that

@@ -1,12 +1,12 @@
 """The commands that generate text: sample, chat and serve."""
 
-import argparse
 import contextlib
 import functools
 import importlib.util
 import io
 import logging
 import sys
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ from nanogpt_hf.commands.arguments import add_option
 from nanogpt_hf.config.values import bounded
 from nanogpt_hf.console import show, show_text
 from nanogpt_hf.errors import DataError, UserError
-from nanogpt_hf.runs.find import find_model
+from nanogpt_hf.runs.folder import find_model
 
 if TYPE_CHECKING:
     import torch
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-def _add_model_argument(parser: argparse.ArgumentParser) -> None:
+def _add_model_argument(parser: ArgumentParser) -> None:
     add_option(parser, "model MODEL", "a run folder (its best model), a model folder, or a Hub id")
 
 
-def _add_sampling_arguments(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
+def _add_sampling_arguments(parser: ArgumentParser, max_new_tokens: int) -> None:
     """The model, and how it continues a text."""
     _add_model_argument(parser)
     longest = "of a text that it writes"
@@ -43,7 +43,7 @@ def _add_sampling_arguments(parser: argparse.ArgumentParser, max_new_tokens: int
     add_option(parser, "--seed", "of the samples", type=bounded(int, 0, 2**62), default=1337)
 
 
-def _sampling_options(arguments: argparse.Namespace) -> dict[str, Any]:
+def _sampling_options(arguments: Namespace) -> dict[str, Any]:
     """The options of `generate_tokens` for all texts of a command."""
     return {name: getattr(arguments, name) for name in ("temperature", "top_k", "top_p")}
 
@@ -94,14 +94,14 @@ def open_model(name: str) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
     return model, tokenizer
 
 
-def add_sample_arguments(parser: argparse.ArgumentParser) -> None:
+def add_sample_arguments(parser: ArgumentParser) -> None:
     _add_sampling_arguments(parser, 500)
     text = "text to continue (default: a line break, or nothing after a start token)"
     add_option(parser, "--prompt", text)
     add_option(parser, "--num-samples", "samples", type=bounded(int, 1, 10_000), default=1)
 
 
-def run_sample(arguments: argparse.Namespace) -> None:
+def run_sample(arguments: Namespace) -> None:
     """Generate text with the model of a run folder, a model folder or the Hub; the text is printed
     as it is generated.
     """
@@ -148,7 +148,7 @@ def run_sample(arguments: argparse.Namespace) -> None:
 _HELP = "/reset clears the conversation, /quit exits"
 
 
-def add_chat_arguments(parser: argparse.ArgumentParser) -> None:
+def add_chat_arguments(parser: ArgumentParser) -> None:
     _add_sampling_arguments(parser, 256)
     add_option(parser, "--system TEXT", "system message at the start of the conversation")
 
@@ -184,7 +184,7 @@ def questions() -> Iterator[str]:
 class Chat:
     """A conversation with a model, and the options of sampling its answers."""
 
-    def __init__(self, model, tokenizer, arguments: argparse.Namespace):
+    def __init__(self, model, tokenizer, arguments: Namespace):
         from nanogpt_hf.data.chat_template import ChatFormat
         from nanogpt_hf.generate import answer_end_ids
 
@@ -242,7 +242,7 @@ class Chat:
         self.answers += 1
 
 
-def run_chat(arguments: argparse.Namespace) -> None:
+def run_chat(arguments: Namespace) -> None:
     """Chat with a model that was trained on conversations: a run folder, a model folder, or a model
     on the Hub.
 
@@ -276,7 +276,7 @@ def run_chat(arguments: argparse.Namespace) -> None:
                 chat.answer(line)
 
 
-def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
+def add_serve_arguments(parser: ArgumentParser) -> None:
     _add_model_argument(parser)
     add_option(parser, "--host", "address to listen on", default="127.0.0.1")
     add_option(parser, "--port", "0 is a free one", type=bounded(int, 0, 65535), default=8000)
@@ -291,7 +291,7 @@ def served_name(name: str) -> str:
     return path.parent.name if path.name in ("best", "final") else path.name
 
 
-def run_serve(arguments: argparse.Namespace) -> None:
+def run_serve(arguments: Namespace) -> None:
     """Serve a model as OpenAI's API does, with a chat page: a run folder, a model folder, or a
     model on the Hub.
 

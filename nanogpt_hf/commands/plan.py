@@ -1,7 +1,7 @@
 """The commands before a run: estimate, bench, doctor and knobs."""
 
-import argparse
 import dataclasses
+from argparse import ArgumentParser, Namespace
 from typing import TYPE_CHECKING, Any
 
 from nanogpt_hf.commands.arguments import (
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from nanogpt_hf.planning.candidates import Proposal
 
 
-def add_estimate_arguments(parser: argparse.ArgumentParser) -> None:
+def add_estimate_arguments(parser: ArgumentParser) -> None:
     add_recipe_argument(parser)
     add_knobs(parser, "depth")
     layout: Any = parser.add_mutually_exclusive_group()
@@ -54,7 +54,7 @@ def add_estimate_arguments(parser: argparse.ArgumentParser) -> None:
     add_output(parser, "--json", "also write the figures to FILE")
 
 
-def run_estimate(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None:
+def run_estimate(arguments: Namespace, overrides: list[tuple[str, str]]) -> None:
     """Estimate what a run needs: memory of a device by part, time on GPUs, tokens per parameter,
     disk.
 
@@ -107,7 +107,7 @@ def run_estimate(arguments: argparse.Namespace, overrides: list[tuple[str, str]]
         write_json(arguments.json, figures)
 
 
-def _check_options(arguments: argparse.Namespace) -> None:
+def _check_options(arguments: Namespace) -> None:
     """Raises UserError for options that need --gpus, or GPUs that fill no machines."""
     if arguments.gpus is None:
         for option in ("gpu", "network", "write_config"):
@@ -138,7 +138,7 @@ def _check_options(arguments: argparse.Namespace) -> None:
 
 
 def _proposal(
-    arguments: argparse.Namespace, config: "Config", base: "PreTrainedConfig | None"
+    arguments: Namespace, config: "Config", base: "PreTrainedConfig | None"
 ) -> "Proposal":
     """The layout over --gpus, written to --write-config."""
     from nanogpt_hf.planning.candidates import Cluster, propose
@@ -161,7 +161,7 @@ def _proposal(
     return proposal
 
 
-def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
+def add_bench_arguments(parser: ArgumentParser) -> None:
     add_optional_recipe_argument(parser)
     count = bounded(int, 1, 10_000)
     add_option(parser, "--windows N", "measurements of each figure", type=count, default=10)
@@ -175,7 +175,7 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     add_output(parser, "--json", "also write the figures to FILE")
 
 
-def run_bench(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None:
+def run_bench(arguments: Namespace, overrides: list[tuple[str, str]]) -> None:
     """How fast a run of RECIPE would be here: medians and quartiles of repeated windows, after
     warm-up, of the loop's own step. Without RECIPE: a model of 0.8 M parameters on synthetic
     tokens.
@@ -189,14 +189,13 @@ def run_bench(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -
     from transformers.utils import logging
 
     from nanogpt_hf.bench.baselines import check_comparable
-    from nanogpt_hf.bench.clock import build_workload
+    from nanogpt_hf.bench.clock import build_workload, small_config
     from nanogpt_hf.bench.report import (
         compare_with_baseline,
         measure_all,
         summary_lines,
         write_trace,
     )
-    from nanogpt_hf.bench.synthetic import small_config
     from nanogpt_hf.distributed.accelerator import build_accelerator
     from nanogpt_hf.runs.folder import RunFolder
 
@@ -228,14 +227,14 @@ def run_bench(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -
         write_json(arguments.json, figures)
 
 
-def add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
+def add_doctor_arguments(parser: ArgumentParser) -> None:
     add_optional_recipe_argument(parser)
     folder = "the run folder of the run to come (default runs/<recipe name>)"
     add_option(parser, "--run-dir DIR", folder)
     add_output(parser, "--json", "also write the findings and their figures to FILE")
 
 
-def run_doctor(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
+def run_doctor(arguments: Namespace, overrides: list[tuple[str, str]]) -> int:
     """Find faults of this machine and its network: versions, devices, memory, disk, launch, and
     time and bandwidth of an all-reduce with its equality on all processes.
 
@@ -251,11 +250,11 @@ def run_doctor(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) 
     return diagnose(recipe, arguments.run_dir, Report(show, arguments.json, mesh), mesh)
 
 
-def add_knobs_arguments(parser: argparse.ArgumentParser) -> None:
+def add_knobs_arguments(parser: ArgumentParser) -> None:
     add_output(parser, "--json", "also write the schema to FILE")
 
 
-def run_knobs(arguments: argparse.Namespace) -> None:
+def run_knobs(arguments: Namespace) -> None:
     """List every knob of a recipe: its meaning, choices and default.
 
     `--json FILE` writes the schema: types, choices, default, bounds and meaning of each knob.

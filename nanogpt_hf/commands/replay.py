@@ -1,7 +1,7 @@
 """The commands that need a run's steps again: verify, inspect and branch."""
 
-import argparse
 import contextlib
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from functools import partial
 from pathlib import Path
 
@@ -12,16 +12,15 @@ from nanogpt_hf.console import show
 from nanogpt_hf.errors import DataError, RunFolderError, UserError
 from nanogpt_hf.formatting import format_duration, plural
 from nanogpt_hf.runs.files import write_json
-from nanogpt_hf.runs.find import find_run
-from nanogpt_hf.runs.folder import RunFolder, step_of
-from nanogpt_hf.runs.identity import is_fixed
+from nanogpt_hf.runs.folder import RunFolder, find_run, step_of
+from nanogpt_hf.runs.state import is_fixed
 
 _SHOWN = 60  # characters of a text; --json has all
 # fixed while a run is resumed, and free for a branch
 _FREE = ("data.", "train.")
 
 
-def add_verify_arguments(parser: argparse.ArgumentParser) -> None:
+def add_verify_arguments(parser: ArgumentParser) -> None:
     add_option(parser, "run RUN", "a run folder")
     steps = "from step A to step B; both have checkpoints, or A is 0"
     which = parser.add_mutually_exclusive_group()
@@ -34,11 +33,11 @@ def _steps(text: str) -> tuple[int, int]:
     try:
         first, last = map(int, text.split(":"))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"expected two steps, A:B, got {text!r}") from None
+        raise ArgumentTypeError(f"expected two steps, A:B, got {text!r}") from None
     return first, last
 
 
-def run_verify(arguments: argparse.Namespace) -> int:
+def run_verify(arguments: Namespace) -> int:
     """Repeat steps of a run on this machine, and compare each logged loss and gradient norm and the
     sha256 of each kept checkpoint's tensors with what the run recorded. verified.jsonl and
     report.html of the run record the result; nothing else of it is written.
@@ -100,7 +99,7 @@ def run_verify(arguments: argparse.Namespace) -> int:
     return 1 if differs else 0
 
 
-def add_inspect_arguments(parser: argparse.ArgumentParser) -> None:
+def add_inspect_arguments(parser: ArgumentParser) -> None:
     add_option(parser, "run RUN", "a run folder")
     asked = parser.add_mutually_exclusive_group(required=True)
     asked.add_argument("--step", metavar="N", type=bounded(int, 1), help="the step; 1 is the first")
@@ -108,7 +107,7 @@ def add_inspect_arguments(parser: argparse.ArgumentParser) -> None:
     add_output(parser, "--json", "also write the sequences or the steps, with whole texts, to FILE")
 
 
-def run_inspect(arguments: argparse.Namespace) -> None:
+def run_inspect(arguments: Namespace) -> None:
     """Show what a step of a run saw: each sequence with its place in the data, its text, and its
     loss under the newest checkpoint before the step, the highest loss first. Nothing is changed.
 
@@ -149,14 +148,14 @@ def run_inspect(arguments: argparse.Namespace) -> None:
         write_json(arguments.json, tree)
 
 
-def add_branch_arguments(parser: argparse.ArgumentParser) -> None:
+def add_branch_arguments(parser: ArgumentParser) -> None:
     add_option(parser, "run RUN", "a run folder")
     add_option(parser, "--at STEP", "a step with a checkpoint", type=int, required=True)
     add_option(parser, "--run-dir DIR", "the new run's folder", required=True)
     list_knobs(parser)
 
 
-def run_branch(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None:
+def run_branch(arguments: Namespace, overrides: list[tuple[str, str]]) -> None:
     """Start a new run from a checkpoint of another, with its optimizer state and with other knobs:
     a decay of the learning rate, another text or mixture, more steps. The other run is only read.
 

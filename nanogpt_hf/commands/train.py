@@ -1,9 +1,9 @@
 """The commands that train, and prepare the text: prepare, pretrain, finetune, rl, align, sweep."""
 
-import argparse
 import gc
 import logging
 import sys
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,11 +39,11 @@ logger = logging.getLogger(__name__)
 Overrides = list[tuple[str, str]]
 
 
-def add_prepare_arguments(parser: argparse.ArgumentParser) -> None:
+def add_prepare_arguments(parser: ArgumentParser) -> None:
     add_recipe_argument(parser)
 
 
-def run_prepare(arguments: argparse.Namespace, overrides: Overrides) -> None:
+def run_prepare(arguments: Namespace, overrides: Overrides) -> None:
     """Tokenize a recipe's text or conversations into arrow shards, or verify those there are.
 
     A corpus for many machines: launch/tokenize_corpus.py, which uses datatrove.
@@ -62,7 +62,7 @@ def run_prepare(arguments: argparse.Namespace, overrides: Overrides) -> None:
         logger.info("  verified: every byte is as it was written")
 
 
-def _add_run_arguments(parser: argparse.ArgumentParser, recipe: str, *knobs: str) -> None:
+def _add_run_arguments(parser: ArgumentParser, recipe: str, *knobs: str) -> None:
     """The arguments of a command that trains; one that starts from a model needs no recipe."""
     nargs = "?" if "from" in knobs else None
     add_recipe_argument(parser, f"a recipe, for example {recipe}", nargs=nargs)
@@ -75,11 +75,11 @@ def _add_run_arguments(parser: argparse.ArgumentParser, recipe: str, *knobs: str
     add_flag(parser, "--dry-run", "print the resolved recipe and its size, then exit")
 
 
-def add_pretrain_arguments(parser: argparse.ArgumentParser) -> None:
+def add_pretrain_arguments(parser: ArgumentParser) -> None:
     _add_run_arguments(parser, "recipes/quickstart.yaml", "depth")
 
 
-def run_pretrain(arguments: argparse.Namespace, overrides: Overrides) -> None:
+def run_pretrain(arguments: Namespace, overrides: Overrides) -> None:
     """Train a GPT or any text-only decoder from scratch: prepare data, write a run folder."""
     config = load_text_recipe("pretrain", arguments.recipe, overrides)
     if start := config.finetune.model:
@@ -87,12 +87,12 @@ def run_pretrain(arguments: argparse.Namespace, overrides: Overrides) -> None:
     _run(config, arguments)
 
 
-def add_finetune_arguments(parser: argparse.ArgumentParser) -> None:
+def add_finetune_arguments(parser: ArgumentParser) -> None:
     knobs = ("from", "data", "freeze-layers", "unfreeze-every", "lora")
     _add_run_arguments(parser, "recipes/finetune_lora.yaml", *knobs)
 
 
-def run_finetune(arguments: argparse.Namespace, overrides: Overrides) -> None:
+def run_finetune(arguments: Namespace, overrides: Overrides) -> None:
     """Fine-tune any text-only decoder: all weights, the upper blocks only, or LoRA adapters.
 
     It comes from the Hub, a model folder or a run: GPT-2, Llama, Qwen3, SmolLM3, ...
@@ -103,13 +103,13 @@ def run_finetune(arguments: argparse.Namespace, overrides: Overrides) -> None:
     _run_from_model(arguments, overrides)
 
 
-def add_rl_arguments(parser: argparse.ArgumentParser) -> None:
+def add_rl_arguments(parser: ArgumentParser) -> None:
     _add_run_arguments(
         parser, "recipes/arithmetic_rl.yaml", "from", "task", "data", "reward", "lora"
     )
 
 
-def run_rl(arguments: argparse.Namespace, overrides: Overrides) -> None:
+def run_rl(arguments: Namespace, overrides: Overrides) -> None:
     """Reinforcement learning on verifiable answers: sample answers to the questions of a task, and
     reward the right ones. --data: the questions, with reference answers, as conversations.
 
@@ -119,11 +119,11 @@ def run_rl(arguments: argparse.Namespace, overrides: Overrides) -> None:
     _run_from_model(arguments, overrides, POLICY)
 
 
-def add_align_arguments(parser: argparse.ArgumentParser) -> None:
+def add_align_arguments(parser: ArgumentParser) -> None:
     _add_run_arguments(parser, "my_pairs.yaml", "from", "data", "loss", "lora")
 
 
-def run_align(arguments: argparse.Namespace, overrides: Overrides) -> None:
+def run_align(arguments: Namespace, overrides: Overrides) -> None:
     """Preference training: make chosen answers more probable than rejected ones, by DPO, IPO,
     hinge, SimPO or ORPO, or good answers than bad ones, by KTO. --data: rows with prompt, chosen
     and rejected (kto: prompt, completion and label).
@@ -135,7 +135,7 @@ def run_align(arguments: argparse.Namespace, overrides: Overrides) -> None:
 
 
 def _run_from_model(
-    arguments: argparse.Namespace, overrides: Overrides, method: RecipeMethod | None = None
+    arguments: Namespace, overrides: Overrides, method: RecipeMethod | None = None
 ) -> None:
     """Train a model further, on text or by a method."""
     config, base = finetune_config(arguments.recipe, overrides, method)
@@ -153,7 +153,7 @@ def _run_from_model(
 
 def _run(
     config: Config,
-    arguments: argparse.Namespace,
+    arguments: Namespace,
     base: "PreTrainedConfig | None" = None,
     check: Callable[["Manifest"], None] = lambda manifest: None,
 ) -> None:
@@ -222,7 +222,7 @@ def _dry_run(config: Config, mesh: Mesh, base: "PreTrainedConfig | None") -> Non
     show(*dial_lines(config), *stage_lines(config), *sizes, "nothing was started", sep="\n")
 
 
-def add_sweep_arguments(parser: argparse.ArgumentParser) -> None:
+def add_sweep_arguments(parser: ArgumentParser) -> None:
     add_recipe_argument(parser)
     add_knobs(parser, "depth")
     add_option(parser, "--sweep-dir DIR", "folder of the runs (default runs/<recipe name>-<knobs>)")
@@ -233,7 +233,7 @@ def add_sweep_arguments(parser: argparse.ArgumentParser) -> None:
     add_output(parser, "--json", "also write the table to FILE")
 
 
-def run_sweep(arguments: argparse.Namespace, overrides: Overrides) -> int:
+def run_sweep(arguments: Namespace, overrides: Overrides) -> int:
     """Train a grid of runs: a knob with several values, such as --train.seed 1,2,3, is swept.
 
     Every combination of values is an ordinary run folder below the sweep's. Run the same command

@@ -269,6 +269,11 @@ class ChatFormat:
         )
 
 
+def trained_chat(hf: transformers.PreTrainedTokenizerBase) -> ChatFormat | None:
+    """The chat template of a model to train or measure, None if it has none."""
+    return ChatFormat(hf, fixed_day=True) if hf.chat_template else None
+
+
 def chat_format(hf: transformers.PreTrainedTokenizerBase, name: str) -> ChatFormat:
     """How conversations become tokens to train on. A tokenizer without a chat template gets ours.
 

@@ -7,7 +7,7 @@ import hashlib
 import json
 import sys
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,6 +36,12 @@ DECIDING_KNOBS = (
     "vocab_size",
     "bpe_pattern",
 )
+
+
+def tool_versions() -> dict[str, str]:
+    """Versions of the libraries that make tokens."""
+    tools = {name: version(name) for name in ("datasets", "tokenizers", "tiktoken")}
+    return tools | {"python": sys.version.split()[0]}
 
 
 @dataclass(frozen=True)
@@ -70,16 +76,16 @@ class Manifest:
     `teacher`, which belongs to a run.
     """
 
-    format: int
     recipe: dict[str, Any]  # the deciding knobs; of imported tokens, those that apply
     revision: str
-    file_state: str | None  # sizes and times of local files, to notice that they changed
     tokenizer_hash: str
     vocab_size: int
     end_of_text_id: int | None  # the token that ends each document; None for a single document
     train: SplitFacts
     validation: SplitFacts
-    versions: dict[str, str]
+    format: int = FORMAT
+    versions: dict[str, str] = field(default_factory=tool_versions)
+    file_state: str | None = None  # sizes and times of local files, to notice that they changed
     # the token before each document; None if the tokenizer puts none there
     start_of_text_id: int | None = None
     sources: tuple[PreparedSource, ...] = ()  # of a mixture
@@ -118,12 +124,6 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     partial = folder / f".{uuid.uuid4().hex}"  # replaced at once: other processes may read it
     partial.write_text(json.dumps(facts, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     partial.replace(folder / MANIFEST)
-
-
-def tool_versions() -> dict[str, str]:
-    """Versions of the libraries that make tokens."""
-    tools = {name: version(name) for name in ("datasets", "tokenizers", "tiktoken")}
-    return tools | {"python": sys.version.split()[0]}
 
 
 def identity(config: Config, manifest: Manifest) -> dict[str, Any]:

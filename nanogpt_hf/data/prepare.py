@@ -24,14 +24,12 @@ from nanogpt_hf.data.files import file_digest, file_state
 from nanogpt_hf.data.formats import FORMATS, Document, describe_token_files, local_files
 from nanogpt_hf.data.manifest import (
     DECIDING_KNOBS,
-    FORMAT,
     MANIFEST,
     SPLITS,
     Manifest,
     SplitFacts,
     find_manifest,
     read_manifest,
-    tool_versions,
     write_manifest,
 )
 from nanogpt_hf.data.prepared import TOKENIZER, fitting_manifest
@@ -215,7 +213,6 @@ def write_facts(
     save_tokenizer(tokenizer.hf, folder / TOKENIZER)
     local = local_files(data)
     manifest = Manifest(
-        format=FORMAT,
         recipe={knob: getattr(data, knob) for knob in DECIDING_KNOBS},
         revision=revision,
         file_state=file_state(local) if local else None,
@@ -224,7 +221,6 @@ def write_facts(
         end_of_text_id=end_of_text_id,
         train=facts["train"],
         validation=facts["validation"],
-        versions=tool_versions(),
         start_of_text_id=tokenizer.start_of_text_id if data.format == "text" else None,
     )
     write_manifest(folder, manifest)

@@ -15,18 +15,16 @@ from nanogpt_hf.config.sources import is_mixture, sources_of
 from nanogpt_hf.config.stages import config_at, planned_tokens, tokens_by_source
 from nanogpt_hf.data.batches import blocks_read
 from nanogpt_hf.data.blocks import Blocks, MixedBlocks
-from nanogpt_hf.data.chat_template import ChatFormat
+from nanogpt_hf.data.chat_template import ChatFormat, trained_chat
 from nanogpt_hf.data.examples import Examples
 from nanogpt_hf.data.files import file_digest, file_state, is_url
 from nanogpt_hf.data.formats import FORMATS, local_files
 from nanogpt_hf.data.manifest import (
-    FORMAT,
     SPLITS,
     Manifest,
     SplitFacts,
     find_manifest,
     read_manifest,
-    tool_versions,
     write_manifest,
 )
 from nanogpt_hf.data.tokenizer import end_of_text_id_of, load_tokenizer, vocabulary_hash
@@ -62,7 +60,6 @@ def in_memory(
     *,
     source: Any,
     revision: str,
-    end_of_turn_id: int | None,
     documents: tuple[int, int] | None = None,
 ) -> PreparedData:
     """Data that is not on the disk, such as questions and preference pairs, with a manifest without
@@ -71,17 +68,16 @@ def in_memory(
     counts = documents or (len(train), len(validation))
     splits = (SplitFacts(documents=count, tokens=0, bytes=0) for count in counts)
     manifest = Manifest(
-        format=FORMAT,
         recipe={"source": source, "format": "chat"},
         revision=revision,
-        file_state=None,
         tokenizer_hash=vocabulary_hash(tokenizer),
         vocab_size=len(tokenizer),
         end_of_text_id=end_of_text_id_of(tokenizer),
         train=next(splits),
         validation=next(splits),
-        versions=tool_versions(),
     )
+    chat = trained_chat(tokenizer)
+    end_of_turn_id = chat and chat.end_of_turn_id()
     return PreparedData(train, validation, tokenizer, manifest, end_of_turn_id)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from huggingface_hub.constants import HF_HOME
 
-from nanogpt_hf.bench.synthetic import small_config
+from nanogpt_hf.bench.clock import small_config
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.cpu import share_threads
 from nanogpt_hf.distributed.accelerator import actual_settings, build_accelerator
@@ -25,7 +25,7 @@ from nanogpt_hf.errors import UserError
 from nanogpt_hf.formatting import format_bytes, plural
 from nanogpt_hf.runs.files import write_json
 from nanogpt_hf.runs.folder import RunFolder
-from nanogpt_hf.runs.machine import describe_host, fingerprint, versions
+from nanogpt_hf.runs.provenance import describe_host, fingerprint, versions
 
 PATIENCE = 60  # seconds that processes wait for each other
 _MIN_DISK = 5e9  # bytes, enough for caches, compiled kernels and a small run

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 
-from nanogpt_hf.runs.machine import versions
+from nanogpt_hf.runs.provenance import versions
 
 # one value per process -> all of them by rank, on all processes
 Gather = Callable[[Any], list[Any]]

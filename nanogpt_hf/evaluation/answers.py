@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -9,13 +10,19 @@ import transformers
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from nanogpt_hf.data.chat_template import ChatFormat
-from nanogpt_hf.data.tokenizer import prompt_ids, unknown_characters_named
+from nanogpt_hf.data.chat_template import ChatFormat, trained_chat
+from nanogpt_hf.data.tokenizer import prompt_ids
 from nanogpt_hf.distributed.accelerator import is_sharded, sum_over_ranks
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.evaluation.loss import eval_mode
-from nanogpt_hf.generate import Completions, answer_end_ids, end_ids_of, generate_completions
+from nanogpt_hf.generate import (
+    Completions,
+    answer_end_ids,
+    encode_messages,
+    end_ids_of,
+    generate_completions,
+)
 from nanogpt_hf.tasks.reward import RewardFunction
 from nanogpt_hf.tasks.task import PASSED, Question
 
@@ -76,16 +83,17 @@ class AnswerSampler:
     batch_size: int  # rows that a process generates at once
     positions: int  # a prompt with its answer
 
-    def encode(self, chat: ChatFormat | None, question: Question) -> list[int]:
+    @cached_property
+    def chat(self) -> ChatFormat | None:
+        return trained_chat(self.tokenizer)
+
+    def encode(self, question: Question) -> list[int]:
         """The prompt's token ids.
 
         Raises UserError if they leave no room for an answer, or have unknown characters.
         """
-        if chat:
-            with unknown_characters_named(
-                self.tokenizer, [message["content"] for message in question.messages]
-            ):
-                ids = chat.prompt_ids(question.messages)
+        if self.chat:
+            ids = encode_messages(self.chat, question.messages)
         else:
             ids = prompt_ids(self.tokenizer, question.prompt)
         if len(ids) + self.max_new_tokens > self.positions:
@@ -112,14 +120,13 @@ class AnswerSampler:
         depend on the number of processes. Raises UserError if the reward function fails and
         errors are not counted as zeros.
         """
-        chat = ChatFormat(self.tokenizer, fixed_day=True) if self.tokenizer.chat_template else None
         samples, rows = len(seeds) // len(questions), range(len(seeds))
-        encoded = [self.encode(chat, question) for question in questions]
+        encoded = [self.encode(question) for question in questions]
         # Every process generates as many batches, which repeat the last row at their end.
         batches = -(-len(rows) // (self.batch_size * mesh.dp_size)) * mesh.dp_size
         found, errors = [], []
         unwrapped: Any = accelerator.unwrap_model(model)
-        end_ids = answer_end_ids(unwrapped, chat) if chat else end_ids_of(unwrapped)
+        end_ids = answer_end_ids(unwrapped, self.chat) if self.chat else end_ids_of(unwrapped)
         for batch in range(mesh.dp_rank, batches, mesh.dp_size):
             own = rows[batch * self.batch_size :][: self.batch_size]
             padded = [*own, *[rows[-1]] * (self.batch_size - len(own))]

@@ -5,8 +5,8 @@ An evaluation is one file with a subclass of `Evaluation`, and a row of `EVALUAT
 `evaluate --help` reads the options.
 """
 
-import argparse
 import math
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -85,7 +85,7 @@ class Loaded(NamedTuple):
 class Request:
     """The options of `evaluate`, and the opened model."""
 
-    arguments: argparse.Namespace
+    arguments: Namespace
     knobs: Mapping[str, str]  # knobs of `data`, for the source that the options name
     model: Any
     tokenizer: "Tokenizer"
@@ -104,7 +104,7 @@ class Evaluation:
     asked_by = ""  # the option that asks for it, for messages
     source = ""  # the argument with the name of data that the knobs of `data` describe
 
-    def wanted(self, arguments: argparse.Namespace) -> bool:
+    def wanted(self, arguments: Namespace) -> bool:
         """Whether the options of `evaluate` ask for it."""
         return False
 

@@ -25,8 +25,6 @@ from nanogpt_hf.evaluation.tasks import QUESTIONS, task_names
 from nanogpt_hf.formatting import plural
 
 if TYPE_CHECKING:
-    import torch
-
     from nanogpt_hf.evaluation.answers import AnswerSampler
     from nanogpt_hf.tasks.task import Question
 
@@ -86,7 +84,6 @@ def _load_question_task(name: str, request: Request) -> QuestionTask:
     Raises UserError if the task, its questions or the tokenizer cannot be used, or a prompt leaves
     no room for an answer.
     """
-    from nanogpt_hf.data.chat_template import ChatFormat
     from nanogpt_hf.evaluation.answers import AnswerSampler
     from nanogpt_hf.tasks.load import Generated, load_task
     from nanogpt_hf.tasks.reward import RewardFunction
@@ -115,8 +112,7 @@ def _load_question_task(name: str, request: Request) -> QuestionTask:
         batch_size=arguments.batch_size,
         positions=request.positions,
     )
-    chat = ChatFormat(tokenizer, fixed_day=True) if tokenizer.chat_template else None
-    longest = max(len(sampler.encode(chat, question)) for question in questions)
+    longest = max(len(sampler.encode(question)) for question in questions)
     if arguments.max_new_tokens is None:
         room = min(_MAX_NEW_TOKENS, request.positions - longest)
         if not room:
@@ -182,9 +178,9 @@ def _sample_answers(
         "cut_share": 1 - completions.ended.double().mean(),
     }
     values = {name: tensor.mean().item() for name, tensor in (rates | figures).items()}
-    return values, {name: _standard_error(rate) for name, rate in rates.items()}
-
-
-def _standard_error(values: "torch.Tensor") -> float:
-    """The standard error of the mean of values, nan for a single one."""
-    return math.nan if len(values) < 2 else (values.std() / math.sqrt(len(values))).item()
+    count = len(task.questions)  # a single one has no standard error
+    errors = {
+        name: (rate.std() / math.sqrt(count)).item() if count > 1 else math.nan
+        for name, rate in rates.items()
+    }
+    return values, errors

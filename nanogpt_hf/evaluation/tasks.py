@@ -2,7 +2,6 @@
 it.
 """
 
-import argparse
 import contextlib
 import copy
 import importlib.util
@@ -13,6 +12,7 @@ import os
 import random
 import sys
 import warnings
+from argparse import Namespace
 from collections.abc import Iterator
 from functools import partial
 from importlib import metadata
@@ -48,7 +48,7 @@ Scores = dict[str, dict[str, float]]  # task -> metric, and <metric>_stderr if l
 class LmEvalTasks(Evaluation):
     asked_by, options = "--tasks A,B", TASKS | LIMIT
 
-    def wanted(self, arguments: argparse.Namespace) -> bool:
+    def wanted(self, arguments: Namespace) -> bool:
         return bool(task_names(arguments, of_rl=False))
 
     def load(self, request: Request) -> Loaded:
@@ -64,7 +64,7 @@ class LmEvalTasks(Evaluation):
         return partial(_measure_in_training, loaded, limit)
 
 
-def task_names(arguments: argparse.Namespace, *, of_rl: bool) -> list[str]:
+def task_names(arguments: Namespace, *, of_rl: bool) -> list[str]:
     """The tasks of --tasks that are, or are not, tasks of the `rl` command."""
     names = [name.strip() for name in (arguments.tasks or "").split(",") if name.strip()]
     return [name for name in names if name.startswith(QUESTIONS) == of_rl]

@@ -20,8 +20,8 @@ from nanogpt_hf.data.manifest import Manifest, PreparedSource
 from nanogpt_hf.formatting import format_number
 from nanogpt_hf.model.architecture import architecture_of, count_parameters
 from nanogpt_hf.optim.optimizer import kind_of
-from nanogpt_hf.runs.machine import code_version, versions
-from nanogpt_hf.runs.redact import redact
+from nanogpt_hf.runs.files import redact
+from nanogpt_hf.runs.provenance import code_version, versions
 from nanogpt_hf.runs.state import TrainState
 
 PLACEHOLDER = "path/to/this/folder"  # in the example; a push replaces it by the repository

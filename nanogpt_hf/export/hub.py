@@ -22,8 +22,8 @@ from huggingface_hub.utils import disable_progress_bars, get_session
 from nanogpt_hf.config.schema import HubSection
 from nanogpt_hf.errors import RunFolderError, UserError, explain, one_line
 from nanogpt_hf.export.card import PLACEHOLDER
+from nanogpt_hf.runs.files import holds_token, redact
 from nanogpt_hf.runs.folder import RunFolder
-from nanogpt_hf.runs.redact import holds_token, redact
 
 CONNECTION_TIMEOUT = 60.0  # seconds without an answer; huggingface_hub's default is no limit
 FINAL_TIMEOUT = 600.0  # seconds that a finished run waits for its last push

@@ -17,7 +17,7 @@ from tqdm import tqdm
 
 from nanogpt_hf.config.names import GPT2_VOCAB_SIZE
 from nanogpt_hf.data.encode import Rows, ShardWriter
-from nanogpt_hf.data.manifest import FORMAT, Manifest, SplitFacts, tool_versions, write_manifest
+from nanogpt_hf.data.manifest import Manifest, SplitFacts, write_manifest
 from nanogpt_hf.data.prepared import TOKENIZER
 from nanogpt_hf.data.tokenizer import (
     Tokenizer,
@@ -156,16 +156,13 @@ def import_bins(source: Path, folder: Path, meta: Path | None = None) -> Manifes
     }
     save_tokenizer(tokenizer.hf, folder / TOKENIZER)
     manifest = Manifest(
-        format=FORMAT,
         recipe={"source": str(source), "format": "text", "tokenizer": tokenizer.name},
         revision=f"sha256:{digest.hexdigest()}",
-        file_state=None,  # there is no text whose changes could be noticed
         tokenizer_hash=vocabulary_hash(tokenizer.hf),
         vocab_size=tokenizer.vocab_size,
         end_of_text_id=tokenizer.end_of_text_id if any(e for _, e in splits.values()) else None,
         train=splits["train"][0],
         validation=splits["validation"][0],
-        versions=tool_versions(),
     )
     write_manifest(folder, manifest)
     return manifest

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +10,11 @@ from nanogpt_hf.config.load import config_to_yaml
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.place import replaced_folder
-from nanogpt_hf.runs.files import written_whole
+from nanogpt_hf.runs.files import write_whole
 from nanogpt_hf.runs.folder import RunFolder
-from nanogpt_hf.runs.identity import run_identity
 from nanogpt_hf.runs.metrics import read_metrics
-from nanogpt_hf.runs.provenance import add_start, read_starts
+from nanogpt_hf.runs.provenance import add_start, now, read_starts
+from nanogpt_hf.runs.state import run_identity
 from nanogpt_hf.training.methods import ON_TEXT, method_of
 from nanogpt_hf.training.start import check_folders
 
@@ -52,11 +51,9 @@ def make_branch(old: RunFolder, step: int, new: RunFolder, config: Config) -> No
 def _copy_history(old: RunFolder, new: RunFolder, step: int) -> None:
     """Copy the metrics and starts up to a step, and add an entry that names the other run."""
     events = [event for event in read_metrics(old) if event["step"] <= step]
-    with written_whole(new.metrics) as partial:
-        partial.write_text("".join(f"{json.dumps(event)}\n" for event in events), "utf-8")
+    write_whole(new.metrics, "".join(f"{json.dumps(event)}\n" for event in events))
     starts = [start for start in read_starts(old) if start.get("step", 0) <= step]
-    now = datetime.now(UTC).isoformat(timespec="seconds")
-    entry = {"step": step, "time": now, "branch_of": str(old.path.resolve())}
+    entry = {"step": step, "time": now(), "branch_of": str(old.path.resolve())}
     for start in [*starts, (starts or [{}])[-1] | entry]:
         add_start(new, start)
 

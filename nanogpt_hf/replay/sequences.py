@@ -1,7 +1,7 @@
 """What a step of a run saw: its sequences, their places in the data, their text and losses."""
 
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -42,7 +42,7 @@ def steps_with(run: Run, text: str, last: int) -> list[int]:
     found = []
     for stage in stages_of(run.config):
         now = at_step(run, stage.first + 1)
-        contains = cache(partial(_contains, now, text))  # a block is read once per epoch
+        contains = cache(lambda index, now=now: text in _text_of(now, index))  # once per epoch
         steps = range(stage.first + 1, min(stage.last, last) + 1)
         steps = tqdm(steps, unit="step", disable=not shows_bars())
         found += [step for step in steps if any(map(contains, _indices(now, step)))]
@@ -58,10 +58,6 @@ def at_step(run: Run, step: int) -> Run:
     accelerator.gradient_accumulation_steps = accumulation_steps(config, run.mesh.dp_size)
     batches = build_batches(config, accelerator, run.mesh, data.train, size)
     return replace(run, config=config, data=data, batches=batches)
-
-
-def _contains(run: Run, text: str, index: int) -> bool:
-    return text in _text_of(run, index)
 
 
 def _indices(run: Run, step: int) -> list[int]:

@@ -29,7 +29,7 @@ from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.distributed.rendezvous import one_line_for_a_lost_process, share_from_main
 from nanogpt_hf.errors import RunFolderError, Stopped, UserError
 from nanogpt_hf.formatting import plural, shows_bars
-from nanogpt_hf.optim.schedule import learning_rate_at
+from nanogpt_hf.optim.optimizer import learning_rate_at
 from nanogpt_hf.place import Interrupted, raise_on_signals
 from nanogpt_hf.runs.folder import RunFolder, step_of
 from nanogpt_hf.runs.metrics import read_metrics

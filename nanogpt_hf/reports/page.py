@@ -2,8 +2,10 @@
 
 import base64
 import hashlib
+import logging
 import math
 import shlex
+import time
 from datetime import datetime
 from importlib.resources import files
 from pathlib import Path
@@ -19,12 +21,12 @@ from nanogpt_hf.config.stages import stages_of
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.formatting import format_duration, format_number
 from nanogpt_hf.reports.comparison import summarize
+from nanogpt_hf.reports.curves import draw_run
 from nanogpt_hf.reports.reference import find_reference, judge
-from nanogpt_hf.runs.files import written_whole
+from nanogpt_hf.runs.files import redact, write_whole
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.metrics import AXES, Event, column, is_number, names, read_events, read_metrics
 from nanogpt_hf.runs.provenance import read_starts
-from nanogpt_hf.runs.redact import redact
 
 _VERIFIED = ("result", "time", "machine")
 MAX_POINTS = 4000  # per curve; longer ones are averaged, since a browser has to draw them
@@ -38,10 +40,7 @@ def write_report(run: RunFolder, path: Path, events: list[Event] | None = None) 
     """
     if not (run.recipe.is_file() or run.metrics.is_file()):
         raise UserError(f"{run.path}: holds no run: it has neither recipe.yaml nor metrics.jsonl")
-    page = render(run, read_metrics(run) if events is None else events)
-    with written_whole(path) as partial:
-        # a path may hold any byte
-        partial.write_text(page, encoding="utf-8", errors="backslashreplace")
+    write_whole(path, render(run, read_metrics(run) if events is None else events))
 
 
 def render(run: RunFolder, events: list[Event]) -> str:
@@ -217,3 +216,46 @@ def _machine_rows(starts: list[dict[str, Any]]) -> list[list[str]]:
                 value = ", ".join(f"{part} {number}" for part, number in value.items())
             rows.append([name, str(value)])
     return rows
+
+
+logger = logging.getLogger(__name__)
+_SECONDS_BETWEEN_PLOTS = 30.0  # the first takes about half a second
+
+
+class LiveReports:
+    """Draws loss.png every 30 seconds or more while a run trains, and both files at its end.
+
+    Only the main process draws.
+    """
+
+    def __init__(self, folder: RunFolder, config: Config, *, is_main: bool):
+        self.folder, self.config, self.is_main = folder, config, is_main
+        self._last_plot = time.perf_counter()  # a short run has one plot
+
+    def plot(self, events: list[Event]) -> None:
+        """Draw the loss plot unless the last one is less than 30 seconds old."""
+        if self.is_main and time.perf_counter() - self._last_plot >= _SECONDS_BETWEEN_PLOTS:
+            self._last_plot = time.perf_counter()
+            self._plot(events)
+
+    def finish(self, events: list[Event]) -> None:
+        """Draw the plot and write the report, as complete as the metrics."""
+        # a folder that is gone is why the run ended
+        if not self.is_main or not self.folder.path.is_dir():
+            return
+        self._plot(events)
+        try:
+            write_report(self.folder, self.folder.report, events)
+        except Exception as error:
+            _warn(self.folder.report, error)
+
+    def _plot(self, events: list[Event]) -> None:
+        try:
+            draw_run(self.folder, self.config, events)
+        except Exception as error:
+            _warn(self.folder.loss_plot, error)
+
+
+def _warn(path: Path, error: Exception) -> None:
+    named = isinstance(error, UserError)  # its line begins with the file
+    logger.warning(str(error) if named else f"{path}: cannot be written: {error}")

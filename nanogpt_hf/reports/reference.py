@@ -16,11 +16,11 @@ from nanogpt_hf.config.schema import KNOBS, Config, get_value
 from nanogpt_hf.config.sources import is_mixture
 from nanogpt_hf.data.manifest import find_manifest
 from nanogpt_hf.errors import UserError, one_line
-from nanogpt_hf.runs.files import written_whole
+from nanogpt_hf.runs.files import write_whole
 from nanogpt_hf.runs.folder import RunFolder
-from nanogpt_hf.runs.identity import is_fixed
-from nanogpt_hf.runs.machine import versions
 from nanogpt_hf.runs.metrics import Event, column, is_number, read_metrics
+from nanogpt_hf.runs.provenance import versions
+from nanogpt_hf.runs.state import is_fixed
 
 SHIPPED = shipped_folder("recipes/reference")
 _WIDTH = 5  # standard deviations; of 5 seeds, 99 % of further ones are inside
@@ -70,8 +70,7 @@ def read_reference(path: Path) -> Reference:
 
 def write_reference(reference: Reference, path: Path) -> None:
     tree = {key: value for key, value in asdict(reference).items() if value}
-    with written_whole(path) as partial:
-        partial.write_text(f"{json.dumps(tree, indent=2, ensure_ascii=False)}\n", encoding="utf-8")
+    write_whole(path, f"{json.dumps(tree, indent=2, ensure_ascii=False)}\n")
 
 
 def make_reference(runs: list[RunFolder], name: str) -> Reference:

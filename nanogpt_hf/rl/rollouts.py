@@ -17,7 +17,6 @@ from nanogpt_hf.config.schema import Config
 from nanogpt_hf.config.seeds import derive_seed
 from nanogpt_hf.data.batches import Batches, epoch_order
 from nanogpt_hf.data.blocks import Blocks
-from nanogpt_hf.data.chat_template import ChatFormat
 from nanogpt_hf.data.prepared import PreparedData, in_memory
 from nanogpt_hf.data.tokenizer import build_tokenizer
 from nanogpt_hf.distributed.mesh import Mesh
@@ -44,7 +43,6 @@ def load_questions(config: Config) -> PreparedData:
         name, config.data, reward=rl.reward, options=rl.options, seed=config.train.seed
     )
     tokenizer = build_tokenizer(config.data.tokenizer, ()).hf
-    chat = ChatFormat(tokenizer, fixed_day=True) if tokenizer.chat_template else None
     sampler = AnswerSampler(
         tokenizer,
         RewardFunction(task.score, rl.reward_seconds, rl.reward_errors),
@@ -53,7 +51,7 @@ def load_questions(config: Config) -> PreparedData:
         batch_size=rl.batch_size or config.train.min_micro_batch_size,
         positions=config.data.block_size,
     )
-    ids, _ = (sampler.encode(chat, split[0]) for split in (task.train, task.held_out))
+    ids, _ = (sampler.encode(split[0]) for split in (task.train, task.held_out))
     rollouts, prompt = Rollouts(config, task, sampler), tokenizer.decode(ids)
     logger.info(
         f"{task.name}: {len(task.train):,} questions, {len(task.held_out):,} held out; the "
@@ -65,7 +63,6 @@ def load_questions(config: Config) -> PreparedData:
         tokenizer,
         source=config.data.source,
         revision=task.revision,
-        end_of_turn_id=chat and chat.end_of_turn_id(),
         documents=(len(task.train), len(task.held_out)),
     )
 

@@ -1,4 +1,6 @@
-"""The run folder: names of its files, start, resume, lock, and removal of old checkpoints."""
+"""The run folder: names of its files, start, resume, lock, and removal of old checkpoints; the run
+or model that a name on the command line means.
+"""
 
 import contextlib
 import logging
@@ -10,12 +12,13 @@ from typing import cast
 import filelock
 
 from nanogpt_hf.config.load import load_config
+from nanogpt_hf.config.names import folder_or_hub_id
 from nanogpt_hf.config.schema import KNOBS, Config
 from nanogpt_hf.config.sources import comparable
-from nanogpt_hf.errors import RunFolderError
+from nanogpt_hf.errors import RunFolderError, did_you_mean
 from nanogpt_hf.place import remove, remove_folder, restore_folder
 from nanogpt_hf.runs.files import written_whole
-from nanogpt_hf.runs.identity import is_fixed
+from nanogpt_hf.runs.state import is_fixed
 
 logger = logging.getLogger(__name__)
 # The format of run folders, which each checkpoint records; a run of another one is not resumed.
@@ -183,11 +186,6 @@ class RunFolder:
         for file in (*self._files, self.recipe):
             file.unlink(missing_ok=True)
 
-    def update_recipe(self, recipe_yaml: str) -> None:
-        """Write the recipe of a resumed run."""
-        with written_whole(self.recipe) as partial:
-            partial.write_text(recipe_yaml, encoding="utf-8")
-
     def lock(self) -> None:
         """Lock the folder until this process ends, and repair what a killed one left.
 
@@ -276,3 +274,38 @@ class RunFolder:
 
     def newest_checkpoint(self) -> Path | None:
         return max(self.checkpoint_folders(), key=step_of, default=None)
+
+
+def find_run(name: str) -> RunFolder:
+    """The run folder of that name.
+
+    Raises RunFolderError, with the nearest run's folder, if there is none.
+    """
+    run = RunFolder(name)
+    if run.recipe.is_file() or run.metrics.is_file():
+        return run
+    if run.path.is_dir():
+        raise RunFolderError(
+            f"{name}: holds no run; give a folder that `pretrain` or `finetune` wrote, as runs/NAME"
+        )
+    recipes = (*run.path.parent.glob("*/recipe.yaml"), *Path("runs").glob("*/recipe.yaml"))
+    near = did_you_mean(run.path.name, {recipe.parent.name for recipe in recipes})
+    raise RunFolderError(f"{name}: no such run folder{near}")
+
+
+def find_model(name: str, on_hub: bool = True) -> str:
+    """The model folder that MODEL means: a run folder's best/ (else final/), any other folder or
+    Hub id as it is.
+
+    Raises RunFolderError for a run folder without a model, and UserError for a path that does
+    not exist. With `on_hub` False a name always means a folder, and the caller checks whether it
+    exists.
+    """
+    name = os.path.expanduser(name)
+    run = RunFolder(name)
+    if not run.recipe.is_file():
+        return folder_or_hub_id(name) if on_hub else str(run.path)
+    for folder in (run.best, run.final):
+        if folder.is_dir():
+            return str(folder)
+    raise RunFolderError(f"{name}: this run has no model yet; its first evaluation writes one")

@@ -1,40 +1,119 @@
-"""machine.json: one entry per start of a run, with host, device, versions and command."""
+"""Where a run was made: versions of the software, the hardware of this host, and machine.json, one
+entry per start of the run.
+"""
 
+import functools
+import hashlib
 import json
 import logging
 import shlex
+import socket
+import subprocess
 import sys
+from collections import Counter
 from datetime import UTC, datetime
+from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import psutil
+import torch
+import torch.cuda.nccl
+import torch.distributed as dist
+
+import nanogpt_hf
+from nanogpt_hf import __version__
 from nanogpt_hf.cpu import allowed_cores, stated_threads
 from nanogpt_hf.errors import RunFolderError
-from nanogpt_hf.runs.files import written_whole
+from nanogpt_hf.runs.files import redact, write_whole
 from nanogpt_hf.runs.folder import RunFolder
-from nanogpt_hf.runs.redact import redact
-
-if TYPE_CHECKING:
-    import torch
 
 logger = logging.getLogger(__name__)
+_SHOWN = ("transformers", "accelerate", "datasets")
+_DECIDING = ("torch", "accelerate", "transformers", "numpy")  # numpy draws the order of the data
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and the main dependencies; of CUDA and NCCL if this torch has them."""
+    found = {"python": sys.version.split()[0], "torch": torch.__version__}
+    found |= {name: metadata.version(name) for name in _SHOWN} | {"nanogpt_hf": __version__}
+    if torch.version.cuda:
+        found["CUDA"] = torch.version.cuda
+        if torch.cuda.is_available() and dist.is_nccl_available():
+            found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return found
+
+
+def fingerprint(device: torch.device) -> dict[str, str]:
+    """What decides the last bits of a sum, under a short id: the kind of CPU or GPU, the versions
+    of libraries, and the threads of a process.
+    """
+    if device.type == "cuda":
+        kind = torch.cuda.get_device_name(device)
+    else:
+        cpu, level = torch.cpu.get_capabilities(), torch.backends.cpu.get_cpu_capability()
+        features = _short([name for name, has in sorted(cpu.items()) if has is True])
+        kind = f"{cpu.get('cpu_name')}, {level}, features {features}"
+    libraries = {name: metadata.version(name) for name in _DECIDING}
+    parts = {"device": kind, **libraries, "threads": str(torch.get_num_threads())}
+    return {"id": _short(parts), **parts}
+
+
+def _short(tree: object) -> str:
+    return hashlib.sha256(json.dumps(tree).encode()).hexdigest()[:8]
+
+
+@functools.cache
+def code_version() -> str:
+    """`0.1.0`; from a git checkout such as `0.1.0 (commit 1a2b3c4d5e6f, dirty)`: dirty means
+    uncommitted code.
+    """
+    checkout = Path(nanogpt_hf.__file__).resolve().parents[1]
+    if not (checkout / ".git").exists():  # a parent folder may be another project's checkout
+        return __version__
+    try:
+        commit = _git(checkout, "rev-parse", "--short=12", "HEAD")
+        changed = _git(checkout, "status", "--porcelain", "--", "nanogpt_hf", "cli.py")
+    except (OSError, subprocess.SubprocessError):
+        return __version__
+    return f"{__version__} (commit {commit}{', dirty' if changed else ''})"
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    done = subprocess.run(
+        ["git", "-C", str(folder), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=10,
+        check=True,
+    )
+    return done.stdout.strip()
+
+
+def describe_host() -> str:
+    """One line such as `node1: 16 CPU cores, 128.0 GB RAM, 8 × NVIDIA H200 (150.8 GB)`."""
+    cards = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    kinds = Counter(f"{card.name} ({card.total_memory / 1e9:.1f} GB)" for card in cards)
+    gpus = ", ".join(f"{count} × {kind}" for kind, count in kinds.items()) or "no CUDA GPU"
+    ram = psutil.virtual_memory().total / 1e9
+    return f"{socket.gethostname()}: {allowed_cores()} CPU cores, {ram:.1f} GB RAM, {gpus}"
+
+
+def now() -> str:
+    """The time in UTC."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def describe_start(
-    *, step: int, processes: int, precision: str, name: str, device: "torch.device"
+    *, step: int, processes: int, precision: str, name: str, device: torch.device
 ) -> dict[str, Any]:
     """The entry of machine.json for a start or resume at `step`, made by the main process.
 
     It has no environment variables, and no secrets from URLs on the command line.
     """
-    # Imports that `report` does not need.
-    import torch
-
-    from nanogpt_hf.runs.machine import code_version, describe_host, fingerprint, versions
-
     return {
         "step": step,
-        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "time": now(),
         "machine": describe_host(),
         "processes": processes,
         "precision": precision,
@@ -68,16 +147,12 @@ def branched_at(run: RunFolder) -> tuple[int, str]:
 def add_start(run: RunFolder, start: dict[str, Any]) -> None:
     """Add a start to machine.json, atomically."""
     starts = [*read_starts(run), start]
-    with written_whole(run.machine) as partial:
-        partial.write_text(json.dumps({"starts": starts}, indent=2) + "\n", encoding="utf-8")
+    write_whole(run.machine, json.dumps({"starts": starts}, indent=2) + "\n")
 
 
 def record_verification(run: RunFolder, first: int, last: int, result: str) -> None:
     """Add to verified.jsonl that steps were repeated, with the result, when and where."""
-    from nanogpt_hf.runs.machine import describe_host
-
-    time = datetime.now(UTC).isoformat(timespec="seconds")
-    event = {"from": first, "step": last, "result": redact(result), "time": time}
+    event = {"from": first, "step": last, "result": redact(result), "time": now()}
     line = json.dumps(event | {"machine": describe_host()})
     try:
         with run.verified.open("a", encoding="utf-8") as file:
@@ -86,16 +161,12 @@ def record_verification(run: RunFolder, first: int, last: int, result: str) -> N
         logger.warning(f"{run.verified}: cannot be written: {error.strerror}")
 
 
-def continue_on(run: RunFolder, device: "torch.device", local_world_size: int) -> None:
+def continue_on(run: RunFolder, device: torch.device, local_world_size: int) -> None:
     """Compute with as many CPU threads as the run did at its last start: their number decides the
     last bits of a sum. A number that the user states wins, and so does a machine of fewer cores.
 
     What then differs from the fingerprint of that start is logged in one line.
     """
-    import torch
-
-    from nanogpt_hf.runs.machine import fingerprint
-
     if not (starts := read_starts(run)):
         return
     before, threads = starts[-1].get("fingerprint", {}), starts[-1]["threads"]

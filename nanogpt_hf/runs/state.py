@@ -1,10 +1,17 @@
-"""Progress of a run and its last evaluation, as checkpoints store them."""
+"""Progress and identity of a run, as checkpoints store them.
+
+The identity is the knobs that a resume may not change, and the data.
+"""
 
 import math
+import re
 from dataclasses import dataclass
 from typing import Any
 
-from nanogpt_hf.config.schema import EvalSection
+from nanogpt_hf.config.schema import KNOBS, Config, EvalSection, get_value
+from nanogpt_hf.config.sources import source_text
+from nanogpt_hf.data.manifest import Manifest
+from nanogpt_hf.runs.files import redact, redact_tree
 
 
 @dataclass(frozen=True)
@@ -41,19 +48,16 @@ class TrainState:
     loss_average: float | None = None  # running average of the logged training losses
     best_loss: float | None = None  # validation loss of best/
     best_step: int | None = None
-    identity: dict[str, Any] | None = None  # the run's (runs/identity.py)
+    identity: dict[str, Any] | None = None  # of `run_identity`
 
     def out_of_patience(self, eval_section: EvalSection) -> bool:
         """Whether `eval.patience` evaluations in a row, including that of this step, were not
         the best.
         """
-        if (
-            eval_section.patience is None
-            or self.best_step is None
-            or self.evaluated_step < self.step
-        ):
+        patience, best = eval_section.patience, self.best_step
+        if patience is None or best is None or self.evaluated_step < self.step:
             return False
-        return self.step - self.best_step >= eval_section.patience * eval_section.every
+        return self.step - best >= patience * eval_section.every
 
 
 def read_state(facts: dict[str, Any]) -> TrainState:
@@ -62,3 +66,67 @@ def read_state(facts: dict[str, Any]) -> TrainState:
     if state.evaluation is not None:
         state.evaluation = MeasuredLoss(**facts["evaluation"])
     return state
+
+
+_FIXED = (
+    "model.",
+    "data.",
+    "optim.name",
+    "train.seed",
+    "train.tokens_per_step",
+    "train.gradient_groups",
+    "train.stages",
+    "finetune.",
+    "lora.",
+    "rl.",
+    "align.",
+    "distill.",
+)
+_FREE = ("data.dir", "data.num_threads", "data.max_epochs", "data.streaming", "lora.merge")
+_FREE += ("rl.eval_questions", "rl.eval_samples", "rl.reward_seconds", "rl.reward_errors")
+# sizes that the dial chose are in the knobs that it sets
+_FREE += ("model.depth", "model.aspect_ratio")
+# parts of the data's identity whose name alone does not explain them
+_SHOWN = {"teacher": "distill.teacher", "weights": "data.source: weights"}
+
+
+def is_fixed(key: str) -> bool:
+    """Whether a resumed run must have the knob's first value: those of model, data, order,
+    optimizer, step and seed.
+    """
+    return key.startswith(_FIXED) and not key.startswith(_FREE)
+
+
+def run_identity(config: Config, manifest: Manifest) -> dict[str, Any]:
+    """The fixed knobs and the data of a run.
+
+    The tokens count, not the path of the text or of the prepared data.
+    """
+    knobs = {key: get_value(config, key) for key in KNOBS if is_fixed(key) and key != "data.source"}
+    knobs = redact_tree(knobs)  # a checkpoint may be shared
+    return {
+        "knobs": knobs,
+        "data": {"source": redact(source_text(config.data)), **manifest.content()},
+    }
+
+
+def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Differences between the identity in a checkpoint and this run's, as `key: before -> now`."""
+    lines = [
+        f"{key}: {old} -> {value}"
+        for key, value in now["knobs"].items()
+        if (old := before["knobs"].get(key, KNOBS[key].default)) != value
+    ]
+    old, new = before["data"], now["data"]
+    changed = [name for name in new if name != "source" and old.get(name) != new[name]]
+    if new.get("train sha256") and changed == ["revision"]:
+        return lines  # the same tokens, from files that are split or stored otherwise
+    return lines + [
+        f"{_SHOWN.get(name, f'data {name}')}: {_short(old.get(name))} -> {_short(new[name])}"
+        for name in changed
+    ]
+
+
+def _short(value: Any) -> str:
+    """A fact with the first 8 digits of each hash in it."""
+    return re.sub(r"\b([0-9a-f]{8})[0-9a-f]{32,}\b", r"\1", str(value))

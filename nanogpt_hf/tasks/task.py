@@ -84,17 +84,13 @@ def exact_match(completion: str, question: Question) -> float:
     return float(completion.split() == question.answer.split())
 
 
-def _regex(completion: str, question: Question) -> float:
-    return float(re.search(question.answer, completion) is not None)
-
-
 # The tasks whose questions are the conversations of `data.source`; the last message of each is the
 # reference answer.
 SCORES: dict[str, Score] = {
     "exact": exact_match,
     "gsm8k": _gsm8k,
     "multiple_choice": _multiple_choice,
-    "regex": _regex,
+    "regex": lambda text, question: float(re.search(question.answer, text) is not None),
 }
 TASKS = (ARITHMETIC, *SCORES, f"{GYM}NAME")
 

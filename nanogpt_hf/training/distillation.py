@@ -28,7 +28,7 @@ from nanogpt_hf.errors import DataError, UserError
 from nanogpt_hf.model.architecture import Metrics, Objective, architecture_of, next_token_loss
 from nanogpt_hf.model.build import check_causal, load_model
 from nanogpt_hf.model.loss_gpt import IGNORED
-from nanogpt_hf.runs.find import find_model
+from nanogpt_hf.runs.folder import find_model
 
 logger = logging.getLogger(__name__)
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}

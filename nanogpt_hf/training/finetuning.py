@@ -13,7 +13,7 @@ from nanogpt_hf.config.names import GPT2_NAMES
 from nanogpt_hf.config.schema import KNOBS, Config, get_value, replace_knobs
 from nanogpt_hf.config.values import convert
 from nanogpt_hf.errors import ConfigError, DataError, UserError
-from nanogpt_hf.runs.find import find_model
+from nanogpt_hf.runs.folder import find_model
 from nanogpt_hf.tasks.task import check_name, is_generated
 
 # tokens of a block; a model of 131,072 positions should not start with blocks of as many

@@ -25,7 +25,8 @@ from nanogpt_hf.distributed.signals import StopRequest, stop_on_signals
 from nanogpt_hf.errors import RunFolderError, Stopped
 from nanogpt_hf.evaluation.table import load_training_evaluations
 from nanogpt_hf.export.model_folder import save_trained
-from nanogpt_hf.optim.schedule import learning_rate_at
+from nanogpt_hf.optim.optimizer import learning_rate_at
+from nanogpt_hf.runs.files import write_whole
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.training.methods import method_of
 from nanogpt_hf.training.micro_batch import one_line_for_too_little_memory
@@ -51,7 +52,8 @@ def train(run: Run) -> RunFolder:
         ):
             evaluations = load_training_evaluations(config, data.tokenizer)
             if run.mesh.is_main:
-                (folder.update_recipe if run.saved else folder.start)(config_to_yaml(config))
+                recipe = config_to_yaml(config)
+                write_whole(folder.recipe, recipe) if run.saved else folder.start(recipe)
             run.accelerator.wait_for_everyone()
             with (
                 stop_on_signals(max_seconds) as stop,

@@ -26,7 +26,7 @@ from nanogpt_hf.evaluation.base import Measure, Subject
 from nanogpt_hf.export.hub import BackgroundPush
 from nanogpt_hf.model.architecture import architecture_of
 from nanogpt_hf.optim.state import total_norm
-from nanogpt_hf.reports.live import LiveReports
+from nanogpt_hf.reports.page import LiveReports
 from nanogpt_hf.runs.state import TrainState
 from nanogpt_hf.training.micro_batch import peak_memory
 from nanogpt_hf.training.run import Evaluated, Run

@@ -19,7 +19,7 @@ import torch
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.config.sources import is_mixture
 from nanogpt_hf.data.blocks import Blocks
-from nanogpt_hf.data.chat_template import ChatFormat
+from nanogpt_hf.data.chat_template import ChatFormat, trained_chat
 from nanogpt_hf.data.conversations import Conversation, Labeled, Pair, labeled_of, pair_of
 from nanogpt_hf.data.prepare import split_documents
 from nanogpt_hf.data.prepared import PreparedData, in_memory
@@ -85,34 +85,22 @@ class LabeledAnswers(Pairs):
         return super().batch(indices) | {"desirable": desirable, "kl": kl}
 
 
-def load_pairs(config: Config) -> PreparedData:
-    """The preference pairs of data.source, split and encoded, with the model's tokenizer.
-
-    Raises UserError if they cannot be read, or none fits into a block.
-    """
-    return _load(config, pair_of, _encode_pairs, "preference pairs")
-
-
-def load_answers(config: Config) -> PreparedData:
-    """The labeled answers of data.source, as `load_pairs` loads pairs."""
-    return _load(config, labeled_of, _encode_labeled, "labeled answers")
-
-
 def _load(
     config: Config,
     parse: Callable[..., Any],
     encode_rows: Callable[[list[Any], Encode, int], Pairs],
     noun: str,
 ) -> PreparedData:
-    """The rows of data.source as `parse` reads each and `encode_rows` makes blocks of those that
-    fit.
+    """The rows of data.source, split, as `parse` reads each and `encode_rows` makes blocks of those
+    that fit, with the model's tokenizer.
+
+    Raises UserError if they cannot be read, or none fits into a block.
     """
     data, splits = dataclasses.replace(config.data, format="chat"), []
     if is_mixture(data):
         raise DataError(f"data.source: {noun} come from one source; a list is not supported")
     tokenizer = build_tokenizer(data.tokenizer, ()).hf
-    chat = ChatFormat(tokenizer, fixed_day=True) if tokenizer.chat_template else None
-    encode = partial(encode_answer, tokenizer=tokenizer, chat=chat)
+    encode = partial(encode_answer, tokenizer=tokenizer, chat=trained_chat(tokenizer))
     with tempfile.TemporaryDirectory() as scratch:
         documents = load_documents(data, Path(scratch), parse)
         for name, rows in zip(
@@ -135,7 +123,6 @@ def _load(
         tokenizer,
         source=data.source,
         revision=documents.revision,
-        end_of_turn_id=chat and chat.end_of_turn_id(),
     )
 
 
@@ -181,3 +168,7 @@ def encode_answer(messages: Conversation, tokenizer: Any, chat: ChatFormat | Non
     begins = np.flatnonzero(np.diff(counts) == 1)
     end = int(np.flatnonzero(counts)[-1])
     return example.input_ids[:end], int(begins[-1])
+
+
+load_pairs = partial(_load, parse=pair_of, encode_rows=_encode_pairs, noun="preference pairs")
+load_answers = partial(_load, parse=labeled_of, encode_rows=_encode_labeled, noun="labeled answers")

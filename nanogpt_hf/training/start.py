@@ -55,9 +55,8 @@ from nanogpt_hf.model.build import (
 from nanogpt_hf.model.written_out import write_out_attention
 from nanogpt_hf.optim.optimizer import build_optimizer
 from nanogpt_hf.runs.folder import RunFolder
-from nanogpt_hf.runs.identity import run_identity
 from nanogpt_hf.runs.provenance import continue_on
-from nanogpt_hf.runs.state import TrainState
+from nanogpt_hf.runs.state import TrainState, run_identity
 from nanogpt_hf.training.methods import method_of
 from nanogpt_hf.training.micro_batch import (
     build_batches,

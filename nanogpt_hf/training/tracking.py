@@ -23,10 +23,9 @@ from nanogpt_hf.errors import RunFolderError, UserError
 from nanogpt_hf.formatting import format_duration, format_number, shows_bars
 from nanogpt_hf.model.architecture import count_parameters
 from nanogpt_hf.planning.hardware import peak_flops
-from nanogpt_hf.runs.files import written_whole
+from nanogpt_hf.runs.files import redact, redact_tree, write_whole
 from nanogpt_hf.runs.metrics import read_metrics
 from nanogpt_hf.runs.provenance import add_start, describe_start
-from nanogpt_hf.runs.redact import redact, redact_tree
 from nanogpt_hf.training.methods import method_of
 from nanogpt_hf.training.run import Evaluated, Run
 
@@ -110,9 +109,8 @@ class Tracking:
                 for event in read_metrics(self.folder)
                 if event["step"] < (trained if "train/loss" in event else evaluated)
             ]
-            with written_whole(self.folder.metrics) as partial:
-                lines = (json.dumps(event) + "\n" for event in self.events)
-                partial.write_text("".join(lines), encoding="utf-8")
+            lines = (json.dumps(event) + "\n" for event in self.events)
+            write_whole(self.folder.metrics, "".join(lines))
         self.restart_clock()
 
     def restart_clock(self) -> None:
@@ -252,8 +250,7 @@ def _start_trackers(run: Run, start: dict[str, Any]) -> None:
         t.name: _RUN_ID[t.name][1](t.tracker) for t in accelerator.trackers if t.name in _RUN_ID
     }
     folder.trackers.mkdir(exist_ok=True)
-    with written_whole(ids_file) as partial:
-        partial.write_text(json.dumps(ids) + "\n", encoding="utf-8")
+    write_whole(ids_file, json.dumps(ids) + "\n")
 
 
 def _as_scalar(value: Any) -> Any:

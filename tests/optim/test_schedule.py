@@ -6,7 +6,7 @@ import math
 import pytest
 
 from nanogpt_hf.config.schema import OptimSection
-from nanogpt_hf.optim.schedule import learning_rate_at
+from nanogpt_hf.optim.optimizer import learning_rate_at
 
 
 def rates(schedule: str, max_steps: int = 100, warmup_steps: int = 10, **options) -> list[float]:

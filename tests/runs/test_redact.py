@@ -12,9 +12,15 @@ from nanogpt_hf.commands import main
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.export.hub import push
 from nanogpt_hf.reports.page import render
-from nanogpt_hf.runs.files import write_json
+from nanogpt_hf.runs.files import (
+    holds_token,
+    redact,
+    redact_message,
+    redact_tree,
+    redact_urls,
+    write_json,
+)
 from nanogpt_hf.runs.folder import RunFolder
-from nanogpt_hf.runs.redact import holds_token, redact, redact_message, redact_tree, redact_urls
 
 
 @pytest.mark.parametrize(

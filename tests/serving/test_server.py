@@ -24,7 +24,7 @@ if find_spec("openai") is None:
         allow_module_level=True,
     )
 pytest.importorskip("uvicorn", reason="the extra `serve` is not installed")
-from nanogpt_hf.serving import generation, protocol
+from nanogpt_hf.serving import app, generation
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -290,7 +290,7 @@ def test_malformed_requests_get_a_4xx_and_the_server_lives(base_server, base):
 
 @pytest.mark.long
 def test_client_without_a_whole_request_is_disconnected(base_server, base, monkeypatch):
-    monkeypatch.setattr(protocol, "CLIENT_SECONDS", 0.2)
+    monkeypatch.setattr(app, "CLIENT_SECONDS", 0.2)
     whole = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
     for sent in (b"", b"GET / HTTP/1.1\r\nX-Slow: ", whole + b"GET"):
         with socket.create_connection(("127.0.0.1", base_server.port), timeout=30) as connection:
@@ -301,7 +301,7 @@ def test_client_without_a_whole_request_is_disconnected(base_server, base, monke
 
 
 def test_client_that_reads_no_response_is_disconnected(base_server, endless, monkeypatch):
-    monkeypatch.setattr(protocol, "CLIENT_SECONDS", 0.2)
+    monkeypatch.setattr(app, "CLIENT_SECONDS", 0.2)
     monkeypatch.setattr(base_server.served, "name", "x" * 100_000)  # fills the buffers soon
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

@@ -19,12 +19,12 @@ from accelerate.utils import DistributedType
 
 from nanogpt_hf.commands import main
 from nanogpt_hf.distributed import rendezvous
-from nanogpt_hf.reports import live
+from nanogpt_hf.reports import page
 from nanogpt_hf.training import loop, methods  # noqa: F401  (imported once for all forks)
 
 prepare = methods.prepare
 torch.set_num_threads(1)
-live.draw_run = lambda *_: None  # the plot takes longer than the training
+page.draw_run = lambda *_: None  # the plot takes longer than the training
 os.fsync = lambda descriptor: None  # as in conftest.py
 for line in sys.stdin:
     command = json.loads(line)

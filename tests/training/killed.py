@@ -29,7 +29,7 @@ from nanogpt_hf.commands import main
 from nanogpt_hf.commands import train as command  # noqa: F401
 from nanogpt_hf.evaluation import loss
 from nanogpt_hf.model.modeling_gpt import GPTForCausalLM
-from nanogpt_hf.reports import live
+from nanogpt_hf.reports import page
 from nanogpt_hf.training import start, step  # noqa: F401
 
 torch.set_num_threads(1)
@@ -72,7 +72,7 @@ def train(arguments: list[str], kill: str | int | None) -> tuple[int, int]:
         if child == 0:
             os.dup2(2, 1)
             if not isinstance(kill, int):
-                live.draw_run = lambda *_: None  # the plot takes longer than the training
+                page.draw_run = lambda *_: None  # the plot takes longer than the training
             if kills == 0 and isinstance(kill, int):
                 operations.kill_at(run, kill)
             elif kills == 0 and kill in PLACES:

@@ -30,7 +30,7 @@ from nanogpt_hf.commands import main
 from nanogpt_hf.distributed import deepspeed, full_state, rendezvous
 from nanogpt_hf.export import model_folder
 from nanogpt_hf.model import loss_gpt
-from nanogpt_hf.reports import live, page
+from nanogpt_hf.reports import page
 
 save, configure_deepspeed, file_digest = (
     CheckpointWriter.save,
@@ -154,7 +154,7 @@ def run(arguments: list[str]) -> None:
         CheckpointWriter.save = recording
     deepspeed.configure = sharding_small_parameters
     reader.file_digest = recording_digest
-    live.draw_run = lambda *_: None  # the plot takes longer than the training
+    page.draw_run = lambda *_: None  # the plot takes longer than the training
     rendezvous.HEARTBEAT = 1.0  # how long a process waits for one that is lost
     loss_gpt.LOGITS_PER_CHUNK = int(os.environ.get("LOGITS_PER_CHUNK", loss_gpt.LOGITS_PER_CHUNK))
     try:

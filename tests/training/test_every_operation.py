@@ -19,6 +19,7 @@ from nanogpt_hf.export.model_folder import write_model_folder
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM
 from nanogpt_hf.optim.optimizer import build_optimizer
 from nanogpt_hf.place import replaced_folder
+from nanogpt_hf.runs.files import write_whole
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.state import MeasuredLoss, TrainState
 
@@ -223,25 +224,25 @@ def test_killed_start_never_mixes_two_runs(tmp_path, trained):
     assert not run.best.exists()
 
 
-@pytest.mark.parametrize("method", ["start", "update_recipe"])
-def test_killed_recipe_update_leaves_old_or_new(tmp_path, method):
+@pytest.mark.parametrize("has_recipe", [False, True])
+def test_killed_recipe_update_leaves_old_or_new(tmp_path, has_recipe):
     run = RunFolder(tmp_path / "run")
 
     def write() -> None:
         run = RunFolder(tmp_path / "run")
         run.lock()
-        getattr(run, method)("name: after\n")
+        write_whole(run.recipe, "name: after\n") if has_recipe else run.start("name: after\n")
 
     def prepare() -> None:
         shutil.rmtree(run.path, ignore_errors=True)
-        if method == "update_recipe":
+        if has_recipe:
             run.start("name: before\n")
 
     for point, _ in each_kill(tmp_path, prepare, write, 4):
         run.lock()
         assert run.check(resume=False, overwrite=False, auto_resume=True) is False
         run.unlock()
-        allowed = {"name: after\n"} | ({"name: before\n"} if method == "update_recipe" else set())
+        allowed = {"name: after\n"} | ({"name: before\n"} if has_recipe else set())
         assert not run.recipe.exists() or run.recipe.read_text() in allowed, f"killed at {point}"
     assert run.recipe.read_text() == "name: after\n"
 

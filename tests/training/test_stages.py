@@ -12,7 +12,7 @@ from nanogpt_hf.checkpoint.reader import read_checkpoint
 from nanogpt_hf.commands import main
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.errors import RunFolderError, Stopped
-from nanogpt_hf.optim.schedule import learning_rate_at
+from nanogpt_hf.optim.optimizer import learning_rate_at
 from nanogpt_hf.runs.folder import RunFolder, step_of
 
 pytestmark = pytest.mark.long

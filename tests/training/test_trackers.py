@@ -16,7 +16,7 @@ from forked import Forked
 from nanogpt_hf.commands import main
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.schema import KNOBS
-from nanogpt_hf.runs import machine
+from nanogpt_hf.runs import provenance
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.provenance import read_starts
 from nanogpt_hf.training.tracking import read_metrics
@@ -212,11 +212,11 @@ def test_log_without_terminal_is_sparse_and_has_no_bar(pretrain, capsys):
 
 def test_code_version_has_commit_in_a_checkout(tmp_path, monkeypatch):
     monkeypatch.setattr(
-        machine.nanogpt_hf, "__file__", str(tmp_path / "nanogpt_hf" / "__init__.py")
+        provenance.nanogpt_hf, "__file__", str(tmp_path / "nanogpt_hf" / "__init__.py")
     )
     answers = {"rev-parse": "1a2b3c4d5e6f", "status": ""}
-    monkeypatch.setattr(machine, "_git", lambda folder, command, *rest: answers[command])
-    version = machine.code_version.__wrapped__  # without its cache
+    monkeypatch.setattr(provenance, "_git", lambda folder, command, *rest: answers[command])
+    version = provenance.code_version.__wrapped__  # without its cache
     # installed: a parent folder may be another project's checkout
     assert version() == nanogpt_hf.__version__
     (tmp_path / ".git").touch()
