@@ -6,7 +6,7 @@ from argparse import ArgumentParser, ArgumentTypeError
 from typing import Any
 
 from nanogpt_hf.config.finetune import chosen_method
-from nanogpt_hf.config.load import load_config, stated_knobs
+from nanogpt_hf.config.load import Overrides, load_config, stated_knobs
 from nanogpt_hf.config.schema import KNOBS, Config, knob_lines
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.runs.files import output_file
@@ -65,7 +65,7 @@ def add_optional_recipe_argument(parser: ArgumentParser) -> None:
     add_option(parser, "recipe RECIPE", meaning, nargs="?")
 
 
-def load_text_recipe(command: str, recipe: str, overrides: list[tuple[str, str]]) -> Config:
+def load_text_recipe(command: str, recipe: str, overrides: Overrides) -> Config:
     """The resolved recipe of a command that reads text.
 
     Raises UserError for one of another method.
@@ -77,9 +77,7 @@ def load_text_recipe(command: str, recipe: str, overrides: list[tuple[str, str]]
     return load_config(recipe, overrides)
 
 
-def load_optional_recipe(
-    command: str, recipe: str | None, overrides: list[tuple[str, str]]
-) -> Config | None:
+def load_optional_recipe(command: str, recipe: str | None, overrides: Overrides) -> Config | None:
     """`load_text_recipe`, or None without a recipe. Raises UserError for knobs without a recipe."""
     if recipe:
         return load_text_recipe(command, recipe, overrides)

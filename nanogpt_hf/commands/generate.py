@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from nanogpt_hf.commands.arguments import add_option
 from nanogpt_hf.config.values import bounded
 from nanogpt_hf.console import show, show_text
+from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import DataError, UserError
 from nanogpt_hf.runs.folder import find_model
 
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from nanogpt_hf.distributed.mesh import Mesh
 
 _log = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ def _sampling_options(arguments: Namespace) -> dict[str, Any]:
     return {name: getattr(arguments, name) for name in ("temperature", "top_k", "top_p")}
 
 
-def _build_accelerator(mesh: "Mesh") -> "Accelerator":
+def _build_accelerator(mesh: Mesh) -> "Accelerator":
     """The Accelerator of a command whose main process generates text with a whole model."""
     from accelerate import Accelerator
 

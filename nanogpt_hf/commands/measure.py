@@ -3,9 +3,11 @@
 from argparse import ArgumentParser, Namespace
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nanogpt_hf.commands.arguments import add_option, add_output
+from nanogpt_hf.config.load import Overrides, load_config
+from nanogpt_hf.config.schema import Config
 from nanogpt_hf.config.sources import source_text
 from nanogpt_hf.config.values import bounded
 from nanogpt_hf.console import show
@@ -14,11 +16,7 @@ from nanogpt_hf.evaluation import table
 from nanogpt_hf.evaluation.base import Loaded, Request, Subject
 from nanogpt_hf.formatting import align, shows_bars
 from nanogpt_hf.runs.files import output_target, write_json
-from nanogpt_hf.runs.folder import find_model, find_run
-
-if TYPE_CHECKING:
-    from nanogpt_hf.config.schema import Config
-    from nanogpt_hf.runs.folder import RunFolder
+from nanogpt_hf.runs.folder import RunFolder, find_model, find_run
 
 
 def add_compare_arguments(parser: ArgumentParser) -> None:
@@ -40,7 +38,6 @@ def run_compare(arguments: Namespace) -> None:
     """
     folders = [find_run(name) for name in dict.fromkeys(arguments.runs)]
 
-    from nanogpt_hf.config.load import load_config
     from nanogpt_hf.reports.comparison import compare_recipes, compare_runs, summarize
     from nanogpt_hf.reports.curves import draw_curves
     from nanogpt_hf.reports.reference import find_reference, judge, read_reference
@@ -92,7 +89,7 @@ def run_compare(arguments: Namespace) -> None:
         show(f"\nplot: {output}")
 
 
-def _make_reference(folders: list["RunFolder"], output: Path) -> None:
+def _make_reference(folders: list[RunFolder], output: Path) -> None:
     from nanogpt_hf.reports.reference import make_reference, write_reference
 
     reference = make_reference(folders, output.stem)
@@ -105,7 +102,7 @@ def _make_reference(folders: list["RunFolder"], output: Path) -> None:
     )
 
 
-def _tokens_of(config: "Config") -> object:
+def _tokens_of(config: Config) -> object:
     """What is equal for runs that predict tokens of one tokenizer; `char` and `bpe` differ with the
     text.
     """
@@ -147,7 +144,7 @@ def add_evaluate_arguments(parser: ArgumentParser) -> None:
     add_output(parser, "--json --output", "also write all figures and the protocol to FILE")
 
 
-def run_evaluate(arguments: Namespace, overrides: list[tuple[str, str]]) -> None:
+def run_evaluate(arguments: Namespace, overrides: Overrides) -> None:
     """Measure a model: loss on a text, lm-eval's tasks, pass@k of its answers, the CORE score.
 
     Under `accelerate launch` the processes share the work; the results do not depend on their

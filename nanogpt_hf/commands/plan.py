@@ -16,8 +16,8 @@ from nanogpt_hf.commands.arguments import (
     size,
 )
 from nanogpt_hf.config.dial import dial_lines
-from nanogpt_hf.config.load import stated_knobs
-from nanogpt_hf.config.schema import get_value, knob_lines, knob_schema, replace_knobs
+from nanogpt_hf.config.load import Overrides, stated_knobs
+from nanogpt_hf.config.schema import Config, get_value, knob_lines, knob_schema, replace_knobs
 from nanogpt_hf.config.stages import largest_stage, stage_lines
 from nanogpt_hf.config.values import bounded
 from nanogpt_hf.console import show
@@ -27,7 +27,6 @@ from nanogpt_hf.runs.files import output_target, write_json
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-    from nanogpt_hf.config.schema import Config
     from nanogpt_hf.planning.candidates import Proposal
 
 
@@ -54,7 +53,7 @@ def add_estimate_arguments(parser: ArgumentParser) -> None:
     add_output(parser, "--json", "also write the figures to FILE")
 
 
-def run_estimate(arguments: Namespace, overrides: list[tuple[str, str]]) -> None:
+def run_estimate(arguments: Namespace, overrides: Overrides) -> None:
     """Estimate what a run needs: memory of a device by part, time on GPUs, tokens per parameter,
     disk.
 
@@ -137,9 +136,7 @@ def _check_options(arguments: Namespace) -> None:
             )
 
 
-def _proposal(
-    arguments: Namespace, config: "Config", base: "PreTrainedConfig | None"
-) -> "Proposal":
+def _proposal(arguments: Namespace, config: Config, base: "PreTrainedConfig | None") -> "Proposal":
     """The layout over --gpus, written to --write-config."""
     from nanogpt_hf.planning.candidates import Cluster, propose
     from nanogpt_hf.planning.estimate import planned_model
@@ -175,7 +172,7 @@ def add_bench_arguments(parser: ArgumentParser) -> None:
     add_output(parser, "--json", "also write the figures to FILE")
 
 
-def run_bench(arguments: Namespace, overrides: list[tuple[str, str]]) -> None:
+def run_bench(arguments: Namespace, overrides: Overrides) -> None:
     """How fast a run of RECIPE would be here: medians and quartiles of repeated windows, after
     warm-up, of the loop's own step. Without RECIPE: a model of 0.8 M parameters on synthetic
     tokens.
@@ -234,7 +231,7 @@ def add_doctor_arguments(parser: ArgumentParser) -> None:
     add_output(parser, "--json", "also write the findings and their figures to FILE")
 
 
-def run_doctor(arguments: Namespace, overrides: list[tuple[str, str]]) -> int:
+def run_doctor(arguments: Namespace, overrides: Overrides) -> int:
     """Find faults of this machine and its network: versions, devices, memory, disk, launch, and
     time and bandwidth of an all-reduce with its equality on all processes.
 

@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from nanogpt_hf.commands.arguments import add_option, add_output, list_knobs
-from nanogpt_hf.config.load import load_config
+from nanogpt_hf.config.load import Overrides, load_config
 from nanogpt_hf.config.values import bounded
 from nanogpt_hf.console import show
 from nanogpt_hf.errors import DataError, RunFolderError, UserError
@@ -155,7 +155,7 @@ def add_branch_arguments(parser: ArgumentParser) -> None:
     list_knobs(parser)
 
 
-def run_branch(arguments: Namespace, overrides: list[tuple[str, str]]) -> None:
+def run_branch(arguments: Namespace, overrides: Overrides) -> None:
     """Start a new run from a checkpoint of another, with its optimizer state and with other knobs:
     a decay of the learning rate, another text or mixture, more steps. The other run is only read.
 

@@ -20,7 +20,7 @@ from nanogpt_hf.commands.arguments import (
 from nanogpt_hf.config.compatibility import recipe_settings
 from nanogpt_hf.config.dial import dial_lines
 from nanogpt_hf.config.finetune import POLICY, PREFERENCES, RecipeMethod
-from nanogpt_hf.config.load import config_to_yaml
+from nanogpt_hf.config.load import Overrides, config_to_yaml
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.config.stages import naming, planned_tokens, stage_lines, stages_of
 from nanogpt_hf.console import show
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from nanogpt_hf.data.manifest import Manifest
 
 logger = logging.getLogger(__name__)
-Overrides = list[tuple[str, str]]
 
 
 def add_prepare_arguments(parser: ArgumentParser) -> None:

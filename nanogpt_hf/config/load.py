@@ -17,6 +17,7 @@ from nanogpt_hf.config.stages import read_stages
 from nanogpt_hf.config.values import RecipeLoader, convert
 from nanogpt_hf.errors import ConfigError, did_you_mean, one_line
 
+Overrides = list[tuple[str, str]]  # knobs and their values as text
 _LARGEST_RECIPE = 1_000_000  # characters
 _COMMAND_LINE = "--"  # the origin of an override, as a message names it
 _READERS = {"data.source": read_sources, "train.stages": read_stages}  # of lists of mappings

@@ -11,7 +11,7 @@ from datetime import datetime
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-import transformers
+from transformers import PreTrainedTokenizerBase
 
 from nanogpt_hf.data.conversations import Conversation
 from nanogpt_hf.data.tokenizer import start_of_text_id_of
@@ -51,7 +51,7 @@ class ChatFormat:
     of the same roles with other text.
     """
 
-    def __init__(self, hf: transformers.PreTrainedTokenizerBase, *, fixed_day: bool = False):
+    def __init__(self, hf: PreTrainedTokenizerBase, *, fixed_day: bool = False):
         """With `fixed_day` a template that writes the date always writes the same one."""
         self.hf = hf
         try:
@@ -269,12 +269,12 @@ class ChatFormat:
         )
 
 
-def trained_chat(hf: transformers.PreTrainedTokenizerBase) -> ChatFormat | None:
+def trained_chat(hf: PreTrainedTokenizerBase) -> ChatFormat | None:
     """The chat template of a model to train or measure, None if it has none."""
     return ChatFormat(hf, fixed_day=True) if hf.chat_template else None
 
 
-def chat_format(hf: transformers.PreTrainedTokenizerBase, name: str) -> ChatFormat:
+def chat_format(hf: PreTrainedTokenizerBase, name: str) -> ChatFormat:
     """How conversations become tokens to train on. A tokenizer without a chat template gets ours.
 
     Raises DataError if the tokens of an answer cannot be told with certainty.
@@ -293,14 +293,14 @@ def chat_format(hf: transformers.PreTrainedTokenizerBase, name: str) -> ChatForm
     return chat
 
 
-def special_tokens(hf: transformers.PreTrainedTokenizerBase) -> set[str]:
+def special_tokens(hf: PreTrainedTokenizerBase) -> set[str]:
     """The special tokens of a tokenizer."""
     return {str(token) for token in hf.added_tokens_decoder.values() if token.special} | set(
         hf.all_special_tokens
     )
 
 
-def chat_template(hf: transformers.PreTrainedTokenizerBase) -> str:
+def chat_template(hf: PreTrainedTokenizerBase) -> str:
     """Our chat template for this tokenizer: roles as headings, answers end with its end-of-text
     token.
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import transformers
+from transformers import PreTrainedTokenizerBase
 
 from nanogpt_hf.config.schema import Config, DataSection
 from nanogpt_hf.config.sources import is_mixture, sources_of
@@ -40,7 +40,7 @@ class PreparedData:
 
     train: Blocks
     validation: Blocks
-    tokenizer: transformers.PreTrainedTokenizerBase
+    tokenizer: PreTrainedTokenizerBase
     manifest: Manifest
     end_of_turn_id: int | None = None  # the token that ends an answer of conversations
 
@@ -56,7 +56,7 @@ class PreparedData:
 def in_memory(
     train: Blocks,
     validation: Blocks,
-    tokenizer: transformers.PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerBase,
     *,
     source: Any,
     revision: str,
@@ -167,7 +167,7 @@ def check_fits(manifest: Manifest, data: DataSection) -> None:
             write_manifest(Path(data.dir), replace(manifest, file_state=state))
 
 
-def open_tokenizer(folder: Path, manifest: Manifest) -> transformers.PreTrainedTokenizerBase:
+def open_tokenizer(folder: Path, manifest: Manifest) -> PreTrainedTokenizerBase:
     """The tokenizer of prepared data. Raises DataError if it is not the manifest's."""
     tokenizer = load_tokenizer(folder / TOKENIZER)
     facts = vocabulary_hash(tokenizer), len(tokenizer)

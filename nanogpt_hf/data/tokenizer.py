@@ -23,6 +23,7 @@ import transformers
 from tiktoken.load import read_file_cached
 from tiktoken_ext.openai_public import ENDOFTEXT, r50k_pat_str
 from tokenizers import Regex, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerBase
 
 from nanogpt_hf.config.names import folder_or_hub_id, vocab_size_by_name
 from nanogpt_hf.config.schema import DataSection
@@ -46,7 +47,7 @@ class Tokenizer:
     """A tokenizer to prepare data with."""
 
     name: str
-    hf: transformers.PreTrainedTokenizerBase  # saved with the data and the model
+    hf: PreTrainedTokenizerBase  # saved with the data and the model
     # texts -> arrays of ids without special tokens
     encode_batch: Callable[[list[str]], list[np.ndarray]]
 
@@ -63,13 +64,13 @@ class Tokenizer:
         return end_of_text_id_of(self.hf)
 
 
-def end_of_text_id_of(hf: transformers.PreTrainedTokenizerBase) -> int | None:
+def end_of_text_id_of(hf: PreTrainedTokenizerBase) -> int | None:
     """The id of the end-of-text token, or None."""
     end: Any = hf.eos_token_id
     return None if end is None else int(end)
 
 
-def start_of_text_id_of(hf: transformers.PreTrainedTokenizerBase) -> int | None:
+def start_of_text_id_of(hf: PreTrainedTokenizerBase) -> int | None:
     """The id of the token that the tokenizer itself puts before every text, as Llama's does, or
     None.
     """
@@ -79,15 +80,13 @@ def start_of_text_id_of(hf: transformers.PreTrainedTokenizerBase) -> int | None:
     return int(ids[0]) if ids and ids[0] == hf.bos_token_id else None
 
 
-def vocabulary_hash(hf: transformers.PreTrainedTokenizerBase) -> str:
+def vocabulary_hash(hf: PreTrainedTokenizerBase) -> str:
     """The sha256 of the vocabulary: tokens with their ids."""
     return hashlib.sha256(json.dumps(sorted(hf.get_vocab().items())).encode()).hexdigest()
 
 
 @contextlib.contextmanager
-def unknown_characters_named(
-    hf: transformers.PreTrainedTokenizerBase, texts: list[str]
-) -> Iterator[None]:
+def unknown_characters_named(hf: PreTrainedTokenizerBase, texts: list[str]) -> Iterator[None]:
     """Context for encoding `texts`: raise DataError that names the characters without a token."""
     try:
         yield
@@ -100,14 +99,14 @@ def unknown_characters_named(
         ) from None
 
 
-def _encode(hf: transformers.PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
+def _encode(hf: PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
     with unknown_characters_named(hf, texts):
         return hf(texts, add_special_tokens=False, split_special_tokens=True, verbose=False)[
             "input_ids"
         ]
 
 
-def encode_ordinary(hf: transformers.PreTrainedTokenizerBase, text: str) -> list[int]:
+def encode_ordinary(hf: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Ids of `text` without special tokens, neither added nor from the text.
 
     Raises DataError if the tokenizer has no token for a character.
@@ -115,7 +114,7 @@ def encode_ordinary(hf: transformers.PreTrainedTokenizerBase, text: str) -> list
     return _encode(hf, [text])[0]
 
 
-def prompt_ids(hf: transformers.PreTrainedTokenizerBase, text: str) -> list[int]:
+def prompt_ids(hf: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Ids of a text to continue: those of `encode_ordinary`, after the start token if the tokenizer
     itself adds one.
 
@@ -130,7 +129,7 @@ def prompt_ids(hf: transformers.PreTrainedTokenizerBase, text: str) -> list[int]
     return ids or [hf.bos_token_id]  # pyright: ignore[reportReturnType]
 
 
-def load_tokenizer(name: str | Path) -> transformers.PreTrainedTokenizerBase:
+def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
     """A Hugging Face tokenizer from a folder or the Hub. Raises DataError if there is none."""
     try:
         name = folder_or_hub_id(str(name))
@@ -173,7 +172,7 @@ def check_vocabulary(name: str, tokens: int, rows: int) -> None:
         raise UserError(f"{name}: its tokenizer has {tokens} tokens, its model only {rows}")
 
 
-def save_tokenizer(hf: transformers.PreTrainedTokenizerBase, folder: Path) -> None:
+def save_tokenizer(hf: PreTrainedTokenizerBase, folder: Path) -> None:
     """Write a Hugging Face tokenizer. Raises OSError if it cannot be written."""
     try:
         hf.save_pretrained(folder)

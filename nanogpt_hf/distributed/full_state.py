@@ -14,6 +14,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import gather_object
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -26,7 +27,7 @@ from nanogpt_hf.optim.optimizer import set_learning_rate
 from nanogpt_hf.optim.state import Item, full_tensor, local_part, state_items
 from nanogpt_hf.runs.tensor_files import Box, Layout
 
-Tensors = Iterator[tuple[str, torch.Tensor]]
+Tensors = Iterator[tuple[str, Tensor]]
 
 
 class SavedTensors(Protocol):
@@ -34,7 +35,7 @@ class SavedTensors(Protocol):
 
     layout: Layout
 
-    def read(self, name: str, box: Box) -> torch.Tensor:
+    def read(self, name: str, box: Box) -> Tensor:
         """A part of a tensor; all of it if the layout of processes splits none."""
         ...
 
@@ -59,7 +60,7 @@ def own_weights(accelerator: Accelerator, model: torch.nn.Module) -> Tensors:
         yield name, deepspeed.full_weight(parameter) if is_zero(accelerator) else parameter.detach()
 
 
-def full_weights(accelerator: Accelerator, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+def full_weights(accelerator: Accelerator, model: torch.nn.Module) -> dict[str, Tensor]:
     """The model's full weights on the main process's CPU; {} on other processes."""
     pipeline, full = pipeline_of(accelerator), {}
     for name, tensor in own_weights(accelerator, model):  # one whole tensor is on the device
@@ -69,7 +70,7 @@ def full_weights(accelerator: Accelerator, model: torch.nn.Module) -> dict[str, 
     return pipeline.gather(full) if pipeline else full
 
 
-def box_of(parameter: torch.Tensor) -> Box:
+def box_of(parameter: Tensor) -> Box:
     """The part of a parameter that this process has."""
     shape = list(full_shape(parameter))
     offset = [0] * len(shape)

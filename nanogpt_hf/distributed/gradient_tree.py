@@ -16,6 +16,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Partial
 
@@ -33,8 +34,8 @@ class GradientTree:
         self, model: torch.nn.Module, parameters: list[torch.nn.Parameter], per_group: int
     ):
         self.model, self.parameters, self.per_group = model, parameters, per_group
-        self._branches: list[torch.Tensor] = []  # sums of whole branches, the largest first
-        self._losses: list[torch.Tensor] = []
+        self._branches: list[Tensor] = []  # sums of whole branches, the largest first
+        self._losses: list[Tensor] = []
 
     def before_backward(self) -> None:
         """Let FSDP2 reduce-scatter the gradients if the next micro-batch ends a group."""
@@ -42,7 +43,7 @@ class GradientTree:
             ends_group = (len(self._losses) + 1) % self.per_group == 0
             self.model.set_requires_gradient_sync(ends_group)
 
-    def add(self, loss: torch.Tensor) -> None:
+    def add(self, loss: Tensor) -> None:
         """Add the loss of the next micro-batch, and the gradients of its backward pass."""
         self._losses.append(loss)
         group, rest = divmod(len(self._losses), self.per_group)
@@ -60,7 +61,7 @@ class GradientTree:
         for parameter in self.parameters:
             parameter.grad = None
 
-    def finish(self) -> torch.Tensor:
+    def finish(self) -> Tensor:
         """Give the parameters the gradient of the step; return its loss. All processes call it."""
         (total,) = self._branches
         if not isinstance(self.model, FSDPModule):
@@ -71,7 +72,7 @@ class GradientTree:
             parameter.grad = _laid_out_as(parameter, gradient)
         return loss[0]
 
-    def clip(self, max_norm: float) -> torch.Tensor:
+    def clip(self, max_norm: float) -> Tensor:
         """Clip the gradient of the step to `max_norm` (0: not); return its norm before."""
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         norm = norm_by_rows(gradients)
@@ -111,13 +112,13 @@ class _TreeReduceScatter:
     def __init__(self, copies: dist.ProcessGroup | None):
         self.copies = copies
 
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
         group: dist.ProcessGroup,
         op: Any,
         async_op: bool = False,
@@ -131,7 +132,7 @@ class _TreeReduceScatter:
         output_tensor.copy_(own)
 
 
-def sum_over_branches(own: torch.Tensor) -> torch.Tensor:
+def sum_over_branches(own: Tensor) -> Tensor:
     """The sum of a 1-D tensor over all processes, a power of two, by the tree; on all of them."""
     if not dist.is_initialized() or (size := dist.get_world_size()) == 1:
         return own
@@ -141,12 +142,12 @@ def sum_over_branches(own: torch.Tensor) -> torch.Tensor:
     return whole[: len(own)]
 
 
-def _slices(values: torch.Tensor, count: int) -> torch.Tensor:
+def _slices(values: Tensor, count: int) -> Tensor:
     """A 1-D tensor as `count` equal rows, with zeros at its end."""
     return torch.nn.functional.pad(values, (0, -len(values) % count)).view(count, -1)
 
 
-def _own_sum(slices: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+def _own_sum(slices: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     """The sum over the processes of a group, by the tree, of the slice of this process's number."""
     parts = torch.empty_like(slices)
     dist.all_to_all_single(parts, slices, group=group)
@@ -155,7 +156,7 @@ def _own_sum(slices: torch.Tensor, group: dist.ProcessGroup | None = None) -> to
     return parts[0]
 
 
-def norm_by_rows(tensors: list[torch.Tensor]) -> torch.Tensor:
+def norm_by_rows(tensors: list[Tensor]) -> Tensor:
     """The norm of all tensors as one vector, whose bytes are the same however rows are sharded.
 
     A row's sum is a fixed tree of elementwise sums, and a process's rows are added to zeros.
@@ -167,7 +168,7 @@ def norm_by_rows(tensors: list[torch.Tensor]) -> torch.Tensor:
     return rows.sum().sqrt()
 
 
-def _squares_of_rows(tensor: torch.Tensor) -> torch.Tensor:
+def _squares_of_rows(tensor: Tensor) -> Tensor:
     """The sum of squares of each row, 0 for those of other processes. A vector's rows have one."""
     own = local_part(tensor).square()
     own = own.flatten(1) if own.dim() > 1 else own.reshape(-1, 1)
@@ -181,7 +182,7 @@ def _squares_of_rows(tensor: torch.Tensor) -> torch.Tensor:
     return rows
 
 
-def _laid_out_as(parameter: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+def _laid_out_as(parameter: Tensor, values: Tensor) -> Tensor:
     """The values of this process's part of a parameter as a tensor that is split like it."""
     own = values.view_as(local_part(parameter))
     if not isinstance(parameter, DTensor):

@@ -9,6 +9,7 @@ import torch
 import transformers
 from accelerate import Accelerator
 from accelerate.utils import gather_object
+from torch import Tensor
 
 from nanogpt_hf.data.chat_template import ChatFormat, trained_chat
 from nanogpt_hf.data.tokenizer import prompt_ids
@@ -35,12 +36,12 @@ class Answers:
 
     prompts: list[list[int]]  # token ids of each row
     completions: Completions
-    rewards: torch.Tensor  # (rows,) float32
+    rewards: Tensor  # (rows,) float32
     errors: list[str]  # from the reward function; those rewards are 0
     samples: int
 
     @property
-    def grouped_rewards(self) -> torch.Tensor:
+    def grouped_rewards(self) -> Tensor:
         """(prompts, samples)"""
         return self.rewards.view(-1, self.samples)
 
@@ -167,7 +168,7 @@ class AnswerSampler:
         return self._texts(Completions(*chosen))
 
 
-def pass_at_k(passed: torch.Tensor, k: int) -> torch.Tensor:
+def pass_at_k(passed: Tensor, k: int) -> Tensor:
     """For each question the probability that one of k samples is right: an unbiased estimate from n
     >= k samples.
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.config.values import bounded
+from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.formatting import format_number
 
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from nanogpt_hf.data.tokenizer import Tokenizer
-    from nanogpt_hf.distributed.mesh import Mesh
 
 Options = dict[str, dict[str, Any]]  # flag -> the arguments of argparse's `add_argument`
 
@@ -55,7 +55,7 @@ class Subject:
     model: Any  # as accelerate prepared it; whole on every process in `evaluate`
     tokenizer: "PreTrainedTokenizerBase"
     accelerator: "Accelerator"
-    mesh: "Mesh"
+    mesh: Mesh
     batch_size: int
     step: int = 0  # the step of training
     bars: bool = False  # whether this process shows live progress bars

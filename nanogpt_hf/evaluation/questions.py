@@ -23,10 +23,10 @@ from nanogpt_hf.evaluation.base import (
 )
 from nanogpt_hf.evaluation.tasks import QUESTIONS, task_names
 from nanogpt_hf.formatting import plural
+from nanogpt_hf.tasks.task import PASSED, Question
 
 if TYPE_CHECKING:
     from nanogpt_hf.evaluation.answers import AnswerSampler
-    from nanogpt_hf.tasks.task import Question
 
 _GENERATED_LIMIT = 500  # default number of questions of a task that generates them
 _MAX_NEW_TOKENS = 256
@@ -39,7 +39,7 @@ class QuestionTask(NamedTuple):
     """The questions of a task, and how their answers are sampled."""
 
     name: str
-    questions: "Sequence[Question]"
+    questions: Sequence[Question]
     revision: str
     sampler: "AnswerSampler"
     samples: int
@@ -156,7 +156,6 @@ def _sample_answers(
     The random numbers of an answer follow from the numbers of its question and sample alone.
     """
     from nanogpt_hf.evaluation.answers import pass_at_k
-    from nanogpt_hf.tasks.task import PASSED
 
     seeds = [
         derive_seed(_SEED, "answers", number, sample)

@@ -3,6 +3,7 @@
 import argparse
 from typing import TYPE_CHECKING
 
+from nanogpt_hf.config.load import Overrides
 from nanogpt_hf.config.schema import KNOBS, Config
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.evaluation.base import Evaluation, Measure
@@ -50,7 +51,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def asked_for(
-    arguments: argparse.Namespace, overrides: list[tuple[str, str]]
+    arguments: argparse.Namespace, overrides: Overrides
 ) -> tuple[list[Evaluation], dict[str, str]]:
     """The evaluations that the options ask for, and the knobs of their source.
 

@@ -15,13 +15,13 @@ from nanogpt_hf.config.values import bounded
 from nanogpt_hf.errors import DataError, UserError
 from nanogpt_hf.evaluation.base import Evaluation, Loaded, Request, Result, Subject, with_error
 from nanogpt_hf.formatting import plural
+from nanogpt_hf.runs.state import MeasuredLoss
 
 if TYPE_CHECKING:
     import numpy as np
 
     from nanogpt_hf.data.blocks import TokenStream
     from nanogpt_hf.data.tokenizer import Tokenizer
-    from nanogpt_hf.runs.state import MeasuredLoss
 
 _PROTOCOL = (
     "documents joined by end-of-text; the first token is not predicted; bootstrap over windows"
@@ -205,7 +205,7 @@ def _measure(
 
 def evaluate_text(
     subject: Subject, corpus: Corpus, block_size: int, stride: int
-) -> tuple["MeasuredLoss", float, int]:
+) -> tuple[MeasuredLoss, float, int]:
     """Measure a model, whole on every process, on `corpus`: the loss, its standard error (nan if
     there is too little text), and the number of windows. All processes get the same numbers.
 
@@ -221,7 +221,6 @@ def evaluate_text(
     from nanogpt_hf.data.blocks import TokenBlocks
     from nanogpt_hf.distributed.accelerator import sum_over_ranks
     from nanogpt_hf.evaluation.loss import eval_mode, rank_batches
-    from nanogpt_hf.runs.state import MeasuredLoss
 
     accelerator, mesh, model = subject.accelerator, subject.mesh, subject.model
     blocks = TokenBlocks(corpus.stream, block_size, stride=stride, partial=True)

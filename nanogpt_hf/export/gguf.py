@@ -14,6 +14,7 @@ from typing import Any
 import gguf
 import torch
 import transformers
+from torch import Tensor
 from transformers.activations import ACT2FN
 
 from nanogpt_hf.data.bpe import GPT4_PATTERN, QWEN_PATTERN
@@ -138,9 +139,7 @@ def _check_format(config: Any, model: transformers.PreTrainedModel) -> None:
         raise UserError(f"--format gguf: its {name} has no {lacking[0]}")
 
 
-def _tensors(
-    config: Any, model: transformers.PreTrainedModel
-) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors(config: Any, model: transformers.PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """The tensors of the file, by name, in float32."""
     names = gguf.get_tensor_name_map(_ARCHITECTURES[config.model_type], config.num_hidden_layers)
     weights = model.state_dict()
@@ -157,7 +156,7 @@ def _tensors(
         yield "rope_freqs.weight", factors
 
 
-def _rotation(config: Any, name: str, weight: torch.Tensor) -> torch.Tensor:
+def _rotation(config: Any, name: str, weight: Tensor) -> Tensor:
     """The weight of Llama's queries or keys with the rows of each head in the order of GGUF, which
     rotates neighboring dimensions; transformers rotates the first half with the second.
 
@@ -170,7 +169,7 @@ def _rotation(config: Any, name: str, weight: torch.Tensor) -> torch.Tensor:
     return weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(weight.shape)
 
 
-def _rope_factors(model: transformers.PreTrainedModel) -> torch.Tensor | None:
+def _rope_factors(model: transformers.PreTrainedModel) -> Tensor | None:
     """What the wavelengths of the rotary embedding are multiplied by, as Llama 3.1 does; None if
     nothing is.
     """

@@ -10,6 +10,7 @@ from pathlib import Path
 import safetensors
 import torch
 import transformers
+from torch import Tensor
 
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.data.prepared import PreparedData
@@ -27,7 +28,7 @@ def save_trained(
     folder: Path,
     config: Config,
     model_config: transformers.PreTrainedConfig,
-    weights: dict[str, torch.Tensor],
+    weights: dict[str, Tensor],
     data: PreparedData,
     state: TrainState,
     machine: str,
@@ -55,7 +56,7 @@ def save_trained(
 def write_model_folder(
     folder: Path,
     config: transformers.PreTrainedConfig,
-    weights: dict[str, torch.Tensor],
+    weights: dict[str, Tensor],
     tokenizer: transformers.PreTrainedTokenizerBase | None,
     card: str | None,
     max_shard_size: str = MAX_SHARD_SIZE,
@@ -101,14 +102,14 @@ def new_folder(out: Path) -> Iterator[Path]:
                 folder.rmdir()
 
 
-def fixed_input(config: transformers.PreTrainedConfig) -> torch.Tensor:
+def fixed_input(config: transformers.PreTrainedConfig) -> Tensor:
     """Two sequences of token ids, fixed by the sizes of the model: (2, T), T at most 128."""
     length = min(config.max_position_embeddings, 128)
     return (torch.arange(2 * length) * 7919 % config.vocab_size).view(2, length)
 
 
 @torch.no_grad()
-def logits_of(model: transformers.PreTrainedModel) -> torch.Tensor:
+def logits_of(model: transformers.PreTrainedModel) -> Tensor:
     """Logits (2, T, V) on the fixed input, float32.
 
     Raises DivergedError if they are not finite, since exports could not be compared.
@@ -122,7 +123,7 @@ def logits_of(model: transformers.PreTrainedModel) -> torch.Tensor:
     return logits
 
 
-def max_difference(logits: torch.Tensor, original: torch.Tensor, exact: bool) -> float:
+def max_difference(logits: Tensor, original: Tensor, exact: bool) -> float:
     """The largest difference between the logits.
 
     Raises RuntimeError if it is too large for an `exact` export.
@@ -158,9 +159,7 @@ def export_gpt2(
     return max_difference(logits_of(opened), original, exact=dtype == torch.float32)
 
 
-def cast_weights(
-    model: transformers.PreTrainedModel, dtype: torch.dtype
-) -> dict[str, torch.Tensor]:
+def cast_weights(model: transformers.PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
     """The weights of the model, which are finite, in `dtype`. Raises UserError if one overflows."""
     weights = {name: weight.to(dtype) for name, weight in model.state_dict().items()}
     for name, weight in weights.items():

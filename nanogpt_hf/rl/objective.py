@@ -3,6 +3,7 @@ completions.
 """
 
 import torch
+from torch import Tensor
 
 from nanogpt_hf.config.schema import RlSection
 from nanogpt_hf.model.architecture import Metrics, Objective
@@ -10,7 +11,7 @@ from nanogpt_hf.model.architecture import Metrics, Objective
 _EPSILON = 1e-4  # added to the deviation of a group, which may be 0; TRL's
 
 
-def advantages(rewards: torch.Tensor, *, scaled: bool) -> torch.Tensor:
+def advantages(rewards: Tensor, *, scaled: bool) -> Tensor:
     """The rewards of the completions of each prompt, (prompts, samples), minus their mean.
 
     With `scaled`, divided by their standard deviation, as in the GRPO paper (Shao et al. 2024,
@@ -39,9 +40,7 @@ def policy_objective(rl: RlSection) -> Objective:
     clipping), β is `rl.kl`.
     """
 
-    def objective(
-        model: torch.nn.Module, batch: dict[str, torch.Tensor]
-    ) -> tuple[torch.Tensor, Metrics]:
+    def objective(model: torch.nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Metrics]:
         log_probs, entropy = completion_log_probs(model, batch, rl.temperature)
         counts = (batch["shift_labels"] != -100).float()
         ratio = torch.exp(log_probs - batch.get("old_log_probs", log_probs.detach()))
@@ -61,7 +60,7 @@ def policy_objective(rl: RlSection) -> Objective:
     return objective
 
 
-def kl_estimate(log_probs: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+def kl_estimate(log_probs: Tensor, reference: Tensor) -> Tensor:
     """The KL divergence of a policy from `reference` at tokens that it sampled: unbiased and never
     negative.
 
@@ -72,8 +71,8 @@ def kl_estimate(log_probs: torch.Tensor, reference: torch.Tensor) -> torch.Tenso
 
 
 def completion_log_probs(
-    model: torch.nn.Module, batch: dict[str, torch.Tensor], temperature: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+    model: torch.nn.Module, batch: dict[str, Tensor], temperature: float
+) -> tuple[Tensor, Tensor]:
     """Log-probabilities of the targets at the sampling temperature, and entropies: (B, K) as
     `shift_labels`.
 

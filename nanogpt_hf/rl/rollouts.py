@@ -12,6 +12,7 @@ from functools import lru_cache, partial
 import numpy as np
 import torch
 from accelerate import Accelerator
+from torch import Tensor, nn
 
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.config.seeds import derive_seed
@@ -84,7 +85,7 @@ class Rollouts(Blocks):
         self._answers = Answers([[0]] * self._length, empty, torch.zeros(self._length), [], 1)
         self._advantages = torch.zeros(self._length)
         # (rows, max_new_tokens), by their name in a batch
-        self._log_probs: dict[str, torch.Tensor] = {}
+        self._log_probs: dict[str, Tensor] = {}
         self._seconds = 0.0  # that the last draw took
         # of the questions, by epoch: a step may cross an epoch's end
         order = partial(epoch_order, config.train.seed, length=len(task.train))
@@ -97,7 +98,7 @@ class Rollouts(Blocks):
         """The completion tokens of the sequences at `indices`."""
         return int(self._answers.completions.lengths[indices].sum())
 
-    def batch(self, indices: np.ndarray) -> dict[str, torch.Tensor]:
+    def batch(self, indices: np.ndarray) -> dict[str, Tensor]:
         """The sequences at `indices`, with advantages and, if they were computed,
         log-probabilities.
         """
@@ -118,7 +119,7 @@ class Rollouts(Blocks):
         places = (divmod(number, length) for number in range(step * count, (step + 1) * count))
         return [self.task.train[int(self._order(epoch)[place])] for epoch, place in places]
 
-    def draw(self, accelerator: Accelerator, mesh: Mesh, model: torch.nn.Module, step: int) -> None:
+    def draw(self, accelerator: Accelerator, mesh: Mesh, model: nn.Module, step: int) -> None:
         """Sample the completions of a step from the model as it is now, and compute rewards and
         advantages.
         """
@@ -139,7 +140,7 @@ class Rollouts(Blocks):
     def score(
         self,
         name: str,
-        model: torch.nn.Module,
+        model: nn.Module,
         batches: Batches,
         step: int,
         accelerator: Accelerator,
@@ -168,9 +169,7 @@ class Rollouts(Blocks):
         return self._answers.metrics() | {"no_signal": equal, **speed}
 
 
-def sequence_batch(
-    answers: Answers, indices: np.ndarray | Sequence[int]
-) -> dict[str, torch.Tensor]:
+def sequence_batch(answers: Answers, indices: np.ndarray | Sequence[int]) -> dict[str, Tensor]:
     """Prompts with their completions, padded at the end: input_ids (n, T) and shift_labels (n, K).
 
     T is the longest of all answers, so that it does not depend on which process has which.
@@ -196,12 +195,12 @@ def sequence_batch(
 
 @torch.no_grad()
 def answer_log_probs(
-    model: torch.nn.Module,
+    model: nn.Module,
     answers: Answers,
     indices: np.ndarray | Sequence[int],
     accelerator: Accelerator,
     temperature: float,
-) -> torch.Tensor:
+) -> Tensor:
     """Log-probabilities of the completions' tokens under `model`, (n, max_new_tokens), 0 after
     the end.
     """
@@ -215,6 +214,6 @@ def answer_log_probs(
     return values
 
 
-def _is_token(lengths: torch.Tensor, columns: int) -> torch.Tensor:
+def _is_token(lengths: Tensor, columns: int) -> Tensor:
     """(rows, columns): whether a column is before the end of its completion."""
     return torch.arange(columns) < lengths[:, None]

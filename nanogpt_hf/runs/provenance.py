@@ -104,20 +104,14 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def describe_start(
-    *, step: int, processes: int, precision: str, name: str, device: torch.device
-) -> dict[str, Any]:
-    """The entry of machine.json for a start or resume at `step`, made by the main process.
+def describe_start(device: torch.device) -> dict[str, Any]:
+    """What the entry of machine.json for a start or resume has of this machine and command.
 
     It has no environment variables, and no secrets from URLs on the command line.
     """
     return {
-        "step": step,
         "time": now(),
         "machine": describe_host(),
-        "processes": processes,
-        "precision": precision,
-        "device": name,
         "threads": torch.get_num_threads(),
         "fingerprint": fingerprint(device),
         "versions": versions(),

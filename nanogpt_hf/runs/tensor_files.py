@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors import safe_open
+from torch import Tensor
 
 _CHUNK = 2**22  # bytes written at a time
 # values per operation: torch starts no threads below that, which would compete with the training
@@ -54,7 +55,7 @@ class Part(NamedTuple):
 
     shape: tuple[int, ...]
     box: Box
-    values: torch.Tensor
+    values: Tensor
 
 
 class NotFiniteError(ValueError):
@@ -105,7 +106,7 @@ def _chunks(data: memoryview) -> Iterator[memoryview]:
     return (data[start : start + _CHUNK] for start in range(0, len(data), _CHUNK))
 
 
-class TensorFiles(Mapping[str, torch.Tensor]):
+class TensorFiles(Mapping[str, Tensor]):
     """The tensors of one or several files by name; each is read when it is asked for."""
 
     def __init__(self, paths: list[Path]):
@@ -129,11 +130,11 @@ class TensorFiles(Mapping[str, torch.Tensor]):
     def __len__(self) -> int:
         return len(self.layout)
 
-    def __getitem__(self, name: str) -> torch.Tensor:
+    def __getitem__(self, name: str) -> Tensor:
         shape, _ = self.layout[name]
         return self.read(name, Box((0,) * len(shape), shape))
 
-    def read(self, name: str, box: Box) -> torch.Tensor:
+    def read(self, name: str, box: Box) -> Tensor:
         """A part of a tensor, from the files that have it."""
         if file := self._parts[name].get(box):
             return file.get_tensor(name)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.nn import functional as F
 from transformers import PreTrainedTokenizerBase
@@ -93,9 +94,7 @@ def distillation_objective(config: Config, data: PreparedData) -> Objective:
         raise UserError("distill.teacher: only a run loads the teacher; leave it out")
     teacher, balance = data.teacher, config.optim.balance_loss
 
-    def objective(
-        model: torch.nn.Module, batch: dict[str, torch.Tensor]
-    ) -> tuple[torch.Tensor, Metrics]:
+    def objective(model: torch.nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Metrics]:
         if not torch.is_grad_enabled():
             return next_token_loss(model, batch)
         inputs = {name: tensor for name, tensor in batch.items() if name != "shift_labels"}
@@ -124,12 +123,12 @@ def _place(teacher: Any, model: torch.nn.Module, device: torch.device) -> None:
 class DistillationLoss:
     """The loss of a micro-batch's rows; `sums` has its parts, summed over the targets so far."""
 
-    def __init__(self, distill: DistillSection, logits_of: Callable[[slice], torch.Tensor]):
+    def __init__(self, distill: DistillSection, logits_of: Callable[[slice], Tensor]):
         self.weight, self.temperature = distill.weight, distill.temperature
         self.logits_of = logits_of  # the teacher's
         self.sums: Metrics = {}
 
-    def __call__(self, chunk: slice, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def __call__(self, chunk: slice, logits: Tensor, targets: Tensor) -> Tensor:
         """The summed loss of some rows from their logits (R, V) and targets (R,), in float32.
 
         The tokens that both models have are compared: rows of a vocabulary may be padding.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanogpt_hf.config.compatibility import check_settings, recipe_settings
 from nanogpt_hf.config.finetune import POLICY, RecipeMethod, chosen_method, finetune_defaults
-from nanogpt_hf.config.load import load_config, stated_knobs
+from nanogpt_hf.config.load import Overrides, load_config, stated_knobs
 from nanogpt_hf.config.names import GPT2_NAMES
 from nanogpt_hf.config.schema import KNOBS, Config, get_value, replace_knobs
 from nanogpt_hf.config.values import convert
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def finetune_config(
-    recipe: str | None, overrides: list[tuple[str, str]], method: RecipeMethod | None = None
+    recipe: str | None, overrides: Overrides, method: RecipeMethod | None = None
 ) -> tuple[Config, "PreTrainedConfig"]:
     """The resolved recipe of a fine-tuning run, and the configuration of the model that it starts
     from.

@@ -5,9 +5,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from nanogpt_hf.config import finetune
 from nanogpt_hf.config.compatibility import FSDP2, Rule, check_settings
-from nanogpt_hf.config.schema import Config, get_value
+from nanogpt_hf.config.schema import Config
 from nanogpt_hf.config.seeds import derive_seed
 from nanogpt_hf.data.prepare import prepare
 from nanogpt_hf.data.prepared import PreparedData, load_prepared, repetition_warnings, summary_lines
@@ -177,7 +176,7 @@ TEXT = Method(
 )
 POLICY = Method(
     "reinforcement learning",
-    is_chosen=lambda config: bool(get_value(config, finetune.POLICY.knob)),
+    is_chosen=lambda config: bool(config.rl.task),
     load=load_questions,
     objective=lambda config, _: policy_objective(config.rl),
     evaluate=evaluate_policy,
@@ -186,7 +185,7 @@ POLICY = Method(
 )
 PREFERENCES = Method(
     "preference training",
-    is_chosen=lambda config: bool(get_value(config, finetune.PREFERENCES.knob)),
+    is_chosen=lambda config: bool(config.align.loss),
     load=load_pairs,
     objective=lambda config, _: preference_objective(config.align),
     evaluate=evaluate_preferences,

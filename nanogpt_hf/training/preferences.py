@@ -14,6 +14,7 @@ import torch
 from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nanogpt_hf.config.schema import AlignSection
@@ -28,28 +29,28 @@ from nanogpt_hf.training.run import Evaluated, Run, StepResult, start_model_of
 from nanogpt_hf.training.step import train_step
 
 logger = logging.getLogger(__name__)
-Batch = dict[str, torch.Tensor]
+Batch = dict[str, Tensor]
 
 
 class PairLoss(NamedTuple):
     """Row of LOSSES: the loss of pairs, from the scores of their chosen and rejected answers."""
 
-    loss: Callable[[AlignSection, torch.Tensor, torch.Tensor], torch.Tensor]
+    loss: Callable[[AlignSection, Tensor, Tensor], Tensor]
     uses_reference: bool = True  # scores are differences to the model before training
     per_token: bool = False  # scores are means over the tokens of an answer
 
 
-def _dpo(align: AlignSection, chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
+def _dpo(align: AlignSection, chosen: Tensor, rejected: Tensor) -> Tensor:
     x, smoothing = align.beta * (chosen - rejected), align.label_smoothing
     return -(1 - smoothing) * F.logsigmoid(x) - smoothing * F.logsigmoid(-x)
 
 
-def _simpo(align: AlignSection, chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
+def _simpo(align: AlignSection, chosen: Tensor, rejected: Tensor) -> Tensor:
     margin = 0.5 if align.margin is None else align.margin
     return -F.logsigmoid(align.beta * (chosen - rejected) - margin)
 
 
-def _orpo(align: AlignSection, chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
+def _orpo(align: AlignSection, chosen: Tensor, rejected: Tensor) -> Tensor:
     # an answer of probability 1 has infinite odds
     scores = (score.clamp(max=-1e-7) for score in (chosen, rejected))
     log_odds = [score - torch.log(-torch.expm1(score)) for score in scores]
@@ -82,7 +83,7 @@ def preference_objective(align: AlignSection) -> Objective:
     """
     row = LOSSES[align.loss or "dpo"]
 
-    def objective(model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, Metrics]:
+    def objective(model: nn.Module, batch: Batch) -> tuple[Tensor, Metrics]:
         scores, lengths = pair_log_probs(model, batch["input_ids"], batch["shift_labels"])
         if row.uses_reference:
             scores = scores - batch["reference"]
@@ -110,7 +111,7 @@ def kto_objective(align: AlignSection) -> Objective:
     estimate.
     """
 
-    def objective(model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, Metrics]:
+    def objective(model: nn.Module, batch: Batch) -> tuple[Tensor, Metrics]:
         scores, lengths = pair_log_probs(
             model, batch["input_ids"][:, :1], batch["shift_labels"][:, :1]
         )
@@ -129,15 +130,15 @@ def kto_objective(align: AlignSection) -> Objective:
     return objective
 
 
-def _summed(values: Batch, is_row: torch.Tensor) -> tuple[torch.Tensor, Metrics]:
+def _summed(values: Batch, is_row: Tensor) -> tuple[Tensor, Metrics]:
     """The sums of loss and metrics; evaluations pad batches by empty rows."""
     sums = {name: torch.where(is_row, value, 0.0).sum() for name, value in values.items()}
     return sums.pop("loss"), sums
 
 
 def pair_log_probs(
-    model: torch.nn.Module, input_ids: torch.Tensor, shift_labels: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+    model: nn.Module, input_ids: Tensor, shift_labels: Tensor
+) -> tuple[Tensor, Tensor]:
     """Log-probabilities of answers, summed over their tokens, and their tokens: (n, 2) each.
 
     Both inputs are (n, 2, T), or (n, 1, T) of one side. Sequences are padded at their end, which

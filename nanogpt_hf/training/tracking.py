@@ -56,13 +56,14 @@ class Tracking:
         self.events: list[dict[str, Any]] = []
         self.begin()
         if self.main:
-            start = describe_start(
-                step=run.state.step,
-                processes=run.mesh.world_size,
-                precision=precision_of(run.accelerator),
-                name=describe_device(run.accelerator.device),
-                device=run.accelerator.device,
-            )
+            device = run.accelerator.device
+            start = {
+                "step": run.state.step,
+                "processes": run.mesh.world_size,
+                "precision": precision_of(run.accelerator),
+                "device": describe_device(device),
+                **describe_start(device),
+            }
             if run.accelerator.log_with:
                 _start_trackers(run, start)
             add_start(run.folder, start | {"data": (run.state.identity or {}).get("data")})
