@@ -23,19 +23,32 @@ if TYPE_CHECKING:
 
     from nanogpt_hf.data.tokenizer import Tokenizer
 
-Options = dict[str, dict[str, Any]]  # flag -> the arguments of argparse's `add_argument`
+COUNT = bounded(int, 1)
 
-# Options of several evaluations.
-TASKS: Options = {
-    "--tasks": {
-        "metavar": "A,B",
-        "help": "lm-eval tasks: names, patterns or YAML files; or rl:NAME, a task of the `rl` "
-        "command, for pass@k",
-    }
-}
-LIMIT: Options = {
-    "--limit": {"metavar": "N", "type": bounded(int, 1), "help": "questions of each task"}
-}
+
+class Option(NamedTuple):
+    """An option of `evaluate`."""
+
+    usage: str  # as in `--limit N`
+    meaning: str
+    kind: Callable[[str], Any] = str
+
+    @property
+    def flag(self) -> str:
+        return self.usage.partition(" ")[0]
+
+    def given(self, arguments: Namespace) -> Any:
+        """Its value, None if it is not given."""
+        return getattr(arguments, self.flag[2:].replace("-", "_"))
+
+
+# of several evaluations
+TASKS = Option(
+    "--tasks A,B",
+    "lm-eval tasks: names, patterns or YAML files; or rl:NAME, a task of the `rl` command, for "
+    "pass@k",
+)
+LIMIT = Option("--limit N", "questions of each task", COUNT)
 
 
 class Result(NamedTuple):
@@ -98,15 +111,14 @@ class Request:
 class Evaluation:
     """A kind of measurement: a row of `EVALUATIONS`."""
 
-    options: ClassVar[
-        Options
-    ] = {}  # options of `evaluate`; none may be given if the evaluation is not asked for
+    # of `evaluate`; none may be given if the evaluation is not asked for
+    options: ClassVar[tuple[Option, ...]] = ()
     asked_by = ""  # the option that asks for it, for messages
     source = ""  # the argument with the name of data that the knobs of `data` describe
 
     def wanted(self, arguments: Namespace) -> bool:
-        """Whether the options of `evaluate` ask for it."""
-        return False
+        """Whether the options of `evaluate` ask for it: the first does."""
+        return bool(self.options and self.options[0].given(arguments))
 
     def load(self, request: Request) -> Loaded:
         """Load what it needs, on every process. Raises UserError if that cannot be used."""

@@ -7,7 +7,6 @@ or of the same continuation after each context (schema). A text to continue (lan
 counts if each token of the continuation is the most probable one.
 """
 
-import argparse
 import csv
 import json
 import os
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import yaml
 
 from nanogpt_hf.errors import DataError, one_line
-from nanogpt_hf.evaluation.base import LIMIT, Evaluation, Loaded, Request, Result, Subject
+from nanogpt_hf.evaluation.base import LIMIT, Evaluation, Loaded, Option, Request, Result, Subject
 from nanogpt_hf.evaluation.tasks import prefix_token_id
 from nanogpt_hf.formatting import plural
 
@@ -37,16 +36,7 @@ _SHUFFLE_SEED = 1337  # nanochat's, so that --limit takes the same questions
 
 class CoreScore(Evaluation):
     asked_by = "--core BUNDLE"
-    options = {  # noqa: RUF012
-        "--core": {
-            "metavar": "BUNDLE",
-            "help": "the CORE score: a folder with core.yaml",
-        },
-        **LIMIT,
-    }
-
-    def wanted(self, arguments: argparse.Namespace) -> bool:
-        return bool(arguments.core)
+    options = (Option(asked_by, "the CORE score: a folder with core.yaml"), LIMIT)
 
     def load(self, request: Request) -> Loaded:
         arguments = request.arguments

@@ -1,8 +1,8 @@
 """Accuracy in tasks with verifiable answers: pass@1 and pass@k of sampled answers."""
 
-import argparse
 import dataclasses
 import math
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -12,10 +12,12 @@ from nanogpt_hf.config.seeds import derive_seed
 from nanogpt_hf.config.values import bounded
 from nanogpt_hf.errors import DataError, UserError
 from nanogpt_hf.evaluation.base import (
+    COUNT,
     LIMIT,
     TASKS,
     Evaluation,
     Loaded,
+    Option,
     Request,
     Result,
     Subject,
@@ -47,28 +49,16 @@ class QuestionTask(NamedTuple):
 
 class QuestionAnswers(Evaluation):
     asked_by, source = f"--tasks {QUESTIONS}NAME", "questions"
-    options = {  # noqa: RUF012
-        **TASKS,
-        "--questions": {"metavar": "ROWS", "help": "questions of rl:gsm8k and others: as --data"},
-        "--samples": {
-            "metavar": "K",
-            "type": bounded(int, 1),
-            "help": "rl: answers to each question (default 1)",
-        },
-        "--temperature": {
-            "metavar": "T",
-            "type": bounded(float, 0),
-            "help": "rl: default 0 for one answer, 1 for several",
-        },
-        "--max-new-tokens": {
-            "metavar": "N",
-            "type": bounded(int, 1),
-            "help": "rl: tokens of an answer (default: at most 256)",
-        },
-        **LIMIT,
-    }
+    options = (
+        TASKS,
+        Option("--questions ROWS", "questions of rl:gsm8k and others: as --data"),
+        Option("--samples K", "rl: answers to each question (default 1)", COUNT),
+        Option("--temperature T", "rl: default 0 for one answer, 1 for several", bounded(float, 0)),
+        Option("--max-new-tokens N", "rl: tokens of an answer (default: at most 256)", COUNT),
+        LIMIT,
+    )
 
-    def wanted(self, arguments: argparse.Namespace) -> bool:
+    def wanted(self, arguments: Namespace) -> bool:
         return bool(task_names(arguments, of_rl=True))
 
     def load(self, request: Request) -> Loaded:

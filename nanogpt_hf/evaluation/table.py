@@ -1,12 +1,12 @@
 """The table of evaluations: what `evaluate` and training measure."""
 
-import argparse
+from argparse import ArgumentParser, Namespace
 from typing import TYPE_CHECKING
 
 from nanogpt_hf.config.load import Overrides
 from nanogpt_hf.config.schema import KNOBS, Config
 from nanogpt_hf.errors import UserError
-from nanogpt_hf.evaluation.base import Evaluation, Measure
+from nanogpt_hf.evaluation.base import Evaluation, Measure, Option
 from nanogpt_hf.evaluation.core import CoreScore
 from nanogpt_hf.evaluation.questions import QuestionAnswers
 from nanogpt_hf.evaluation.samples import Samples
@@ -41,17 +41,21 @@ def load_training_evaluations(
     return [measure for measure in loaded if measure is not None]
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def _options() -> dict[Option, None]:
+    return dict.fromkeys(option for row in EVALUATIONS for option in row.options)
+
+
+def add_options(parser: ArgumentParser) -> None:
     """Add the options of all evaluations, and a help text on the knobs of a source."""
-    options = {flag: given for row in EVALUATIONS for flag, given in row.options.items()}
-    for flag, given in options.items():
-        parser.add_argument(flag, **given)
+    for option in _options():
+        metavar = option.usage.partition(" ")[2]
+        parser.add_argument(option.flag, metavar=metavar, type=option.kind, help=option.meaning)
     lines = (f"  --{name:<20} {meaning}" for name, meaning in _SOURCE_KNOBS.items())
     parser.epilog = "Options of the text:\n\n" + "\n".join(lines)
 
 
 def asked_for(
-    arguments: argparse.Namespace, overrides: Overrides
+    arguments: Namespace, overrides: Overrides
 ) -> tuple[list[Evaluation], dict[str, str]]:
     """The evaluations that the options ask for, and the knobs of their source.
 
@@ -61,11 +65,11 @@ def asked_for(
     if not wanted:
         ways = ", ".join(row.asked_by for row in EVALUATIONS if row.asked_by)
         raise UserError(f"cli.py evaluate: give something to measure: {ways}")
-    for flag in dict.fromkeys(flag for row in EVALUATIONS for flag in row.options):
-        rows = [row for row in EVALUATIONS if flag in row.options]
-        given = getattr(arguments, flag.removeprefix("--").replace("-", "_"))
-        if given is not None and not set(rows) & set(wanted):
-            raise UserError(f"{flag}: only with {' or '.join(row.asked_by for row in rows)}")
+    for option in _options():
+        rows = [row for row in EVALUATIONS if option in row.options]
+        if option.given(arguments) is not None and not set(rows) & set(wanted):
+            ways = " or ".join(row.asked_by for row in rows)
+            raise UserError(f"{option.flag}: only with {ways}")
     for key, _ in overrides:
         if key not in _SOURCE_KNOBS:
             known = ", ".join(f"--{name}" for name in _SOURCE_KNOBS)

@@ -46,7 +46,7 @@ Scores = dict[str, dict[str, float]]  # task -> metric, and <metric>_stderr if l
 
 
 class LmEvalTasks(Evaluation):
-    asked_by, options = "--tasks A,B", TASKS | LIMIT
+    asked_by, options = TASKS.usage, (TASKS, LIMIT)
 
     def wanted(self, arguments: Namespace) -> bool:
         return bool(task_names(arguments, of_rl=False))

@@ -1,6 +1,5 @@
 """Loss, perplexity and bits per byte on a text, with standard errors: `evaluate --data TEXT`."""
 
-import argparse
 import math
 import os
 import tempfile
@@ -11,9 +10,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nanogpt_hf.config.schema import DataSection
-from nanogpt_hf.config.values import bounded
 from nanogpt_hf.errors import DataError, UserError
-from nanogpt_hf.evaluation.base import Evaluation, Loaded, Request, Result, Subject, with_error
+from nanogpt_hf.evaluation.base import (
+    COUNT,
+    Evaluation,
+    Loaded,
+    Option,
+    Request,
+    Result,
+    Subject,
+    with_error,
+)
 from nanogpt_hf.formatting import plural
 from nanogpt_hf.runs.state import MeasuredLoss
 
@@ -43,25 +50,11 @@ class Corpus(NamedTuple):
 
 class TextLoss(Evaluation):
     asked_by, source = "--data TEXT", "data"
-    options = {  # noqa: RUF012
-        "--data": {
-            "metavar": "TEXT",
-            "help": "python-docs, a file, folder, glob, URL, Hub data set, or prepared data",
-        },
-        "--block-size": {
-            "metavar": "N",
-            "type": bounded(int, 1),
-            "help": "tokens read at once (default: all of the model's)",
-        },
-        "--stride": {
-            "metavar": "N",
-            "type": bounded(int, 1),
-            "help": "tokens from one window to the next (default: --block-size)",
-        },
-    }
-
-    def wanted(self, arguments: argparse.Namespace) -> bool:
-        return bool(arguments.data)
+    options = (
+        Option(asked_by, "python-docs, a file, folder, glob, URL, Hub data set, or prepared data"),
+        Option("--block-size N", "tokens read at once (default: all of the model's)", COUNT),
+        Option("--stride N", "tokens from one window to the next (default: --block-size)", COUNT),
+    )
 
     def load(self, request: Request) -> Loaded:
         arguments, knobs = request.arguments, dict(request.knobs)

@@ -7,7 +7,7 @@ import pytest
 from arguments import argv
 from nanogpt_hf.commands import main
 from nanogpt_hf.evaluation import table
-from nanogpt_hf.evaluation.base import Evaluation, Loaded, Result, Subject
+from nanogpt_hf.evaluation.base import Evaluation, Loaded, Option, Result, Subject
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.metrics import read_metrics
 
@@ -16,10 +16,7 @@ class WeightNorm(Evaluation):
     """The norm of all weights, times a factor."""
 
     asked_by = "--norm FACTOR"
-    options = {"--norm": {"type": float, "metavar": "FACTOR"}}  # noqa: RUF012
-
-    def wanted(self, arguments):
-        return arguments.norm is not None
+    options = (Option(asked_by, "the factor", float),)
 
     def load(self, request):
         return Loaded(lambda subject: self.measure(subject, request.arguments.norm))
