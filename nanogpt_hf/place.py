@@ -39,7 +39,7 @@ def hidden(folder: Path, ending: str = _PARTIAL) -> Path:
 
 
 def partial_of(folder: Path) -> Path:
-    """The hidden folder to write before `put_in_place`."""
+    """The hidden folder that `filled_folder` fills."""
     return folder / _PARTIAL if folder.is_dir() else hidden(folder)
 
 
@@ -61,21 +61,30 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def put_in_place(partial: Path, folder: Path, last: str | None = None) -> None:
-    """Move the folder of `partial_of` to its place.
+@contextmanager
+def filled_folder(folder: Path, last: str | None = None) -> Iterator[Path]:
+    """Yield a hidden folder whose content is that of `folder`, which is vacant, if the block ends
+    without an error.
 
     In an existing folder the file `last` is moved at the end. All is on the disk before it is
     moved, so that a power cut leaves nothing that looks complete.
     """
-    for path in (*partial.rglob("*"), partial):
-        flush(path)
-    if partial.parent != folder:
-        partial.rename(folder)
-    else:
-        for path in sorted(partial.iterdir(), key=lambda path: path.name == last):
-            path.rename(folder / path.name)
-        partial.rmdir()
-    flush(partial.parent)
+    partial = partial_of(folder)
+    shutil.rmtree(partial, ignore_errors=True)  # left by a killed process
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        for path in (*partial.rglob("*"), partial):
+            flush(path)
+        if partial.parent != folder:
+            partial.rename(folder)
+        else:
+            for path in sorted(partial.iterdir(), key=lambda path: path.name == last):
+                path.rename(folder / path.name)
+            partial.rmdir()
+        flush(partial.parent)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 class Interrupted(BaseException):
@@ -142,14 +151,8 @@ def make_once(
                 return facts, False
             if not is_vacant(folder):
                 raise DataError(other)
-            partial = partial_of(folder)
-            shutil.rmtree(partial, ignore_errors=True)  # left by a killed process: we hold the lock
-            partial.mkdir()
-            try:
+            with filled_folder(folder, last) as partial:
                 facts = write(partial)
-                put_in_place(partial, folder, last=last)
-            finally:
-                shutil.rmtree(partial, ignore_errors=True)
     except OSError as error:
         raise DataError(f"{folder}: cannot be written: {error}") from error
     except Interrupted as signal:

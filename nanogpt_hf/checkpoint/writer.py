@@ -12,6 +12,7 @@ import logging
 import socket
 import threading
 import traceback
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -185,9 +186,7 @@ class CheckpointWriter:
                     if isinstance(report, Exception):
                         raise report
                     checksums |= report
-                (partial / STATE).write_text(save.facts, encoding="utf-8")
-                checksums = {STATE: file_digest(partial / STATE)} | dict(sorted(checksums.items()))
-                (partial / CHECKSUMS).write_text(json.dumps(checksums, indent=2) + "\n")
+                write_state(partial, save.facts, checksums)
             logger.debug(f"step {step:,}: saved {target}")
             self.run.checkpoint_written(step, save.state.last_finite_step, self.keep)
         except NotFiniteError as error:
@@ -201,3 +200,11 @@ class CheckpointWriter:
             )
         except Exception as error:
             self._error = error
+
+
+def write_state(folder: Path, facts: str, checksums: dict[str, str]) -> None:
+    """Write the run state, and the checksums of it and of the files with tensors."""
+    (folder / STATE).write_text(facts, encoding="utf-8")
+    checksums = checksums | {STATE: file_digest(folder / STATE)}
+    text = json.dumps(checksums, indent=2, sort_keys=True)
+    (folder / CHECKSUMS).write_text(f"{text}\n", encoding="utf-8")

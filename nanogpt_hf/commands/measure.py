@@ -175,7 +175,7 @@ def run_evaluate(arguments: Namespace, overrides: Overrides) -> None:
         check_vocabulary(folder, tokenizer.vocab_size, model.config.vocab_size)
         request = Request(arguments, knobs, model, tokenizer)
         weights = sorted(Path(folder).glob("model*.safetensors"))  # a model on the Hub has none
-        digest = file_digest(weights).removeprefix("sha256:") if weights else None
+        digest = file_digest(weights) if weights else None
         facts: dict[str, Any] = {"model": {"name": folder, "sha256": digest}}
         loaded = [evaluation.load(request) for evaluation in wanted]
         for evaluation in loaded:

@@ -63,8 +63,7 @@ def run_estimate(arguments: Namespace, overrides: Overrides) -> None:
     """
     _check_options(arguments)
     base = None
-    start = stated_knobs(arguments.recipe, overrides).get("finetune.model")
-    if start and str(start).lower() not in ("null", "none"):
+    if stated_knobs(arguments.recipe, overrides).get("finetune.model"):
         from nanogpt_hf.training.finetuning import finetune_config
 
         config, base = finetune_config(arguments.recipe, overrides)

@@ -14,7 +14,7 @@ from nanogpt_hf.config.names import find_recipe, shipped_recipes
 from nanogpt_hf.config.schema import KNOBS, SECTIONS, Config, replace_knobs
 from nanogpt_hf.config.sources import read_sources
 from nanogpt_hf.config.stages import read_stages
-from nanogpt_hf.config.values import RecipeLoader, convert
+from nanogpt_hf.config.values import RecipeLoader, convert, is_null
 from nanogpt_hf.errors import ConfigError, did_you_mean, one_line
 
 Overrides = list[tuple[str, str]]  # knobs and their values as text
@@ -65,11 +65,12 @@ def recipe_name(path: Path) -> str:
 def stated_knobs(
     recipe: Path | str | None, overrides: Sequence[tuple[str, str]] = ()
 ) -> dict[str, Any]:
-    """Dotted key -> value as the recipe or the command line states it, unchecked.
+    """Dotted key -> value as the recipe or the command line states it, unchecked; without nulls.
 
     Raises ConfigError if the recipe cannot be read.
     """
-    return (_read_recipe(find_recipe(recipe))[0] if recipe else {}) | dict(overrides)
+    stated = (_read_recipe(find_recipe(recipe))[0] if recipe else {}) | dict(overrides)
+    return {key: value for key, value in stated.items() if not is_null(value)}
 
 
 def _convert_all(

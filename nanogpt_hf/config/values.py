@@ -56,8 +56,12 @@ def parse_flow_list(text: str) -> list[Any]:
 _NOT_THAT_TYPE = (ValueError, TypeError, AttributeError, LookupError)
 
 
+def is_null(value: Any) -> bool:
+    return str(value).lower() in ("null", "none", "~")
+
+
 def _null(value: Any) -> None:
-    if value is not None and value.lower() not in ("null", "none", "~"):
+    if not is_null(value):
         raise ValueError
 
 

@@ -15,7 +15,7 @@ _CALCULATION = re.compile(r"<<[^<>]*>>")  # GSM8K's notes for a calculator: 48/2
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
-def conversation_of(row: Any, _: object = None) -> Conversation:
+def conversation_of(row: Any) -> Conversation:
     """A row as messages. Raises ValueError if it is not a conversation.
 
     A conversation may start with a system message; then user and assistant alternate, and the

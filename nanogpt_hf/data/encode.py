@@ -180,8 +180,7 @@ class ShardWriter:
         if self._stream is not None:
             self._stream.close()
             self._file.close()
-            digest = file_digest([self._path]).removeprefix("sha256:")
-            self._shards[self._path.name] = {"sha256": digest}
+            self._shards[self._path.name] = {"sha256": file_digest([self._path])}
             self._stream = None
 
     def close(self) -> SplitFacts:

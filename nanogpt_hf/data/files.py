@@ -86,7 +86,7 @@ def file_digest(files: list[Path]) -> str:
                     digest.update(block)
         except OSError as error:
             raise DataError(f"{path}: cannot be read: {error.strerror}") from None
-    return f"sha256:{digest.hexdigest()}"
+    return digest.hexdigest()
 
 
 def download(url: str, folder: Path, sha256: str | None) -> Path:
@@ -109,7 +109,7 @@ def download(url: str, folder: Path, sha256: str | None) -> Path:
         if isinstance(error, ValueError):  # its text may show a part of a password
             reason = "not a URL; in a user name or password write / as %2F, @ as %40, : as %3A"
         raise DataError(f"data.source: {url}: cannot be downloaded: {reason}") from None
-    digest = file_digest([target]).removeprefix("sha256:")
+    digest = file_digest([target])
     if sha256 and digest != sha256.lower():
         raise DataError(f"data.sha256: {url} has sha256 {digest}, not {sha256}; nothing was kept")
     return target

@@ -84,7 +84,7 @@ def _prepare_in(folder: Path, data: DataSection) -> Manifest:
     if form.encoder is None:
         tokenizer = build_tokenizer(data.tokenizer, ())
         end_of_text_id, facts = describe_token_files(data, tokenizer)
-        revision = file_digest(local_files(data))
+        revision = f"sha256:{file_digest(local_files(data))}"
         return write_facts(folder, data, tokenizer, revision, end_of_text_id, facts)
     scratch = folder / "scratch"
     scratch.mkdir()

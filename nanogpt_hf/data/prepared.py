@@ -159,7 +159,7 @@ def check_fits(manifest: Manifest, data: DataSection) -> None:
             return  # the text is on the machine that prepared it
         if not files or (state := file_state(files)) == manifest.file_state:
             return
-        if file_digest(files) != manifest.revision:
+        if manifest.revision != f"sha256:{file_digest(files)}":
             raise DataError(
                 f"{data.dir}: {data.source} has changed since it was prepared; {_REMEDY}"
             )
@@ -189,14 +189,15 @@ def check_prepared(data: DataSection) -> None:
         manifest = require_manifest(folder)
         open_tokenizer(folder, manifest)
         wanted = {
-            folder / split / name: f"sha256:{facts['sha256']}"
+            folder / split / name: facts["sha256"]
             for split in SPLITS
             for name, facts in (getattr(manifest, split).shards or {}).items()
         }
         found = {path: file_digest([path]) for path in wanted}
         if FORMATS[source.data.format].encoder is None:
             path = source.data.one_source
-            wanted[path], found[path] = manifest.revision, file_digest(local_files(source.data))
+            wanted[path] = manifest.revision.removeprefix("sha256:")
+            found[path] = file_digest(local_files(source.data))
         for path, digest in found.items():
             if digest != wanted[path]:
                 raise DataError(

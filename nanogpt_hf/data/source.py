@@ -77,7 +77,8 @@ def load_documents(data: DataSection, scratch: Path, read_row: ReadRow | None = 
     names = {path: str(path) for path in files}
     if not files:
         names = {download(source, scratch, data.sha256): source}
-    return Documents(lambda: _from_files(names, data, read_row), None, file_digest([*names]))
+    digest = f"sha256:{file_digest([*names])}"
+    return Documents(lambda: _from_files(names, data, read_row), None, digest)
 
 
 def check_source(data: DataSection, folder: Path) -> None:

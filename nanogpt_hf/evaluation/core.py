@@ -77,7 +77,7 @@ def load_bundle(source: str, limit: int | None = None) -> tuple[list[CoreTask], 
     path = Path(os.path.expanduser(source))
     try:
         tasks, files = _read(path, limit)
-        digest = file_digest(files).removeprefix("sha256:")
+        digest = file_digest(files)
     except Exception as error:  # csv, yaml and json raise many types
         reason = f"{type(error).__name__}: {one_line(error)}"
         raise DataError(f"--core: {source}: no bundle of CORE: {reason}") from None

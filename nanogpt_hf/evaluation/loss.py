@@ -7,6 +7,7 @@ from typing import Literal
 import numpy as np
 import torch
 from accelerate import Accelerator
+from accelerate.utils import send_to_device
 
 from nanogpt_hf.data.blocks import Blocks
 from nanogpt_hf.data.prepared import PreparedData
@@ -112,7 +113,7 @@ def rank_batches(
         if pad or len(rows):
             batch = blocks.batch(indices[rows])
             batch = pad_batch(batch, batch_size) if pad else batch
-            yield rows, {name: tensor.to(accelerator.device) for name, tensor in batch.items()}
+            yield rows, send_to_device(batch, accelerator.device)
 
 
 def pad_batch(batch: dict[str, torch.Tensor], rows: int) -> dict[str, torch.Tensor]:

@@ -3,7 +3,6 @@ atomically.
 """
 
 import contextlib
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from nanogpt_hf.data.tokenizer import save_tokenizer
 from nanogpt_hf.errors import DivergedError, RunFolderError, UserError
 from nanogpt_hf.export.card import model_card
 from nanogpt_hf.model.architecture import architecture_of
-from nanogpt_hf.place import is_vacant, partial_of, put_in_place, replaced_folder
+from nanogpt_hf.place import filled_folder, is_vacant, replaced_folder
 from nanogpt_hf.runs.state import TrainState
 
 MAX_SHARD_SIZE = "5GB"  # per file; larger models are split and get an index
@@ -84,18 +83,14 @@ def new_folder(out: Path) -> Iterator[Path]:
     out = out.resolve()  # no folder can be renamed over a link
     if not is_vacant(out):
         raise RunFolderError(f"{out}: exists already; choose another OUT, or remove it first")
-    partial = partial_of(out)
     new_parents = [folder for folder in out.parents if not folder.exists()]
     try:
-        shutil.rmtree(partial, ignore_errors=True)  # left by a killed process
-        partial.mkdir(parents=True)
-        yield partial
-        put_in_place(partial, out)
+        with filled_folder(out) as partial:
+            yield partial
     except (OSError, safetensors.SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
         raise RunFolderError(f"{out}: cannot be written: {reason}") from error
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
         # the first one that is not empty stops this: the block succeeded
         with contextlib.suppress(OSError):
             for folder in new_parents:

@@ -5,7 +5,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from nanogpt_hf.checkpoint.reader import CHECKSUMS, STATE, file_digest, read_checkpoint
+from nanogpt_hf.checkpoint.reader import CHECKSUMS, STATE, read_checkpoint
+from nanogpt_hf.checkpoint.writer import write_state
 from nanogpt_hf.config.load import config_to_yaml
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.errors import UserError
@@ -63,7 +64,5 @@ def _copy_checkpoint(source: Path, target: Path, identity: dict[str, Any]) -> No
     with replaced_folder(target) as partial:
         shutil.copytree(source, partial, dirs_exist_ok=True)
         facts = json.loads((source / STATE).read_text("utf-8")) | {"identity": identity}
-        (partial / STATE).write_text(json.dumps(facts, indent=2) + "\n", "utf-8")
         checksums = json.loads((source / CHECKSUMS).read_text("utf-8"))
-        checksums[STATE] = file_digest(partial / STATE)
-        (partial / CHECKSUMS).write_text(json.dumps(checksums, indent=2) + "\n", "utf-8")
+        write_state(partial, f"{json.dumps(facts, indent=2)}\n", checksums)

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+from accelerate.utils import send_to_device
 from tqdm import tqdm
 
 from nanogpt_hf.config.checks import accumulation_steps
@@ -29,9 +30,7 @@ def sequences_of(run: Run, step: int) -> list[dict[str, Any]]:
     with eval_mode(run.model):
         for index in tqdm(_indices(run, step), unit="sequence", disable=not shows_bars()):
             number = np.array([index])
-            batch = {
-                key: value.to(run.accelerator.device) for key, value in blocks.batch(number).items()
-            }
+            batch: Any = send_to_device(blocks.batch(number), run.accelerator.device)
             loss = run.objective(run.model, batch)[0].item() / max(1, blocks.num_targets(number))
             found.append({"loss": loss, **_place_of(run, index), "text": _text_of(run, index)})
     return sorted(found, key=lambda sequence: -sequence["loss"])

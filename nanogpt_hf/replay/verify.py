@@ -14,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
 from nanogpt_hf.checkpoint.reader import read_checkpoint
@@ -30,6 +29,7 @@ from nanogpt_hf.distributed.rendezvous import one_line_for_a_lost_process, share
 from nanogpt_hf.errors import RunFolderError, Stopped, UserError
 from nanogpt_hf.formatting import plural, shows_bars
 from nanogpt_hf.optim.optimizer import learning_rate_at
+from nanogpt_hf.optim.state import full_tensor
 from nanogpt_hf.place import Interrupted, raise_on_signals
 from nanogpt_hf.runs.folder import RunFolder, step_of
 from nanogpt_hf.runs.metrics import read_metrics
@@ -236,6 +236,5 @@ def _other_tensors(run: Run, saved: Any) -> list[str]:
 
 def _digest(tensor: Any) -> object:
     """The sha256 of a whole tensor; all processes call it with their parts."""
-    if isinstance(tensor, DTensor):
-        tensor = tensor.full_tensor()
+    tensor = full_tensor(tensor)
     return tensor is not None and hashlib.sha256(tensor.cpu().numpy()).hexdigest()

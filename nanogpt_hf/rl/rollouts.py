@@ -8,10 +8,12 @@ import logging
 import time
 from collections.abc import Sequence
 from functools import lru_cache, partial
+from typing import Any
 
 import numpy as np
 import torch
 from accelerate import Accelerator
+from accelerate.utils import send_to_device
 from torch import Tensor, nn
 
 from nanogpt_hf.config.schema import Config
@@ -206,7 +208,7 @@ def answer_log_probs(
     """
     batch = sequence_batch(answers, indices)
     counts = batch["shift_labels"] != -100
-    on_device = {name: tensor.to(accelerator.device) for name, tensor in batch.items()}
+    on_device: Any = send_to_device(batch, accelerator.device)
     with eval_mode(model), accelerator.autocast():
         found = completion_log_probs(model, on_device, temperature)[0].cpu()
     values = torch.zeros(len(counts), answers.completions.ids.shape[1])

@@ -87,7 +87,7 @@ def finetune_config(
     # those beyond a block would not be trained
     if "model.n_positions" not in stated and learned_positions:
         resolved["model.n_positions"] = config.data.block_size
-    if stated.get("data.dir") is None:
+    if "data.dir" not in stated:
         resolved["data.dir"] = f"data/{text}-{_short(config.data.tokenizer)}"
     return replace_knobs(config, resolved), base
 
@@ -98,7 +98,7 @@ def _check_stated(stated: dict[str, Any], method: RecipeMethod | None) -> str:
     Raises UserError if no model, text or task is stated, or if the recipe is for another command.
     """
     start, command = stated.get("finetune.model"), method.command if method else "cli.py finetune"
-    if not start or str(start).lower() in ("null", "none"):
+    if not start:
         raise UserError(
             f"{command}: needs a model to start from: --from gpt2, a model folder or a run folder"
         )

@@ -10,7 +10,6 @@ import pytest
 from nanogpt_hf.commands import main
 from nanogpt_hf.runs.folder import RunFolder
 
-NO_TOKENS = {"train tokens": 0, "validation tokens": 0}
 TEXT = "the quick brown fox jumps over the lazy dog. " * 60
 
 
