@@ -67,6 +67,7 @@ FEATURES = {
     "conversations": {"data.format chat"},
     "bf16": set(),
     "fp16": {"mixed_precision fp16"},
+    "fp8": {"mixed_precision fp8"},
     "compiled": {"dynamo_backend"},
     "checkpointed": {"fsdp_activation_checkpointing"},
     "selective": {"fsdp_activation_checkpointing", "fsdp_activation_checkpointing selective"},

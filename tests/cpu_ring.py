@@ -44,4 +44,4 @@ def allow_cpu_ring() -> None:
     torch_ring.custom_ops[BACKWARD] = in_a_ring(
         torch_ring._templated_ring_attention_backward, grad_out_name="grad_out"
     )
-    context_parallel.RING_MACHINES.extend([("cpu", "no"), ("cpu", "bf16")])
+    context_parallel.RING_MACHINES.extend([("cpu", "no"), ("cpu", "bf16"), ("cpu", "fp8")])

@@ -104,7 +104,7 @@ def test_mistake_is_one_line_that_names_it(refused, text, parts, request, tmp_pa
     for word in map(put, shlex.split(text)):
         if word.startswith("WITHOUT="):
             monkeypatch.setitem(sys.modules, word.partition("=")[2], None)
-        elif variable := re.fullmatch(r"([A-Z_]+)=(.*)", word):
+        elif variable := re.fullmatch(r"([A-Z0-9_]+)=(.*)", word):
             monkeypatch.setenv(*variable.groups())
         else:
             words.append(word)

@@ -73,7 +73,9 @@ def _autocast(accelerator: "Accelerator") -> "torch.autocast":
     import torch
 
     return torch.autocast(
-        accelerator.device.type, torch.bfloat16, enabled=accelerator.mixed_precision == "bf16"
+        accelerator.device.type,
+        torch.bfloat16,
+        enabled=accelerator.mixed_precision in ("bf16", "fp8"),
     )
 
 

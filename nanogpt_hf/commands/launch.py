@@ -64,7 +64,15 @@ def run(words: list[str], commands: Collection[str]) -> int:
         statuses = {0: error.returncode}
     except ChildFailedError as error:
         statuses = {rank: failure.exitcode for rank, failure in error.failures.items()}
-    except (ValueError, TypeError, AttributeError, OSError, ImportError, AssertionError) as error:
+    except (
+        ValueError,
+        TypeError,
+        AttributeError,
+        OSError,
+        ImportError,
+        AssertionError,
+        RuntimeError,
+    ) as error:
         # about the config, before anything is started
         raise UserError(f"accelerate launch: {one_line(error)}") from error
     return _status(statuses, stopped=bool(received))

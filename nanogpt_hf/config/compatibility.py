@@ -179,6 +179,12 @@ _ROWS = [
         "set bf16",
     ),
     (
+        "mixed_precision fp8",
+        "lora.quantize",
+        "bitsandbytes multiplies by its weights",
+        "set bf16",
+    ),
+    (
         "tensor parallelism | context parallelism | pipeline stages",
         "DeepSpeed",
         "DeepSpeed shards over all processes",

@@ -26,6 +26,8 @@ from nanogpt_hf.errors import UserError, did_you_mean, one_line
 from nanogpt_hf.model.recompute import level_of
 from nanogpt_hf.optim.optimizer import kind_of
 
+EMULATES_FP8 = False  # in float32, as the tests do on a CPU
+
 
 def check_launch(config: Config, mesh: Mesh) -> int:
     """Gradient accumulation steps of `config` on this launch's processes.
@@ -90,10 +92,7 @@ def check_config() -> None:
     check_device()
     precision = requested_precision()
     if precision == "fp8":
-        raise UserError(
-            "the accelerate config sets mixed_precision fp8, which is not supported: it scales "
-            "tensors on each process alone, so losses would depend on the layout; set bf16"
-        )
+        _check_fp8()
     if precision == "fp16" and _on_the_cpu() and not requested("DEEPSPEED"):
         raise UserError(
             "the accelerate config sets mixed_precision fp16, which accelerate ignores on a CPU; "
@@ -104,6 +103,18 @@ def check_config() -> None:
             "the accelerate config sets several processes, but accelerate started one: its "
             "MULTI_CPU and NO never start more; set distributed_type MULTI_GPU with use_cpu: true, "
             "as accelerate_configs/cpu_ddp.yaml does, or num_processes: 1"
+        )
+
+
+def _check_fp8() -> None:
+    stated = "the accelerate config sets mixed_precision fp8"
+    if find_spec("torchao") is None:
+        raise UserError(f"{stated}, and torchao is not installed; run `pip install torchao`")
+    on_cuda = not _on_the_cpu() and torch.cuda.is_available()
+    if not (EMULATES_FP8 or (on_cuda and torch.cuda.get_device_capability() >= (8, 9))):
+        raise UserError(
+            f"{stated}, which needs a GPU of compute capability 8.9 or higher (Ada, Hopper or "
+            "newer); set bf16"
         )
 
 

@@ -1,9 +1,10 @@
 """Build and describe the Accelerator; every workaround for it.
 
 Workarounds: tensor parallelism on CPUs and under FSDP2; our own context parallelism; FSDP2
-shards gradients after each micro-batch, and in bf16 sums them in float32; blocks are compiled in
-place; activation checkpointing is that of torch; clipping and the optimizer's step bypass
-the wrapper; a dry-run step counts as no micro-batch.
+shards gradients after each micro-batch, and in bf16 sums them in float32; layers are converted to
+fp8 before a model is split; blocks are compiled in place; activation checkpointing is that of
+torch; clipping and the optimizer's step bypass the wrapper; a dry-run step counts as no
+micro-batch.
 """
 
 import logging
@@ -32,7 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from nanogpt_hf.config.schema import Config
-from nanogpt_hf.distributed import deepspeed, expert_parallel, rendezvous
+from nanogpt_hf.distributed import accelerate_config, deepspeed, expert_parallel, rendezvous
 from nanogpt_hf.distributed.accelerate_config import (
     check_config,
     check_launch,
@@ -91,6 +92,7 @@ class _Accelerator(Accelerator):
 
     # nothing: context_parallel.py does it; accelerate's hooks drop the masks of evaluations, too
     _prepare_cp = _prepare_tp
+    _prepare_ao = _prepare_tp  # nothing: `multiply_in_fp8` does it, before a model is split
 
 
 def mesh_of(accelerator: Accelerator) -> Mesh:
@@ -98,7 +100,7 @@ def mesh_of(accelerator: Accelerator) -> Mesh:
     return accelerator.mesh if isinstance(accelerator, _Accelerator) else Mesh()
 
 
-def _start(mesh: Mesh, **options: Any) -> Accelerator:
+def _start(mesh: Mesh, precision: str, **options: Any) -> Accelerator:
     """Start an Accelerator. Raises UserError if it sees other processes than the launcher
     started.
     """
@@ -108,7 +110,7 @@ def _start(mesh: Mesh, **options: Any) -> Accelerator:
     own = patch_environment(fsdp_activation_checkpointing="false")
     with one_line_of_accelerate(), own:
         accelerator = _Accelerator(
-            mesh, mixed_precision=requested_precision(), kwargs_handlers=[timeout], **options
+            mesh, mixed_precision=precision, kwargs_handlers=[timeout], **options
         )
     if accelerator.num_processes != mesh.world_size:
         raise UserError(
@@ -121,14 +123,14 @@ def _start(mesh: Mesh, **options: Any) -> Accelerator:
 
 def build_evaluation_accelerator(mesh: Mesh) -> Accelerator:
     """Build the Accelerator of a process that only evaluates a whole model: device, precision and
-    process group.
+    process group. Instead of fp8 it takes bf16.
 
     Raises UserError if `check_config` does, and if accelerate sees fewer processes than the
     launcher started.
     """
     check_config()
     ignore_layout()
-    return _start(mesh.with_whole_models())
+    return _start(mesh.with_whole_models(), requested_precision().replace("fp8", "bf16"))
 
 
 def build_accelerator(
@@ -150,6 +152,7 @@ def build_accelerator(
     )
     accelerator = _start(
         mesh,
+        requested_precision(),
         gradient_accumulation_plugin=plugin,
         log_with=[*config.tracking.trackers, *trackers] or None,
         project_config=ProjectConfiguration(str(run.path), str(run.trackers)),
@@ -182,7 +185,7 @@ def build_accelerator(
             raise UserError(
                 "the accelerate config sets FSDP 1; set fsdp_version: 2 in its fsdp_config"
             )
-        if accelerator.mixed_precision == "bf16":
+        if accelerator.mixed_precision in ("bf16", "fp8"):
             # accelerate's own policy also sums gradients in bf16, and loses their small parts
             fsdp.mixed_precision_policy = MixedPrecisionPolicy(
                 param_dtype=torch.bfloat16, reduce_dtype=torch.float32
@@ -256,6 +259,33 @@ def actual_settings(accelerator: Accelerator) -> dict[str, str]:
         "precision": accelerator.mixed_precision,
         "dynamo": cast(Any, accelerator.state.dynamo_plugin).backend.value.lower(),
     }
+
+
+def multiply_in_fp8(model: PreTrainedModel, mesh: Mesh) -> None:
+    """Let torchao multiply in 8 bits in the linear layers of the blocks of a whole model, in place.
+    Raises UserError if none has sizes that 16 divides, on each of the processes that split it.
+
+    Scales are those of a tensor of a micro-batch, so there is no state. Weights stay what they are:
+    checkpoints know no class of weights that FSDP2 gathers in 8 bits.
+    """
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # take a second
+
+    unit, found = 16 * mesh.tp_size, []
+
+    def takes(layer: Any, name: str) -> bool:
+        fits = layer.in_features % unit == layer.out_features % unit == 0
+        found.extend([name] * fits)
+        return fits
+
+    # the inner size of a product is padded: numbers of tokens may be odd
+    config = Float8LinearConfig(pad_inner_dim=True, emulate=accelerate_config.EMULATES_FP8)
+    blocks = architecture_of(model).blocks(model)
+    convert_to_float8_training(blocks, module_filter_fn=takes, config=config)
+    if not found:
+        raise UserError(
+            "the accelerate config sets mixed_precision fp8, and no block of the model has a "
+            f"linear layer with inputs and outputs that {unit} divides; set bf16, or other sizes"
+        )
 
 
 @contextmanager

@@ -30,7 +30,7 @@ _EXCHANGE, _RING = "exchange_of_heads", "ring"
 _RING_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
 # Devices and precisions of torch's ring; in float32 CUDA has no fused kernel for fewer heads of
 # keys than of queries.
-RING_MACHINES = [("cuda", "bf16")]
+RING_MACHINES = [("cuda", "bf16"), ("cuda", "fp8")]
 
 
 def heads_of(config: Any) -> tuple[int, int]:

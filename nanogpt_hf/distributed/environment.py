@@ -84,6 +84,7 @@ VARIABLES = {
         re.compile(r"(cpu|cuda|mps|xpu|npu|hpu)(:[0-9]{1,3})?").fullmatch,
     ),
     "ACCELERATE_MIXED_PRECISION": _PRECISION,
+    "ACCELERATE_FP8_BACKEND": _one_of("AO", any_case=True),
     "ACCELERATE_LOG_LEVEL": _one_of("debug info warning error critical", any_case=True),
     "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": _Kind(
         "auto, or a number of steps", lambda v: v == "auto" or _COUNT.accepts(v)
@@ -126,6 +127,10 @@ _KEYS = {
     "main_process_port": _or_null(_number(0, 65535)),
     "gpu_ids": _or_null(_GPUS),
     "mixed_precision": _or_null(_PRECISION),
+    "fp8_config": _Kind(
+        "{backend: AO}, torchao, or leave it out",
+        lambda v: str(v).upper() in ("NONE", "{}", "{'BACKEND': 'AO'}"),
+    ),
     **_all("use_cpu debug same_network enable_cpu_affinity tpu_use_cluster", _FLAG),
 }
 _SECTIONS = {

@@ -99,7 +99,7 @@ def machine_settings(mesh: Mesh, machine: Machine) -> dict[str, str]:
         "DeepSpeed": machine.sharding == "zero",
         "FSDP2": is_fsdp,
         f"HSDP (dp_replicate_size {copies})": is_fsdp and copies > 1,
-        "FSDP2 in bf16": is_fsdp and machine.precision == "bf16",
+        "FSDP2 in bf16": is_fsdp and machine.precision in ("bf16", "fp8"),
         "FSDP2 over one process": is_fsdp and mesh.dp_cp_size == 1,
         "unsharded models": machine.sharding == "none",
         "DDP": machine.sharding == "none" and mesh.dp_size > 1 and mesh.pp_size == 1,

@@ -176,7 +176,7 @@ def build_muon(
         scale=optim.muon_scale,
         betas=(optim.beta1, optim.beta2),
         replicas=None if split else _replicas(accelerator),
-        bfloat16=accelerator is not None and accelerator.mixed_precision == "bf16",
+        bfloat16=accelerator is not None and accelerator.mixed_precision in ("bf16", "fp8"),
     )
 
 

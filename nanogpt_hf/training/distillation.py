@@ -32,7 +32,7 @@ from nanogpt_hf.model.loss_gpt import IGNORED
 from nanogpt_hf.runs.folder import find_model
 
 logger = logging.getLogger(__name__)
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_DTYPES = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)

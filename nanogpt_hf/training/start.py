@@ -35,6 +35,7 @@ from nanogpt_hf.distributed.accelerator import (
     compress_gradients,
     is_sharded,
     mesh_of,
+    multiply_in_fp8,
     prepared_blocks,
 )
 from nanogpt_hf.distributed.gradient_tree import fix_order
@@ -277,6 +278,8 @@ def build_unchecked(
         check_causal(model, packs=packs(config))
     if accelerator.device.type == "cpu" and accelerator.mixed_precision == "bf16":
         write_out_attention(model)
+    if accelerator.mixed_precision == "fp8":
+        multiply_in_fp8(model, mesh)
     _record_end_ids(model, data.end_of_turn_id)
     if config.finetune.model:
         start = f"from step {step:,} on " if step else ""

@@ -22,7 +22,7 @@ def test_every_name_in_the_table_is_one_that_a_run_can_have():
     whole = {"pp_size": 2, "pp_schedule": "zero_bubble", "stated_sizes": {"dp_replicate_size": 4}}
     copied = Machine("none", "fp16", compiles=True, checkpoints="selective", reshards=True)
     of_machine = machine_settings(Mesh(0, 8, **whole), Machine("fsdp", "bf16")).keys()
-    of_machine |= machine_settings(Mesh(0, 2), Machine("zero", compression="bf16")).keys()
+    of_machine |= machine_settings(Mesh(0, 2), Machine("zero", "fp8", compression="bf16")).keys()
     of_machine |= machine_settings(Mesh(0, 2), copied).keys()
     of_machine |= machine_settings(Mesh(0, 4, cp_size=2, tp_size=2), Machine("fsdp")).keys()
     of_machine |= machine_settings(Mesh(0, 2, tp_size=2), Machine("fsdp")).keys()

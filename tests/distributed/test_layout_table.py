@@ -28,6 +28,7 @@ from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.schema import Config, ModelSection
 from nanogpt_hf.data.prepare import prepare
 from nanogpt_hf.data.prepared import load_prepared
+from nanogpt_hf.distributed import accelerate_config
 from nanogpt_hf.distributed import layout as layouts
 from nanogpt_hf.distributed.accelerate_config import requested_machine
 from nanogpt_hf.distributed.accelerator import build_accelerator, sum_over_ranks
@@ -117,6 +118,8 @@ FEATURES: dict[str, tuple[dict, dict[str, str], float]] = {
     ),
     "bf16": (GPT2, {"ACCELERATE_MIXED_PRECISION": "bf16"}, 1e-2),
     "fp16": (GPT2, {"ACCELERATE_MIXED_PRECISION": "fp16"}, 1e-2),
+    # emulated; all linear layers are multiplied so, also if two processes split them
+    "fp8": (GPT2 | {"model.n_embd": 32}, {"ACCELERATE_MIXED_PRECISION": "fp8"}, 1e-2),
     "compiled": (
         GPT2,
         {"ACCELERATE_DYNAMO_BACKEND": "AOT_EAGER"},
@@ -261,7 +264,7 @@ def take_ring(patch: pytest.MonkeyPatch) -> None:
     numbers, of the others.
     """
     patch.setattr(layouts, "needs_ring", lambda *_: True)
-    patch.setattr(layouts, "RING_MACHINES", [("cpu", "no"), ("cpu", "bf16")])
+    patch.setattr(layouts, "RING_MACHINES", [("cpu", "no"), ("cpu", "bf16"), ("cpu", "fp8")])
 
 
 @pytest.mark.parametrize(("layout", "feature"), with_answer("no"))
@@ -314,6 +317,7 @@ def train(config: Config, folder: Path) -> dict[str, torch.Tensor]:
 def train_rank(rank: int, port: int, layout: str, configs: dict[str, Config], folder: Path) -> None:
     """A process of a layout: train every feature."""
     torch.set_num_threads(1)
+    accelerate_config.EMULATES_FP8 = True
     # nothing changes what it names in place: the gradients are compared
     warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
     if LAYOUTS[layout][2]:
@@ -366,7 +370,8 @@ def trained(tmp_path_factory, recipe_of):
             with pytest.MonkeyPatch.context() as patch:
                 patch.setenv("ACCELERATE_USE_CPU", "true")
                 patch.setattr(loss_gpt, "LOGITS_PER_CHUNK", 200)
-                for name in ("ACCELERATE_MIXED_PRECISION",) if feature == "bf16" else ():
+                patch.setattr(accelerate_config, "EMULATES_FP8", True)
+                for name in ("ACCELERATE_MIXED_PRECISION",) if feature in ("bf16", "fp8") else ():
                     patch.setenv(name, FEATURES[feature][1][name])
                 config = recipe_of(layout, feature)
                 prepare(config)

@@ -27,7 +27,7 @@ import operations
 from nanogpt_hf.checkpoint import reader, writer
 from nanogpt_hf.checkpoint.writer import CheckpointWriter
 from nanogpt_hf.commands import main
-from nanogpt_hf.distributed import deepspeed, full_state, rendezvous
+from nanogpt_hf.distributed import accelerate_config, deepspeed, full_state, rendezvous
 from nanogpt_hf.export import model_folder
 from nanogpt_hf.model import loss_gpt
 from nanogpt_hf.reports import page
@@ -152,6 +152,7 @@ def run(arguments: list[str]) -> None:
         more_optimizers.add_rows()
     elif "--run-dir" in arguments and not ending:
         CheckpointWriter.save = recording
+    accelerate_config.EMULATES_FP8 = "EMULATE_FP8" in os.environ
     deepspeed.configure = sharding_small_parameters
     reader.file_digest = recording_digest
     page.draw_run = lambda *_: None  # the plot takes longer than the training
