@@ -118,13 +118,19 @@ def _generator(device: torch.device) -> torch.Generator:
     return torch.get_device_module(device).default_generators[device.index]
 
 
+def splits_vocabulary(model: PreTrainedModel) -> bool:
+    """Whether embedding and head compute no more than a lookup, scaled or not, and a product."""
+    embedding = model.get_input_embeddings()
+    is_lookup = type(embedding) is nn.Embedding or hasattr(embedding, "embed_scale")
+    return is_lookup and isinstance(model.get_output_embeddings(), Head)
+
+
 def split_vocabulary(model: PreTrainedModel, mesh: DeviceMesh) -> None:
-    """Split embedding and head by rows, in place, unless one of them computes more than a lookup
-    or a product.
-    """
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    if type(embedding) is not nn.Embedding or not isinstance(head, Head):
+    """Split embedding and head by rows, in place, if they can be."""
+    if not splits_vocabulary(model):
         return
+    embedding: Any = model.get_input_embeddings()
+    head: Any = model.get_output_embeddings()
     shards = {
         parameter: nn.Parameter(
             distribute_tensor(parameter, mesh, [Shard(0)], src_data_rank=None),
@@ -153,7 +159,9 @@ def _look_up(embedding: nn.Embedding, mesh: DeviceMesh, ids: torch.Tensor) -> to
     part = F.embedding(index.where(mine, 0), rows) * mine[..., None]
     part = DTensor.from_local(part, mesh, [Partial()], run_check=False)
     # a view would lose FSDP2's hook if the model changed it in place
-    return part.redistribute(placements=[Replicate()]).to_local().clone()
+    hidden = part.redistribute(placements=[Replicate()]).to_local().clone()
+    scale = getattr(embedding, "embed_scale", None)  # Gemma's
+    return hidden if scale is None else hidden * scale.to(rows.dtype)
 
 
 class VocabularyParallelHead(Head):
@@ -211,7 +219,7 @@ def _loss_and_gradient(
     index = targets.where(counts, 0) - first
     mine = (index >= 0) & (index < len(weight))
     index = index.where(mine, 0)[:, None]
-    shifted = logits.float() - largest
+    shifted = logits - largest  # float32, as the largest
     target_logit = shifted.gather(1, index)[:, 0].where(mine, 0.0)
     gradient = shifted.exp_()
     sums = torch.stack([gradient.sum(-1), target_logit])

@@ -338,7 +338,8 @@ class Architecture(ConfigFields):
         styles = {name.rpartition(".*.")[2]: style for name, style in tensor_plan.items()}
         plan: dict[str, Split] = {}
         for name in dict.fromkeys(name.rpartition(".")[0] for name, _ in block.named_parameters()):
-            if "." not in name and not isinstance(block.get_submodule(name), nn.Linear):
+            module = block.get_submodule(name)
+            if not ("." in name or isinstance(module, nn.Linear) or any(module.children())):
                 continue  # a norm of the residual stream, the same on all processes
             if styles.get(name) not in _SPLITS:
                 raise ValueError(

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from nanogpt_hf.distributed.stages import head_in_blocks, split_blocks
+from nanogpt_hf.distributed.tensor_parallel import splits_vocabulary
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.model.architecture import architecture_of
 from nanogpt_hf.model.experts import experts_of, shapes_only
@@ -137,7 +138,7 @@ def one_rank_of(model: PreTrainedModel, tp: int, ep: int = 1) -> PreTrainedModel
     architecture = architecture_of(model)
     blocks = map(architecture.linear_layers, architecture.blocks(model))
     layers = [[*part.values()] for block in blocks for part in block]
-    ends: Any = {model.get_input_embeddings(), _head(model)}
+    ends: Any = {model.get_input_embeddings(), _head(model)} if splits_vocabulary(model) else set()
     columns = {p for *split, _ in layers for layer in split for p in layer.parameters()}
     for parameter in columns | {p for layer in ends for p in layer.parameters()}:
         parameter.data = parameter.data.chunk(tp)[0]

@@ -13,6 +13,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from nanogpt_hf.config.schema import OptimSection
+from nanogpt_hf.distributed.tensor_parallel import splits_vocabulary
 from nanogpt_hf.model.architecture import architecture_of
 from nanogpt_hf.model.loss_gpt import rows_of_a_chunk
 from nanogpt_hf.model.recompute import SELECTIVE, interval
@@ -202,8 +203,11 @@ def _loss(
 
     If all logits are computed at once, both gradients are allocated when the activations are freed.
     """
-    chunk, value = rows_of_a_chunk(rows, model.config.vocab_size), place.compute_bytes
-    logits = chunk * model.config.vocab_size / place.tp
+    vocabulary, value = model.config.vocab_size, place.compute_bytes
+    if place.tp > 1 and splits_vocabulary(model):
+        vocabulary = -(-vocabulary // place.tp)
+    chunk = rows_of_a_chunk(rows, vocabulary)
+    logits = chunk * vocabulary
     if chunk == rows:  # log-softmax, with a gradient before and after it
         return 3 * 4 * logits, 0.0, 0.0
     bytes_per_logit = value + 4  # logits, and their log-softmax in float32
