@@ -20,8 +20,9 @@ import torch.distributed as dist
 from accelerate import state
 from accelerate.utils import DistributedType
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 import nanogpt_hf
@@ -38,15 +39,11 @@ from nanogpt_hf.optim import muon
 from nanogpt_hf.planning.counts import GpuKernels
 from nanogpt_hf.planning.placement import Placement
 from nanogpt_hf.runs.folder import RunFolder
-from nanogpt_hf.training.start import build_unchecked
+from nanogpt_hf.training import start
 from nanogpt_hf.training.step import train_step
 
 try:
-    from torch._subclasses.fake_tensor import (
-        FakeTensor,
-        FakeTensorMode,
-        unset_fake_temporarily,
-    )
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
     from torch.testing._internal.distributed.fake_pg import FakeStore
 except ImportError as error:
     raise UserError(f"--rehearse: torch {torch.__version__} has no fakes: {error}") from None
@@ -189,7 +186,7 @@ def _faked(place: Placement, meter: _Meter) -> Iterator[None]:
         """What probes a model or numbers processes, with real tensors."""
 
         def call(*arguments: Any, **options: Any) -> Any:
-            with unset_fake_temporarily():
+            with _disable_current_modes():
                 return function(*arguments, **options)
 
         return call
@@ -207,8 +204,12 @@ def _faked(place: Placement, meter: _Meter) -> Iterator[None]:
             (build, "meta_model"),
             (loss_decoders, "_head_is_linear"),
             (muon, "_replicas"),
+            (DeviceMesh, "__getitem__"),
+            (DeviceMesh, "_concatenate"),
         ):
             replace(where, name, outside(getattr(where, name)))
+        if not place.on_cpu:  # which start.py would take for a CPU
+            replace(start, "write_out_attention", lambda model: None)
         # accelerate finds sharded parameters by it
         replace(FakeTensor, "data_ptr", lambda self: self.untyped_storage()._cdata)
         if place.processes > 1:
@@ -229,9 +230,8 @@ def rehearse(config: Config, place: Placement) -> Rehearsal:
     if config.finetune.model:
         raise UserError("--rehearse: only a model from scratch can be rehearsed")
     is_plain = place.cp * place.pp * place.ep == 1 and place.precision != "fp16"
-    is_plain = is_plain and (place.tp == 1 or place.kind != "FSDP2")
     if not is_plain or place.zero or place.offloads_weights:
-        kinds = "DDP, FSDP2, HSDP and TP alone"
+        kinds = "DDP, FSDP2, HSDP, TP and TP × FSDP2"
         raise UserError(f"--rehearse: {place} cannot be rehearsed; only {kinds} can")
     size, block_size = config.train.min_micro_batch_size, config.data.block_size
     each = size * block_size * place.dp
@@ -245,7 +245,7 @@ def rehearse(config: Config, place: Placement) -> Rehearsal:
         data = cast(PreparedData, synthetic_data(config))
         kernels = nullcontext() if place.on_cpu else GpuKernels()
         with FakeTensorMode(allow_non_fake_inputs=True), meter, kernels, shapes_only():
-            run = build_unchecked(config, accelerator, data, None, None)
+            run = start.build_unchecked(config, accelerator, data, None, None)
             train_step(run, 0, learning_rate=1e-4)
             before = meter.peak = meter.now
             meter.waits.clear()

@@ -81,6 +81,11 @@ LAYOUTS = {
         SHARDED | split(dp_replicate_size=2, dp_shard_size=2),
     ),
     "TP": (Placement(processes=2, tp=2, on_cpu=True), ON_CPU | split(tp_size=2)),
+    "TP × FSDP2": (
+        Placement(kind="FSDP2", processes=4, shards=2, tp=2, on_cpu=True),
+        SHARDED | split(dp_shard_size=2, tp_size=2),
+    ),
+    "TP of gemma2": (Placement(processes=2, tp=2, on_cpu=True), ON_CPU | split(tp_size=2)),
     "TP in bf16": (
         Placement(processes=2, tp=2, precision="bf16", on_cpu=True),
         ON_CPU | split(tp_size=2) | {"ACCELERATE_MIXED_PRECISION": "bf16"},
@@ -107,7 +112,7 @@ LAYOUTS = {
         SHARDED | split(dp_shard_size=4) | {"PARALLELISM_CONFIG_EP_SIZE": "2"},
     ),
 }
-SLOW = ("CP", "HSDP", "EP ×", "TP in bf16")
+SLOW = ("CP", "HSDP", "EP ×", "TP in bf16", "TP of gemma2", "TP ×")
 # all experts are chosen for each token, so that all have equal work
 EXPERTS = {
     "model.architecture": "qwen3_moe",
@@ -118,6 +123,8 @@ EXPERTS = {
 def config_of(kind: str) -> Config:
     """Two processes do not divide one head, and take the ring."""
     heads = {"model.n_head": 1} if kind == "CP by ring" else EXPERTS if "EP" in kind else {}
+    if "gemma2" in kind:  # with a scaled embedding
+        heads = {"model.architecture": "gemma2"}
     tokens = 16 * 2 * ACCUMULATION * max(2, LAYOUTS[kind][0].dp)
     return load_config(None, VALUES | heads | {"train.tokens_per_step": tokens}, name="tiny")
 
@@ -198,7 +205,7 @@ def on_rank(rank: int, port: int, kind: str, file: Path) -> None:
 def rehearsed(kind: str, file: Path) -> None:
     from nanogpt_hf.bench import rehearsal
 
-    rehearsal.MICRO_BATCHES = ACCUMULATION
+    rehearsal.MICRO_BATCHES = 2 * ACCUMULATION  # all of a step
     found = rehearsal.rehearse(config_of(kind), LAYOUTS[kind][0])
     file.write_text(json.dumps(dataclasses.asdict(found)))
 
@@ -269,7 +276,12 @@ def test_processes_send_the_estimated_bytes(measured):
 
 
 @pytest.mark.parametrize(
-    "measured", ["DDP", "FSDP2", pytest.param("HSDP", marks=pytest.mark.slow)], indirect=True
+    "measured",
+    [
+        *("DDP", "FSDP2", "TP"),
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("HSDP", "TP × FSDP2")),
+    ],
+    indirect=True,
 )
 def test_a_rehearsal_needs_and_sends_what_processes_do(measured, tmp_path):
     kind, ranks = measured
