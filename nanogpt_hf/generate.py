@@ -308,6 +308,7 @@ def generate_completions(
     ended = torch.zeros(rows, dtype=torch.bool, device=device)
     finite = torch.ones((), dtype=torch.bool, device=device)
     cache, use_cache = None, caches(model, padded=len(set(map(len, prompts))) > 1)
+    logits: Any = None
     for number in range(max_new_tokens):
         if all_ended(bool(ended.all())):
             break

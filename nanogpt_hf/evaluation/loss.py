@@ -113,7 +113,8 @@ def rank_batches(
         if pad or len(rows):
             batch = blocks.batch(indices[rows])
             batch = pad_batch(batch, batch_size) if pad else batch
-            yield rows, send_to_device(batch, accelerator.device)
+            batch: Any = send_to_device(batch, accelerator.device)
+            yield rows, batch
 
 
 def pad_batch(batch: dict[str, torch.Tensor], rows: int) -> dict[str, torch.Tensor]:

@@ -52,7 +52,7 @@ def is_kept(operation: Any, arguments: tuple[Any, ...]) -> bool:
     those of the forward pass only if all masks before are drawn again.
     """
     draws = any(isinstance(argument, float) and argument for argument in arguments)
-    return operation.overloadpacket in _PACKETS and not draws
+    return getattr(operation, "overloadpacket", None) in _PACKETS and not draws  # flex has none
 
 
 def recompute_blocks(model: PreTrainedModel, level: str) -> None:

@@ -31,7 +31,7 @@ def attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    mask: torch.Tensor | None,
+    attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     **options: Any,
@@ -44,13 +44,14 @@ def attend(
     batch, heads, positions, size = query.shape
     is_causal = options.get("is_causal")
     if (
-        mask is not None
+        attention_mask is not None
         or not 1 < positions == key.shape[2] <= MAX_POSITIONS
         or not (torch.is_autocast_enabled("cpu") or query.dtype == torch.bfloat16)
         or not (getattr(module, "is_causal", True) if is_causal is None else is_causal)
     ):
         fused: Any = ALL_ATTENTION_FUNCTIONS["sdpa"]
-        return fused(module, query, key, value, mask, scaling=scaling, dropout=dropout, **options)
+        options |= {"scaling": scaling, "dropout": dropout}
+        return fused(module, query, key, value, attention_mask, **options)
     q, k, v = (x.bfloat16() for x in (query, key, value))
     if k.shape[1] < heads:  # grouped queries
         k, v = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (k, v))

@@ -26,6 +26,7 @@ from nanogpt_hf.data.prepared import PreparedData
 from nanogpt_hf.data.tokenizer import build_tokenizer, load_tokenizer, vocabulary_hash
 from nanogpt_hf.distributed.accelerate_config import requested_precision
 from nanogpt_hf.errors import DataError, UserError
+from nanogpt_hf.model.apart import attend_apart
 from nanogpt_hf.model.architecture import Metrics, Objective, architecture_of, next_token_loss
 from nanogpt_hf.model.build import check_causal, load_model
 from nanogpt_hf.model.loss_gpt import IGNORED
@@ -84,6 +85,8 @@ def _load_teacher(config: Config) -> tuple[Any, PreTrainedTokenizerBase]:
             f"{name}: {positions} positions are fewer than data.block_size {block_size}"
         )
     check_causal(model, packs=packs(config))
+    if packs(config):
+        attend_apart(model)
     logger.info(f"teacher: {name}, {model.num_parameters():,} parameters")
     return model, tokenizer
 

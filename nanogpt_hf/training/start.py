@@ -46,6 +46,7 @@ from nanogpt_hf.distributed.rendezvous import one_line_for_a_lost_process, prepa
 from nanogpt_hf.errors import RunFolderError, UserError
 from nanogpt_hf.export.hub import check_login
 from nanogpt_hf.generate import end_ids_of
+from nanogpt_hf.model.apart import attend_apart
 from nanogpt_hf.model.build import (
     build_config,
     check_balance,
@@ -280,6 +281,9 @@ def build_unchecked(
         write_out_attention(model)
     if accelerator.mixed_precision == "fp8":
         multiply_in_fp8(model, mesh)
+    # compiled blocks would be compiled again for all lengths of documents
+    if packs(config) and not (accelerator.device.type == "cpu" and requested_machine().compiles):
+        attend_apart(model)
     _record_end_ids(model, data.end_of_turn_id)
     if config.finetune.model:
         start = f"from step {step:,} on " if step else ""

@@ -11,10 +11,11 @@ import torch
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from assertions import column
+from assertions import column, copy_at, numbers, same_weights
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.data.prepare import prepare
 from nanogpt_hf.data.prepared import load_prepared
+from nanogpt_hf.model import apart
 from nanogpt_hf.model.build import build_config, build_model
 
 pytestmark = pytest.mark.long
@@ -99,6 +100,23 @@ def test_gradient_is_per_assistant_token_over_uneven_micro_batches(start):
     )
     for name, tolerance in (("train/loss", 1e-6), ("train/grad_norm", 1e-5)):
         assert column(halves, name) == pytest.approx(column(whole, name), abs=tolerance)
+
+
+def test_conversations_one_after_another_equal_the_mask_and_resume(
+    start, train, knobs, tmp_path, monkeypatch
+):
+    knobs = knobs | {"train__max_steps": 4, "checkpoint__every": 2, "eval__every": 2}
+    masked = start("masked", **knobs)
+    monkeypatch.setattr(apart, "MIN_HEAD", 1)
+    monkeypatch.setattr(apart, "MIN_POSITIONS", 2)
+    run = start("run", **knobs)
+    assert not same_weights(run, masked)  # by rounding: the way was another
+    for name in ("train/loss", "train/grad_norm", "val/loss"):
+        assert column(run, name) == pytest.approx(column(masked, name), rel=1e-4)
+    resumed = copy_at(run, 2, tmp_path / "resumed")
+    train(resumed.path, resume=True, **knobs)
+    assert same_weights(resumed, run)
+    assert numbers(resumed) == numbers(run)
 
 
 def test_validation_loss_is_that_of_assistant_tokens(start):
