@@ -203,6 +203,7 @@ def test_torch_still_refuses_gradients_of_flex_on_a_cpu():
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("architecture", re.findall("`(.*?)`", TABLE))
 def test_type_of_the_table(architecture, way):
     model = types.tiny(architecture)
@@ -212,7 +213,7 @@ def test_type_of_the_table(architecture, way):
     try:
         check_causal(model, packs=True)
     except UserError:
-        return
+        pytest.skip("documents are padded: its tokens do not mix by attention alone")
     with_mask = loss_and_gradient(spread(model), ((10, 2, 20), (1, 14, 17)), types.VOCAB)
     own = model.config._attn_implementation
     for kind in ("flex", "alone"):
