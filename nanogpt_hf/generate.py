@@ -342,9 +342,11 @@ def generate_completions(
         ids[:, number] = tokens.masked_fill(ended, 0)
         lengths += ~ended
         ended = ended | torch.isin(tokens, ends)
-        last = last + 1
-        texts[every, last] = tokens
-        unread, positions = tokens[:, None], positions[:, -1:] + 1
+        if use_cache:
+            unread, positions = tokens[:, None], positions[:, -1:] + 1
+        else:
+            last = last + 1
+            texts[every, last] = tokens
     if not finite:
         raise DivergedError(f"{LOGITS_NOT_FINITE}, or lower optim.learning_rate")
     return Completions(ids.cpu(), lengths.cpu(), ended.cpu())

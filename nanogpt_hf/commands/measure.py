@@ -1,4 +1,4 @@
-"""The commands that show runs: compare and report."""
+"""The commands that measure models and show runs: evaluate, compare and report."""
 
 from argparse import ArgumentParser, Namespace
 from contextlib import nullcontext

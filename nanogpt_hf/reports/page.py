@@ -28,7 +28,9 @@ from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.metrics import AXES, Event, column, is_number, names, read_events, read_metrics
 from nanogpt_hf.runs.provenance import read_starts
 
+logger = logging.getLogger(__name__)
 _VERIFIED = ("result", "time", "machine")
+_SECONDS_BETWEEN_PLOTS = 30.0  # the first takes about half a second
 MAX_POINTS = 4000  # per curve; longer ones are averaged, since a browser has to draw them
 
 
@@ -216,10 +218,6 @@ def _machine_rows(starts: list[dict[str, Any]]) -> list[list[str]]:
                 value = ", ".join(f"{part} {number}" for part, number in value.items())
             rows.append([name, str(value)])
     return rows
-
-
-logger = logging.getLogger(__name__)
-_SECONDS_BETWEEN_PLOTS = 30.0  # the first takes about half a second
 
 
 class LiveReports:

@@ -37,7 +37,9 @@ def emulated(monkeypatch):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", ["gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in [*CASES][1:])]
+)
 def test_run_resumes_bit_for_bit_and_is_a_model_of_transformers(
     case, start, emulated, tmp_path, text_file, monkeypatch
 ):
@@ -59,6 +61,7 @@ def test_run_resumes_bit_for_bit_and_is_a_model_of_transformers(
         torch.testing.assert_close(model.eval()(ids).logits, ours.eval()(ids).logits)
 
 
+@pytest.mark.slow
 def test_run_of_adapters_resumes_bit_for_bit(train, emulated, start, tmp_path, text_file):
     base = start("base", **KNOBS)
     command = f"finetune --from {base.final} --data {text_file} --data.dir {tmp_path / 'tuned'} "
@@ -73,6 +76,7 @@ def test_run_of_adapters_resumes_bit_for_bit(train, emulated, start, tmp_path, t
     assert numbers(RunFolder(whole)) == numbers(resumed)
 
 
+@pytest.mark.slow
 def test_processes_that_are_killed_resume_and_are_near_one_process(
     launch_warm, make_recipe, tmp_path
 ):
