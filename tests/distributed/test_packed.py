@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.attention import flex_attention
-from transformers import masking_utils
 from transformers.integrations import flex_attention as integration
 
 from nanogpt_hf.config.schema import ModelSection
