@@ -65,6 +65,7 @@ FEATURES = {
     "LoRA": {"lora.rank"},
     "frozen layers": {"finetune.freeze_layers"},
     "conversations": {"data.format chat"},
+    "documents": {"data.mask"},
     "bf16": set(),
     "fp16": {"mixed_precision fp16"},
     "fp8": {"mixed_precision fp8"},

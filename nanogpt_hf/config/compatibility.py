@@ -260,9 +260,9 @@ _ROWS = [
     ),
     (
         "data.format chat | data.mask",
-        "context parallelism",
-        "the masks of packed documents and conversations cannot be cut",
-        FSDP2,
+        "ring attention",
+        "its kernels take no masks",
+        "set a cp_size that divides the heads, or " + FSDP2,
     ),
     (
         "dropout",

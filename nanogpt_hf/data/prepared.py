@@ -110,7 +110,7 @@ def _load_source(data: DataSection) -> PreparedData:
         if not len(of_split):
             raise DataError(
                 f"data.block_size: the {getattr(manifest, split).tokens:,} {split} tokens in "
-                f"{folder} make no block of {data.block_size} tokens with a target; lower it, add "
+                f"{folder} make no block of {data.block_size} tokens with a target; change it, add "
                 "text, or change data.validation_fraction"
             )
     end_of_turn_id = None

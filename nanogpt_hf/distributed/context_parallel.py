@@ -2,13 +2,15 @@
 
 If the processes divide the heads, attention exchanges heads for positions and back (Ulysses,
 Jacobs et al. 2023, arXiv:2309.14509): each process attends to all positions with a part of the
-heads. So it is causal attention as before, on any device. Otherwise keys and values go around a
-ring of GPUs (Liu et al. 2023, arXiv:2310.01889), by torch's implementation. Neither needs a
-mask. Only training steps are cut: evaluation and generation take whole sequences.
+heads. So it is attention as before, on any device, with the mask of the whole sequences if they
+are packed. Otherwise keys and values go around a ring of GPUs (Liu et al. 2023, arXiv:2310.01889),
+by torch's implementation, without masks. Only training steps are cut: evaluation and generation
+take whole sequences.
 """
 
 import weakref
 from contextlib import nullcontext
+from copy import copy
 from functools import partial
 from typing import Any
 
@@ -19,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, create_causal_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from nanogpt_hf.distributed.mesh import Mesh
@@ -53,7 +55,9 @@ def share_positions(model: PreTrainedModel, mesh: DeviceMesh, *, ring: bool, rot
     `rotation`, one of ROTATIONS: whether the ring gathers keys and values at once, or sends them
     around.
     """
-    attend_locally: Any = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    local = copy(model.config)
+    inner = "sdpa" if ring else local._attn_implementation
+    attend_locally: Any = ALL_ATTENTION_FUNCTIONS[inner]
     before: Any
     after: Any
     if ring:
@@ -74,22 +78,24 @@ def share_positions(model: PreTrainedModel, mesh: DeviceMesh, *, ring: bool, rot
         """
         if not module.training:
             return attend_locally(module, query, key, value, mask, **options)
-        assert mask is None  # config/compatibility.py refuses packed sequences
         with sdpa_kernel(_RING_KERNELS) if ring else nullcontext():
             out, _ = attend_locally(
-                module, before(query), before(key), before(value), None, **options
+                module, before(query), before(key), before(value), mask, **options
             )
         return after(out), None
 
     trained = weakref.proxy(model)  # the registry must not keep a model's memory
 
     def build_mask(attention_mask: Any = None, **options: Any) -> Any:
-        """None for the ring's positions, which transformers takes for those of several
-        documents.
+        """That of the whole sequences, although transformers knows the own positions only: None
+        if they are not packed.
         """
-        if trained.training and attention_mask is None:
+        if not trained.training or attention_mask is not None:
+            return ALL_MASK_ATTENTION_FUNCTIONS[inner](attention_mask=attention_mask, **options)
+        whole = trained.whole_positions
+        if whole is None:
             return None
-        return ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](attention_mask=attention_mask, **options)
+        return create_causal_mask(local, whole[..., None], None, None, whole)  # reads their shape
 
     name = _RING if ring else _EXCHANGE
     ALL_ATTENTION_FUNCTIONS.register(name, torch.compiler.disable(attend) if ring else attend)
@@ -100,22 +106,22 @@ def share_positions(model: PreTrainedModel, mesh: DeviceMesh, *, ring: bool, rot
 def own_positions(
     batch: dict[str, torch.Tensor], model: Any, mesh: Mesh
 ) -> dict[str, torch.Tensor]:
-    """This process's part of the positions of a batch (B, T), with their numbers; all of it without
-    such a split.
+    """This process's part of the positions of a batch (B, T), with their numbers, which are those
+    of the batch if it is packed; all of it without such a split.
 
     In the ring it is a chunk and its mirror image: late positions attend to more than early ones.
     """
     if mesh.cp_size == 1:
         return batch
+    model.whole_positions = batch.get("position_ids")
     pieces, own = mesh.cp_size, [mesh.cp_rank]
     if model.config._attn_implementation == _RING:
         pieces, own = 2 * pieces, [mesh.cp_rank, 2 * pieces - 1 - mesh.cp_rank]
     tokens = batch["input_ids"]
     chunks = torch.arange(tokens.shape[1], device=tokens.device).chunk(pieces)
     positions = torch.cat([chunks[index] for index in own])
-    return {name: tensor[:, positions] for name, tensor in batch.items()} | {
-        "position_ids": positions[None]
-    }
+    own_batch = {name: tensor[:, positions] for name, tensor in batch.items()}
+    return {"position_ids": positions[None]} | own_batch
 
 
 def _enter_ring(mesh: DeviceMesh, rotation: str) -> partial[DTensor]:

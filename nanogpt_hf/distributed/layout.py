@@ -120,7 +120,8 @@ def model_settings(config: Config, model: Any, mesh: Mesh) -> dict[str, str]:
     words.
     """
     name, found = f"model.architecture {config.model.architecture}", {}
-    architecture, window = architecture_of(model), getattr(model.config, "sliding_window", None)
+    architecture, fields = architecture_of(model), model.config.to_dict()
+    window = fields.get("sliding_window") or fields.get("attention_chunk_size")
     if mesh.tp_size > 1:
         try:
             plans = map(architecture.tensor_parallel, architecture.blocks(model))
@@ -133,8 +134,10 @@ def model_settings(config: Config, model: Any, mesh: Mesh) -> dict[str, str]:
     if not experts_of(model):
         found["no experts"] = name
     rotary = getattr(model.config, "rope_parameters", None) is not None
-    if model.config._attn_implementation != "sdpa" or not (
-        rotary or config.model.architecture == "gpt2"
+    if (
+        model.config._attn_implementation != "sdpa"
+        or not (rotary or config.model.architecture == "gpt2")
+        or not {"index_topk", "keep_window_size"}.isdisjoint(fields)  # layers change the mask
     ):
         found["attention of another kind"] = f"the attention of {name}"
     if mesh.cp_size > 1 and not _mixes_by_attention(config.model):
@@ -143,7 +146,7 @@ def model_settings(config: Config, model: Any, mesh: Mesh) -> dict[str, str]:
         found["a window of attention"] = f"{name}'s window of {window} tokens"
     if mesh.cp_size > 1 and needs_ring(model.config, mesh.tp_size * mesh.cp_size):
         found["ring attention"] = f"ring attention (cp_size {mesh.cp_size})"
-        for knob, value in model.config.to_dict().items():
+        for knob, value in fields.items():
             if "drop" in knob and value:
                 found["dropout"] = f"{knob} {value}"
     return found

@@ -24,8 +24,8 @@ MIN_POSITIONS = 512  # on a CPU, shorter sequences are as fast with a mask (docs
 def attend_apart(model: PreTrainedModel) -> None:
     """Let packed documents attend without a mask where that is possible, in place.
 
-    The mask stays on other devices, with dropout, in models that transformers does not run with
-    flex attention, with heads too small for it, and on a CPU with windows of attention.
+    The mask stays on other devices, in training with dropout, in models that transformers does not
+    run with flex attention, with heads too small for it, and on a CPU with windows of attention.
     """
     config: Any = model.config
     inner = config._attn_implementation
@@ -35,13 +35,14 @@ def attend_apart(model: PreTrainedModel) -> None:
         or (size_of(config, "head_dim") or config.hidden_size // heads) < MIN_HEAD
         or hasattr(config, "keep_window_size")  # each layer changes the mask
         or any("sinks" in name for name, _ in model.named_parameters())  # not on CPUs
-        or any("drop" in knob and value for knob, value in config.to_dict().items())
     ):
         return
+    drops = any("drop" in knob and value for knob, value in config.to_dict().items())
 
     def build_mask(**options: Any) -> Any:
         length, device = options["q_length"], torch.device(options["device"]).type
         packs = not options.get("allow_is_causal_skip", True) and not options.get("use_vmap")
+        packs = packs and not (drops and torch.is_grad_enabled())
         if packs and options.get("attention_mask") is None and options["kv_length"] == length > 1:
             if device in FLEX_DEVICES:
                 make: Any = torch.compile(create_block_mask)  # else it computes all pairs
@@ -82,7 +83,7 @@ def attend_apart(model: PreTrainedModel) -> None:
             rows.append(torch.cat(alone, 1))
         return torch.cat(rows), None
 
-    name = f"documents_{inner}"
+    name = f"documents_{inner}{'_evaluated' * drops}"  # models of a name share the functions
     ALL_ATTENTION_FUNCTIONS.register(name, attend)
     ALL_MASK_ATTENTION_FUNCTIONS.register(name, build_mask)
     model.set_attn_implementation(name)

@@ -4,6 +4,7 @@ import hashlib
 import json
 
 import pytest
+from transformers import masking_utils
 
 import core_bundle
 from arguments import argv
@@ -67,6 +68,27 @@ def test_evaluate_run_on_prepared_data_equals_training(
     assert figures["loss"] == pytest.approx(state.best_loss, abs=1e-6)
     assert figures["bits_per_byte"] == pytest.approx(state.evaluation.bits_per_byte, rel=1e-6)
     assert figures["data"].endswith("(validation)")
+
+
+def test_evaluating_a_packed_run_builds_no_mask(
+    capsys, write_recipe, tmp_path, text, forget_accelerate, monkeypatch
+):
+    config = load_config(write_recipe(data__mask="documents", data__packing="documents"))
+    prepare(config)
+    loop.train(prepare_run(config, tmp_path / "run"))
+    forget_accelerate()
+    table, masks = type(masking_utils.ALL_MASK_ATTENTION_FUNCTIONS)._global_mapping, []
+    build = table["sdpa"]
+
+    def note(**options):
+        masks.append(build(**options))
+        return masks[-1]
+
+    monkeypatch.setitem(table, "sdpa", note)
+    measure(capsys, tmp_path / "run", "--data", config.data.dir)
+    assert masks
+    assert all(mask is None for mask in masks)
+    assert "documents" not in (tmp_path / "run" / "final" / "config.json").read_text()
 
 
 @pytest.mark.long

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from decoder_types import tiny_section
 from transformers import LlamaConfig
 
 from nanogpt_hf.config.load import load_config
@@ -79,11 +80,21 @@ def check(machine: Machine, **knobs) -> None:
             "data.block_size is 14, which does not divide into the 2 × 2 equal parts",
         ),
         (GPU, {"model__dropout": 0.1}, r"dropout 0\.1 does not combine with ring attention"),
+        (GPU, {"data__mask": "documents"}, "data.mask documents does not combine with ring att"),
     ],
 )
 def test_ring_attention_refuses(machine, knobs, message):
     with pytest.raises(UserError, match=message):
         check(machine, **knobs)
+
+
+@pytest.mark.parametrize("name", ["doge", "deepseek_v32", "llama4_text"])
+def test_masks_that_layers_change_are_refused(name):
+    """Also windows that are chunks."""
+    section = tiny_section(name)
+    knobs = {f"model__{knob}": value for knob, value in vars(section).items()}
+    with pytest.raises(UserError, match="only whole causal attention is shared"):
+        check(Machine("fsdp", "no"), **knobs)
 
 
 def test_ring_attention_needs_no_sizes_of_heads_on_a_gpu():

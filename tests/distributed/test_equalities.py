@@ -46,6 +46,8 @@ LAYOUTS = {
     "PP × TP": ("pp_tp", 4),
     "EP": ("ep", 2),
     "EP × FSDP2": ("ep_fsdp2", 4),
+    "CP × FSDP2": ("cp_fsdp2", 2),
+    "CP × FSDP2 on 4": ("cp_fsdp2", 4),
 }
 # what `cli.py launch` passes on, and the rest of a config for GPUs
 VARIABLES = {layout: {"PARALLELISM_CONFIG_PP_SIZE": "2"} for layout in ("PP", "PP × TP")}
@@ -53,6 +55,7 @@ VARIABLES |= {layout: {"PARALLELISM_CONFIG_EP_SIZE": "2"} for layout in ("EP", "
 OPTIONS = {
     "EP × FSDP2": ["--num_machines=1", "--parallelism_config_dp_shard_size=4"],
     "PP × TP": ["--parallelism_config_dp_replicate_size=1"],
+    "CP × FSDP2 on 4": ["--parallelism_config_dp_shard_size=2"],
 }
 # all others are forks of a process that has imported torch: warm.py
 REAL_LAUNCHER = ("FSDP2, recomputed", "ZeRO-2")
@@ -144,7 +147,18 @@ FEATURES = {
         DROPOUT | {"distill.weight": 0.7, "distill.temperature": 2.0}, ("FSDP2",), ("DDP on 3",)
     ),
     "documents": Feature(
-        {"data.packing": "documents", "data.mask": "documents"}, ("FSDP2",), ("DDP", "TP", "PP")
+        {"data.packing": "documents", "data.mask": "documents"},
+        *(("FSDP2",), ("DDP", "TP", "PP", "CP × FSDP2")),
+    ),
+    "documents, qwen3": Feature(
+        {"model.architecture": "qwen3", "model.n_head": 4, "model.n_kv_head": 2}
+        | {"data.mask": "documents"},
+        slow=("CP × FSDP2 on 4", "one process"),
+    ),
+    "conversations, llama": Feature(
+        {"model.architecture": "llama", "model.n_kv_head": 2, "train.tokens_per_step": 1024}
+        | {"data.format": "chat", "data.block_size": 128, "model.n_positions": 128},
+        slow=("CP × FSDP2", "one process"),
     ),
     "unfreezing": Feature(UNFREEZING, ("FSDP2",), exhaustive=("DDP",)),
     # both begin in the steps of the first layout
@@ -204,6 +218,9 @@ RESUMED = {
     ("AdamW", "ZeRO-3 on 3"): True,
     ("Muon", "FSDP2 on 3"): False,
     ("mixture", "PP × TP"): False,
+    ("documents", "CP × FSDP2"): True,
+    ("documents, qwen3", "CP × FSDP2 on 4"): True,
+    ("conversations, llama", "CP × FSDP2"): True,
     ("experts, AdamW", "EP"): True,
     ("experts, AdamW", "EP × FSDP2"): True,
 }
@@ -274,8 +291,8 @@ def words_of(
             knobs |= {"distill.teacher": tiny_base, "data.tokenizer": tiny_base}
             knobs["data.dir"], knobs["train.tokens_per_step"] = folder / name, 192
         sources["stages"] = sources["mixture"]
-        if name in sources:
-            knobs |= {"data.source": json.dumps(sources[name]), "data.tokenizer": byte_tokenizer}
+        if kind := sources.get(name.partition(",")[0]):
+            knobs |= {"data.source": json.dumps(kind), "data.tokenizer": byte_tokenizer}
             knobs["data.dir"] = folder / name
         options = [str(word) for key, value in knobs.items() for word in (f"--{key}", value)]
         return [*start, "--run-dir", str(run), *options, *flags]

@@ -116,6 +116,7 @@ FEATURES: dict[str, tuple[dict, dict[str, str], float]] = {
         {},
         1e-5,
     ),
+    "documents": ({"data.packing": "documents", "data.mask": "documents"}, {}, 1e-5),
     "bf16": (GPT2, {"ACCELERATE_MIXED_PRECISION": "bf16"}, 1e-2),
     "fp16": (GPT2, {"ACCELERATE_MIXED_PRECISION": "fp16"}, 1e-2),
     # emulated; all linear layers are multiplied so, also if two processes split them
@@ -219,6 +220,12 @@ def recipe_of(
         if feature == "conversations":
             knobs |= {"data.source": str(chat_file), "data.dir": str(folder / "chat")}
             knobs |= {"data.tokenizer": str(byte_tokenizer), "train.tokens_per_step": 1024}
+        if feature == "documents":
+            rows = folder / "rows.jsonl"
+            lines = (" cat sat" * (number % 5) + " mat" for number in range(200))
+            rows.write_text("".join(f'{{"text": "{line}"}}\n' for line in lines))
+            knobs |= {"data.source": str(rows), "data.dir": str(folder / "rows")}
+            knobs |= {"data.tokenizer": str(byte_tokenizer)}
         if "finetune.model" in knobs:
             shape = {
                 "data.tokenizer",

@@ -184,7 +184,6 @@ def test_what_keeps_the_mask(masks):
     loss_and_gradient(short)
     assert {type(mask) for mask in masks} == {torch.Tensor}  # on a CPU, and short
     for model in (
-        build("gpt2", dropout=0.1),
         build("gpt2", n_head=8),  # of 8 values
         build("gpt2", architecture="doge"),
         build("gpt2", architecture="granite_swa"),  # sinks
@@ -193,6 +192,21 @@ def test_what_keeps_the_mask(masks):
         before = model.config._attn_implementation
         attend_apart(model)
         assert model.config._attn_implementation == before
+
+
+def test_dropout_keeps_the_mask_in_training_only(way, masks):
+    way("alone")
+    model = build("gpt2", dropout=0.1)
+    positions = torch.tensor([[*range(20), *range(30)]])
+    inputs = {"input_ids": positions % 7, "position_ids": positions, "use_cache": False}
+    logits = []
+    for attend in (lambda model: None, attend_apart):
+        attend(model)
+        with torch.no_grad():
+            logits.append(model.eval()(**inputs).logits)
+    torch.testing.assert_close(*logits, atol=1e-5, rtol=1e-5)
+    loss_and_gradient(model.train())
+    assert [type(mask) for mask in masks] == [list, torch.Tensor]
 
 
 def test_torch_still_refuses_gradients_of_flex_on_a_cpu():
