@@ -66,8 +66,8 @@ def footprint(
     """The footprint of a training step; `model` may be on the meta device.
 
     With accumulation, gradients stay allocated after the first micro-batch. `optim`: that of the
-    recipe; without it AdamW with float32 state. Of a pipeline it is the stage with the highest peak,
-    of other kinds of parallelism any device.
+    recipe; without it AdamW with float32 state. Of a pipeline it is the stage with the highest
+    peak, of other kinds of parallelism any device.
     """
     step = micro_batch_size, block_size, accumulation, optim or OptimSection()
     footprints = [_footprint(model, place, stage, *step) for stage in stages_of(model, place)]
