@@ -3,12 +3,13 @@ tensors without values, with collectives that move nothing.
 
 It finds the peak of the memory, the bytes of each kind of collective, and the places where the
 host would wait for a device. All that it needs of torch's and accelerate's private interfaces is in
-this file. The tensors are on a faked CPU, with what differs on a GPU replaced.
+this file. The run's device is a second CPU, which is none, with what differs on a GPU replaced.
 """
 
 import os
 import traceback
 import weakref
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from accelerate import state
 from accelerate.utils import DistributedType
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, debug
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
@@ -29,6 +30,7 @@ import nanogpt_hf
 from nanogpt_hf.bench.clock import communicated_bytes, synthetic_data
 from nanogpt_hf.config.schema import Config, replace_knobs
 from nanogpt_hf.data.prepared import PreparedData
+from nanogpt_hf.distributed import expert_parallel, pipeline
 from nanogpt_hf.distributed.accelerator import build_accelerator
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import UserError
@@ -43,24 +45,33 @@ from nanogpt_hf.training import start
 from nanogpt_hf.training.step import train_step
 
 try:
-    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+    from torch._subclasses.fake_tensor import (
+        FakeTensor,
+        FakeTensorDeviceMismatchError,
+        FakeTensorMode,
+    )
+    from torch.distributed.fsdp._fully_shard import _fully_shard
+    from torch.distributed.pipelining import PipelineStage, schedules, stage
     from torch.testing._internal.distributed.fake_pg import FakeStore
 except ImportError as error:
     raise UserError(f"--rehearse: torch {torch.__version__} has no fakes: {error}") from None
 
-MICRO_BATCHES = 2  # of the rehearsed steps, at most
+MICRO_BATCHES = 2  # of the rehearsed steps, at most; of a pipeline one more than it has stages
+# fakes tell it from the CPU, and all else takes it for one
+_DEVICE = torch.device("cpu", 1)
 _SCALARS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
 
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What the first process of a run needs in a step of `micro_batches`."""
+    """What a process of a run needs in a step of `micro_batches`."""
 
+    process: str
     micro_batches: int
     state: int  # bytes before the step: weights and optimizer state
     peak: int  # bytes
     sent: dict[str, int]  # bytes by kind of collective
-    waits: list[str]  # lines of code that ask for a value
+    waits: dict[str, int]  # lines of code that ask for a value, and how often
 
     def lines(self) -> list[str]:
         """As text."""
@@ -68,10 +79,11 @@ class Rehearsal:
         step = f"a step with accumulation {self.micro_batches}"
         memory = f"{format_bytes(self.state)} before it, {format_bytes(self.peak)} at its peak"
         return [
-            f"rehearsed as the first process, {step}:",
+            f"rehearsed as {self.process}, {step}:",
             f"  memory: {memory}",
             f"  sends: {', '.join(sent) or 'nothing'}",
-            *(f"  the host waits for a value: {line}" for line in self.waits or ["nowhere"]),
+            *(f"  the host waits {count} times: {line}" for line, count in self.waits.items()),
+            *["  the host waits for no value"] * (not self.waits),
         ]
 
 
@@ -82,7 +94,7 @@ class _Meter(TorchDispatchMode):
         super().__init__()
         self.sizes: dict[int, int] = {}
         self.now = self.peak = 0
-        self.waits: list[str] = []
+        self.waits: Counter[str] = Counter()
 
     def note(self, storage: torch.UntypedStorage) -> None:
         """Count a storage that is new or was resized."""
@@ -100,7 +112,8 @@ class _Meter(TorchDispatchMode):
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # its local operations follow
         if func in _SCALARS:  # tensors without values have none to give
-            self.waits.append(_own_line())
+            if args[0].device == _DEVICE:
+                self.waits[_own_line(traceback.extract_stack())] += 1
             return 1
         results = func(*args, **(kwargs or {}))
         for result in tree_leaves(results):
@@ -109,11 +122,12 @@ class _Meter(TorchDispatchMode):
         return results
 
 
-def _own_line() -> str:
-    """The line of this package that is being executed, and its text."""
+def _own_line(stack: traceback.StackSummary) -> str:
+    """The innermost line of this package in a stack, and its text."""
     root = os.path.dirname(nanogpt_hf.__file__)
-    frames = [frame for frame in traceback.extract_stack() if frame.filename.startswith(root)]
-    frame = next(frame for frame in reversed(frames) if frame.filename != __file__)
+    frames = [frame for frame in stack if frame.filename.startswith(root)]
+    frames = [f for f in frames if f.filename != __file__ and f.name != "__torch_function__"]
+    frame = frames[-1]
     return f"{os.path.relpath(frame.filename, root)}:{frame.lineno} {frame.line}"
 
 
@@ -125,8 +139,9 @@ class _Replica(nn.Module):
     def __init__(self, module: nn.Module, **options: Any):
         super().__init__()
         self.module, self.syncs = module, True
-        for parameter in module.parameters():
-            if parameter.requires_grad:
+        ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad and name not in ignored:
                 bucket = torch.empty_like(parameter, requires_grad=False)
                 parameter.register_post_accumulate_grad_hook(self._hook(bucket))
 
@@ -143,21 +158,23 @@ class _Replica(nn.Module):
         self.syncs = True
 
 
-def _environment(place: Placement) -> dict[str, str]:
-    """What a launcher would export to the first process; compilation is left out."""
+def _environment(place: Placement, rank: int) -> dict[str, str]:
+    """What a launcher would export to a process; compilation is left out."""
     given = {
         "ACCELERATE_MIXED_PRECISION": place.precision,
         "FSDP_ACTIVATION_CHECKPOINTING": place.checkpointing or "false",
     }
     if place.processes == 1:
         return given | {"ACCELERATE_USE_CPU": "true"}
-    ranks = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": place.processes, "MASTER_PORT": 29500}
-    ranks |= {"LOCAL_WORLD_SIZE": min(place.per_machine, place.processes)}
+    local = min(place.per_machine, place.processes)
+    ranks = {"RANK": rank, "LOCAL_RANK": rank % local, "LOCAL_WORLD_SIZE": local}
+    ranks |= {"WORLD_SIZE": place.processes, "MASTER_PORT": 29500}
     given |= {name: str(value) for name, value in ranks.items()}
     given |= {"MASTER_ADDR": "127.0.0.1", "ACCELERATE_TORCH_DEVICE": "cpu"}
     # stated sizes, since the mesh has to be made before the tensors lose their values
     sizes = {"DP_REPLICATE": place.copies, "DP_SHARD": place.dp // place.copies, "TP": place.tp}
-    if place.kind == "FSDP2" or place.tp > 1:
+    sizes |= {"PP": place.pp, "EP": place.ep}
+    if place.kind == "FSDP2" or place.tp * place.pp * place.ep > 1:
         sizes |= {"CP": 1, "SP": 1}
         given |= {f"PARALLELISM_CONFIG_{name}_SIZE": str(size) for name, size in sizes.items()}
         given |= {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}
@@ -172,8 +189,10 @@ def _environment(place: Placement) -> dict[str, str]:
 
 
 @contextmanager
-def _faked(place: Placement, meter: _Meter) -> Iterator[None]:
-    """The private interfaces, replaced: a launch of `place` without its other processes."""
+def _faked(place: Placement, meter: _Meter, rank: int, sent: dict[type, Any]) -> Iterator[None]:
+    """The private interfaces, replaced: a launch of `place` without its other processes. `sent`
+    has what the stage before told of its output.
+    """
     resize = torch.UntypedStorage.resize_
 
     def resize_(storage: torch.UntypedStorage, size: int) -> Any:  # FSDP2 frees and allocates so
@@ -191,19 +210,51 @@ def _faked(place: Placement, meter: _Meter) -> Iterator[None]:
 
         return call
 
+    def received(self: PipelineStage, source: int) -> Any:
+        if source < self.stage_index:
+            return sent[stage._StageForwardMeta]
+        return stage._StageBackwardMeta(stage._derive_grad_metas(self._stage_meta.outputs))
+
+    def balanced(chosen: torch.Tensor, num_experts: int, group: Any) -> Any:
+        """The same number of rows to and from each process."""
+        meter.waits[_own_line(traceback.extract_stack())] += 1
+        size, rows = group.size(), chosen.numel()
+        each = [rows // size + (i < rows % size) for i in range(size)]
+        return chosen.new_empty(size, num_experts // size), each, each[:1] * size
+
     with ExitStack() as replaced:
-        replaced.enter_context(patch.dict(os.environ, _environment(place)))
+        replaced.enter_context(patch.dict(os.environ, _environment(place, rank)))
 
         def replace(where: Any, name: str, value: Any) -> None:
             replaced.enter_context(patch.object(where, name, value))
 
         replace(torch.UntypedStorage, "resize_", resize_)
         replace(nn.parallel, "DistributedDataParallel", _Replica)
+        build_model = start.start_model
+
+        def on_device(*arguments: Any) -> Any:
+            model = build_model(*arguments)
+            for tensor in (*model.parameters(), *model.buffers()):
+                cast(FakeTensor, tensor).fake_device = _DEVICE
+            return model
+
+        replace(start, "start_model", on_device)
+        replace(nn.Module, "to", lambda module, *_, **__: module)
+        replace(_fully_shard, "_get_device_from_mesh", lambda mesh: _DEVICE)
+        replace(expert_parallel, "_rows_by_process", balanced)
+        # the stages' agreement on shapes
+        replace(schedules._PipelineSchedule, "_warmup_p2p", _infer_shapes)
+        replace(PipelineStage, "_send_meta", lambda self, meta, _: sent.update({type(meta): meta}))
+        replace(PipelineStage, "_recv_meta", received)
+        replace(dist, "all_gather_object", _gather)
         for where, name in (
             (build, "build_config"),
             (build, "meta_model"),
             (loss_decoders, "_head_is_linear"),
             (muon, "_replicas"),
+            (pipeline, "init_device_mesh"),
+            (expert_parallel, "init_device_mesh"),
+            (_fully_shard, "_init_default_mesh"),
             (DeviceMesh, "__getitem__"),
             (DeviceMesh, "_concatenate"),
         ):
@@ -216,32 +267,54 @@ def _faked(place: Placement, meter: _Meter) -> Iterator[None]:
             # accelerate has no FSDP2 on CPUs, and another name of the device for DDP
             backend = "gloo", DistributedType.MULTI_GPU
             replace(state.PartialState, "_prepare_backend", lambda self, *_, **__: backend)
-            dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=place.processes)
+            dist.init_process_group(
+                "fake", store=FakeStore(), rank=rank, world_size=place.processes
+            )
             replaced.callback(dist.destroy_process_group)
+            replaced.callback(debug._clear_sharding_prop_cache)  # it has the groups of a mesh
         yield
+
+
+def _gather(found: list[Any], own: Any, group: Any = None) -> None:
+    found[:] = [own] * len(found)
+
+
+def _infer_shapes(schedule: Any, stages: list[Any], *_: Any) -> None:
+    for each in stages:
+        each._inference_mode = stage.InferenceMode.DYNAMIC
 
 
 def rehearse(config: Config, place: Placement) -> Rehearsal:
     """Build a run of `config` and take two steps of it as the first process of `place`; the second
-    is measured.
+    is measured. Of a pipeline it is the stage with the highest peak.
 
-    Raises UserError for a layout that cannot be rehearsed.
+    Raises UserError for a layout that cannot be rehearsed, or if tensors on two devices meet.
     """
     if config.finetune.model:
         raise UserError("--rehearse: only a model from scratch can be rehearsed")
-    is_plain = place.cp * place.pp * place.ep == 1 and place.precision != "fp16"
+    is_plain = place.cp == 1 and place.precision != "fp16" and not place.compresses
     if not is_plain or place.zero or place.offloads_weights:
-        kinds = "DDP, FSDP2, HSDP, TP and TP × FSDP2"
+        kinds = "DDP, FSDP2, HSDP, TP, PP and EP"
         raise UserError(f"--rehearse: {place} cannot be rehearsed; only {kinds} can")
     size, block_size = config.train.min_micro_batch_size, config.data.block_size
     each = size * block_size * place.dp
-    micro_batches = min(MICRO_BATCHES, config.train.tokens_per_step // each)
+    micro_batches = min(max(MICRO_BATCHES, place.pp + 1), config.train.tokens_per_step // each)
     knobs = {"train.micro_batch_size": size, "train.tokens_per_step": micro_batches * each}
-    config, meter = replace_knobs(config, knobs), _Meter()
-    with _faked(place, meter):
+    config, shapes = replace_knobs(config, knobs), {}
+    try:
+        found = [_rehearse(config, place, index, shapes) for index in range(place.pp)]
+    except FakeTensorDeviceMismatchError as error:
+        line = _own_line(traceback.extract_tb(error.__traceback__))
+        raise UserError(f"--rehearse: tensors of the CPU and of the device meet: {line}") from error
+    return max(found, key=lambda rehearsal: rehearsal.peak)
+
+
+def _rehearse(config: Config, place: Placement, index: int, shapes: dict[type, Any]) -> Rehearsal:
+    meter, rank = _Meter(), index * place.processes // place.pp
+    with _faked(place, meter, rank, shapes):
         mesh = Mesh.from_environment()
         accelerator = build_accelerator(config, RunFolder("runs"), mesh)
-        accelerator.device_placement = False  # tensors without values cannot be moved
+        accelerator.state.device = state.PartialState().device = _DEVICE
         data = cast(PreparedData, synthetic_data(config))
         kernels = nullcontext() if place.on_cpu else GpuKernels()
         with FakeTensorMode(allow_non_fake_inputs=True), meter, kernels, shapes_only():
@@ -250,4 +323,8 @@ def rehearse(config: Config, place: Placement) -> Rehearsal:
             before = meter.peak = meter.now
             meter.waits.clear()
             sent = communicated_bytes(lambda: train_step(run, 1, learning_rate=1e-4))
-    return Rehearsal(micro_batches, before, meter.peak, sent, meter.waits)
+    process = "the first process"
+    if place.pp > 1:
+        process += f" of stage {index + 1} of {place.pp}, which needs the most"
+    micro_batches = accelerator.gradient_accumulation_steps
+    return Rehearsal(process, micro_batches, before, meter.peak, sent, dict(meter.waits))

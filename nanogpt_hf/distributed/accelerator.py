@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
+from unittest.mock import patch
 
 import torch
 from accelerate import Accelerator
@@ -82,6 +83,11 @@ class _Accelerator(Accelerator):
         is_split = self.mesh.tp_size * self.mesh.cp_size > 1
         on_cpus = self.distributed_type == DistributedType.MULTI_CPU and is_split
         return on_cpus or super().multi_device
+
+    def prepare_model(self, *args: Any, **options: Any) -> Any:
+        """Accelerate raises on GPUs for DTensors, such as shared experts, which DDP leaves out."""
+        with patch("accelerate.accelerator.model_has_dtensor", lambda model: False):
+            return super().prepare_model(*args, **options)
 
     def _prepare_tp(self, *args: Any) -> Any:
         """Nothing: parameters that are not split stay plain, which FSDP2 takes.

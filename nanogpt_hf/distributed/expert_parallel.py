@@ -94,10 +94,7 @@ def _exchanged(
     k, size = chosen.shape[1], group.size()
     own = experts.num_experts // size
     order = chosen.flatten().argsort(stable=True)
-    counts = torch.bincount(chosen.flatten(), minlength=experts.num_experts).view(size, own)
-    received = torch.empty_like(counts)  # by process and own expert
-    dist.all_to_all_single(received, counts, group=group)
-    sends, receives = torch.stack([counts.sum(1), received.sum(1)]).tolist()
+    received, sends, receives = _rows_by_process(chosen, experts.num_experts, group)
     rows = _exchange(hidden[order // k], receives, sends, group)
     index = torch.arange(own, device=rows.device).repeat(size)
     index = index.repeat_interleave(received.flatten(), output_size=len(rows))
@@ -107,8 +104,21 @@ def _exchanged(
     part = View(experts, local_part, num_experts=own, exchanged=None)
     rows = products(part, rows, index[:, None], rows.new_ones(len(rows), 1))[:count]
     rows = _exchange(rows, sends, receives, group)
-    back = torch.empty_like(rows).index_copy(0, order, rows)
+    back = rows.index_select(0, order.argsort())  # which saves no rows
     return (back.view(-1, k, hidden.shape[1]) * weights[..., None]).sum(1).to(hidden.dtype)
+
+
+def _rows_by_process(
+    chosen: torch.Tensor, num_experts: int, group: Any
+) -> tuple[torch.Tensor, list[int], list[int]]:
+    """Rows that come from each process, for each own expert; those sent to it, and from it. The
+    host waits for the last two.
+    """
+    counts = torch.bincount(chosen.flatten(), minlength=num_experts).view(group.size(), -1)
+    received = torch.empty_like(counts)
+    dist.all_to_all_single(received, counts, group=group)
+    sends, receives = torch.stack([counts.sum(1), received.sum(1)]).tolist()
+    return received, sends, receives
 
 
 def _exchange(rows: torch.Tensor, receives: list[int], sends: list[int], group: Any) -> Any:

@@ -4,6 +4,7 @@ of torch.
 
 import functools
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
@@ -116,7 +117,8 @@ class Pipeline(Links):
 
         @functools.wraps(whole)
         def forward(*args, number: torch.Tensor | None = None, **batch):
-            with self.accelerator.autocast():
+            # FSDP2 gathers in the precision that is set
+            with nullcontext() if self.is_sharded else self.accelerator.autocast():
                 if number is None:
                     return whole(*args, **batch)
                 self._before(int(number))

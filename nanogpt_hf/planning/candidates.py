@@ -135,7 +135,7 @@ def _costed(
     for size in reversed(divisors(sequences)):
         accumulation = sequences // size
         batch = {"micro_batch_size": size, "block_size": block_size}
-        memory = footprint(model, place, accumulates=accumulation > 1, optim=config.optim, **batch)
+        memory = footprint(model, place, accumulation=accumulation, optim=config.optim, **batch)
         if accumulation < place.pp or (size > 1 and memory.peak > cluster.usable_memory):
             continue
         moved = transfers(model, place, accumulation=accumulation, **batch)

@@ -100,7 +100,8 @@ def estimate(
 
     @cache
     def footprint_of(size: int, place: Placement) -> Footprint:
-        return footprint(model, place, micro_batch_size=size, accumulates=size < sequences, **step)
+        accumulation = sequences // size
+        return footprint(model, place, micro_batch_size=size, accumulation=accumulation, **step)
 
     def largest_micro_batch(memory: float, place: Placement) -> int | None:
         usable = USABLE_MEMORY * memory
@@ -141,7 +142,7 @@ def estimate(
         accumulation=accumulation,
         memory=footprint_of(micro, place),
         useless=useless_checkpointing(
-            model, place, micro_batch_size=micro, accumulates=accumulation > 1, **step
+            model, place, micro_batch_size=micro, accumulation=accumulation, **step
         ),
         flops_per_token=flops_per_token,
         flops=flops_per_token * tokens + optimizer.update_flops(model) * config.train.max_steps,

@@ -60,16 +60,16 @@ def footprint(
     *,
     micro_batch_size: int,
     block_size: int,
-    accumulates: bool,
+    accumulation: int,
     optim: OptimSection | None = None,
 ) -> Footprint:
     """The footprint of a training step; `model` may be on the meta device.
 
-    `accumulates`: whether a step has several micro-batches, so that gradients stay allocated
-    after the first one. `optim`: that of the recipe; without it AdamW with float32 state. Of a
-    pipeline it is the stage with the highest peak, of other kinds of parallelism any device.
+    With accumulation, gradients stay allocated after the first micro-batch. `optim`: that of the
+    recipe; without it AdamW with float32 state. Of a pipeline it is the stage with the highest
+    peak, of other kinds of parallelism any device.
     """
-    step = micro_batch_size, block_size, accumulates, optim or OptimSection()
+    step = micro_batch_size, block_size, accumulation, optim or OptimSection()
     footprints = [_footprint(model, place, stage, *step) for stage in stages_of(model, place)]
     return max(footprints, key=lambda estimated: estimated.peak)
 
@@ -95,7 +95,7 @@ def _footprint(
     stage: StageShare,
     micro_batch_size: int,
     block_size: int,
-    accumulates: bool,
+    accumulation: int,
     optim: OptimSection,
 ) -> Footprint:
     config, value = model.config, place.compute_bytes
@@ -140,7 +140,7 @@ def _footprint(
     host_copy = 0 if place.on_cpu else min(savers * checkpoint, whole)
     state[CHECKPOINT] = checkpoint if place.on_cpu else 0.0
     gradients = state.pop("gradients")
-    accumulated = gradients if accumulates else 0
+    accumulated = gradients if accumulation > 1 else 0
     head = 0  # a gradient of the head, not yet reduced
     if counts.head_is_trainable:
         head = counts.head * (value if place.kind == "FSDP2" else 4)
@@ -148,8 +148,13 @@ def _footprint(
     logits, head_gradient, row_gradients = (
         _loss(model, counts, place, rows) if stage.has_head else (0.0, 0.0, 0.0)
     )
-    # activations of other micro-batches
-    waiting = (stage.in_flight - 1) * saved(counts.backward_blocks)
+    # activations and cast weights of other micro-batches
+    left = counts.backward_blocks
+    cast = 2 * place.autocast * counts.block * (left - again(left))
+    waiting = (stage.in_flight - 1) * (saved(left) + cast)
+    # torch receives each micro-batch of a step into a buffer of its own: the input of a stage, for
+    # which it also keeps the gradient, and the gradient of its output
+    waiting += residual * accumulation * (2 * (not stage.has_embedding) + (not stage.has_head))
 
     def in_block(done: int) -> dict[str, float]:
         """The backward pass of a block, after `done` blocks above it."""
@@ -161,7 +166,7 @@ def _footprint(
             + saved(left)
             + is_again * (residual + full_block - kept_block)
             + passing,
-            "copies": _copies(counts, place, blocks=left - again(left) + is_again, backward=True),
+            "copies": _copies(counts, place, left - again(left) + is_again, done),
         }
 
     phases = {
@@ -170,21 +175,16 @@ def _footprint(
             # with input and output of the last LayerNorm
             "activations": waiting + saved(counts.backward_blocks) + 2 * residual + row_gradients,
             "logits": logits,
-            "copies": _copies(
-                counts,
-                place,
-                blocks=counts.backward_blocks - again(counts.backward_blocks),
-                backward=False,
-            ),
+            "copies": _copies(counts, place, left - again(left)),
         },
         TOP: in_block(0),
         BOTTOM: in_block(counts.backward_blocks - 1),
         # a tied head has its gradient, the embedding's, and their sum; and one more from earlier
         # micro-batches
         EMBEDDING: {
-            "gradients": gradients + head * ((2 if is_tied else 0) + accumulates),
+            "gradients": gradients + head * ((2 if is_tied else 0) + (accumulation > 1)),
             "activations": waiting + 2 * residual,
-            "copies": _copies(counts, place, blocks=0, backward=True),
+            "copies": _copies(counts, place, 0, left),
         },
     }
     if update_bytes := kind_of(optim).update_bytes:
@@ -214,8 +214,7 @@ def _loss(
     product = value * logits
     trainable_head = counts.head if counts.head_is_trainable else 0
     if value < 4:
-        # a copy in the other type: before it, or of the gradient
-        bytes_per_logit += 4 if place.on_cpu else value
+        bytes_per_logit += 4 if place.tp == 1 else value  # torch casts bf16 before it
         product += value * trainable_head  # a chunk's gradient of the head
     return (
         max(bytes_per_logit * logits, product),
@@ -268,22 +267,24 @@ def _state(
     return state | dict.fromkeys(offloaded_parts, 0.0), offloaded
 
 
-def _copies(counts: Counts, place: Placement, *, blocks: int, backward: bool) -> float:
+def _copies(counts: Counts, place: Placement, blocks: int, done: int | None = None) -> float:
     """Bytes of temporary weights and gradients: cast, gathered, or in communication buckets.
 
-    `blocks`: the number of blocks whose 16-bit weights the autograd graph holds.
+    `blocks`: the number of blocks whose 16-bit weights the autograd graph holds. `done`: that of
+    blocks that had their backward pass; None before it.
     """
     value = place.compute_bytes
     if place.kind == "FSDP2":  # this block and the next; gradients in 16 bits and float32
-        # torch's pipelines reshard after the last backward pass of a step
-        few = place.reshard and place.pp == 1
-        gathered = 2 * counts.block if few else counts.total - counts.outside
-        gradients = (value + 4) * counts.block if backward else 0
+        gathered = counts.total - counts.outside
+        if place.reshard:  # torch's pipelines keep them from a backward to the next forward pass
+            kept = (done or 0) * (place.pp > 1)
+            gathered = min(gathered, (2 + kept) * counts.block)
+        gradients = 0 if done is None else (value + 4) * counts.block
         return value * (counts.outside - counts.gathered_alone + gathered) + gradients
     if place.zero:
         live = min(counts.total, _ZERO_3_LIVE) if place.kind == "ZeRO-3" else 0
-        bucket = min(counts.trainable, _ZERO_BUCKET) if backward else 0
+        bucket = 0 if done is None else min(counts.trainable, _ZERO_BUCKET)
         return value * (live + bucket)
     cast = 2 * (counts.head + counts.block * blocks) if place.autocast else 0
-    buckets = 4 * (counts.trainable - counts.trainable_experts) if place.kind == "DDP" else 0
-    return cast + buckets
+    has_buckets = place.kind == "DDP" and place.pp == 1
+    return cast + has_buckets * 4 * (counts.trainable - counts.trainable_experts)

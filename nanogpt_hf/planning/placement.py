@@ -60,10 +60,9 @@ class Placement:
     def autocast(self) -> bool:
         """Whether float32 weights are cast when used.
 
-        DeepSpeed stores the model in 16 bits instead, and FSDP2 gathers it so, but in a pipeline.
+        DeepSpeed stores the model in 16 bits instead, and FSDP2 gathers it so.
         """
-        gathers = self.kind == "FSDP2" and self.pp == 1
-        return self.precision != "no" and not self.zero and not gathers
+        return self.precision != "no" and not self.zero and self.kind != "FSDP2"
 
     @property
     def writes_out_attention(self) -> bool:

@@ -87,17 +87,18 @@ def transfers(
             found.append(Transfer(name, size, neighbors, overlaps))
 
     if place.kind == "FSDP2":
-        # The head, and a tied embedding, stay gathered between the passes. A pipeline keeps the
-        # blocks' weights, too, from a backward to the next forward pass, and their whole gradients
-        # to the end of the step.
-        passes = 2 if place.reshard and place.pp == 1 else 1
-        times = accumulation if place.pp == 1 else 1
+        # The head, and a tied embedding, stay gathered between the passes. A pipeline gathers them
+        # once per step, keeps the blocks' weights from a backward to the next forward pass, and
+        # their whole gradients to the end of the step.
         once = counts.outside - counts.gathered_alone
+        times, passes = accumulation, accumulation * (1 + place.reshard)
+        if place.pp > 1:
+            once, times, passes = counts.outside, 1, 1 + place.reshard * accumulation
         for whose, gathered, scattered, shards, stride in (
-            ("", passes * (others - once) + once, trainable, place.shards, place.tp),
+            ("", passes * (others - once) + times * once, trainable, place.shards, place.tp),
             (" of experts", passes * counts.experts, counts.trainable_experts, copies, place.ep),
         ):
-            size = all_gather_bytes(value * gathered * accumulation, shards)
+            size = all_gather_bytes(value * gathered, shards)
             add(f"gathers of weights{whose}", size, shards, stride, "computation")
             size = all_gather_bytes(4 * scattered * times, shards)
             add(f"reduce-scatters of gradients{whose}", size, shards, stride, "computation")
@@ -115,8 +116,9 @@ def transfers(
         size = all_gather_bytes((4 + 2 * again) * rows, place.ep)
         add("exchanges with experts", size, place.ep, 1)
     if place.tp > 1:
+        ends = 2 if place.pp == 1 else 1  # embedding and head
         # gradients of a norm's output, which autocast leaves in float32, and the embedding's output
-        sums = (2 + 2 * again) * blocks * value + (2 * blocks + 2) * place.residual_bytes
+        sums = (2 + 2 * again) * blocks * value + (2 * blocks + ends) * place.residual_bytes
         size = all_reduce_bytes(sums * values, place.tp)
         add("tensor-parallel all-reduces", size, place.tp, 1)
     if place.cp > 1:
@@ -139,5 +141,6 @@ def transfers(
         )
         if config.tie_word_embeddings:
             head = next(model.get_input_embeddings().parameters())
-            add("gradients of the tied head", 4 * head.numel() / place.tp, place.pp, stages_apart)
+            size = 4 * head.numel() / place.tp / place.shards
+            add("gradients of the tied head", size, place.pp, stages_apart)
     return found

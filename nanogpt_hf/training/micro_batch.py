@@ -157,7 +157,7 @@ def _one_micro_batch(config: Config) -> dict[str, Any]:
     return {
         "micro_batch_size": config.train.min_micro_batch_size,
         "block_size": config.data.block_size,
-        "accumulates": False,
+        "accumulation": 1,
         "optim": config.optim,
     }
 

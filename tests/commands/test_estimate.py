@@ -5,15 +5,19 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from arguments import argv
 from forked import Forked
+from nanogpt_hf.bench.rehearsal import rehearse
 from nanogpt_hf.commands import main
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.schema import replace_knobs
+from nanogpt_hf.errors import UserError
 from nanogpt_hf.planning.estimate import estimate, run_bytes
 from nanogpt_hf.planning.placement import Placement
 from nanogpt_hf.runs.folder import RunFolder
+from nanogpt_hf.training import step
 
 ROOT = Path(__file__).parents[2]
 
@@ -98,7 +102,21 @@ def test_estimate_rehearses_a_step(tmp_path, write_recipe):
     memory, rehearsal = figures["memory"], figures["rehearsal"]
     copied = memory["phases"][memory["peak_phase"]]["checkpoint"]
     assert rehearsal["peak"] == pytest.approx(memory["peak"] - copied, rel=0.1)
-    assert (rehearsal["sent"], rehearsal["waits"]) == ({}, [])
+    assert (rehearsal["sent"], rehearsal["waits"]) == ({}, {})
+
+
+def test_a_rehearsal_finds_a_tensor_on_the_wrong_device(tmp_path, write_recipe, monkeypatch):
+    own_positions = step.own_positions
+
+    def planted(batch, *arguments):
+        on_cpu = torch.zeros(batch["input_ids"].shape, dtype=torch.long)  # without device=
+        return own_positions(batch, *arguments) | {"position_ids": on_cpu}
+
+    config = load_config(write_recipe())
+    assert rehearse(config, Placement()).waits == {}
+    monkeypatch.setattr(step, "own_positions", planted)
+    with pytest.raises(UserError, match=r"^--rehearse: .* meet: model/modeling_gpt\.py:\d+ .*wpe"):
+        rehearse(config, Placement())
 
 
 ON_GPUS = {
@@ -125,7 +143,7 @@ def test_recipes_for_gpus_are_rehearsed(name, tmp_path):
         words += ["--data.tokenizer", "gpt2"]
     assert Forked(words, folder=tmp_path).wait(400) == 0
     figures = json.loads(file.read_text())
-    assert figures["rehearsal"]["waits"] == []
+    assert figures["rehearsal"]["waits"] == {}
     assert figures["rehearsal"]["peak"] == pytest.approx(figures["memory"]["peak"], rel=0.05)
 
 

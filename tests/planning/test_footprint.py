@@ -186,7 +186,7 @@ def estimated(case: Case):
         placement,
         micro_batch_size=case.micro_batch_size,
         block_size=model.config.max_position_embeddings,
-        accumulates=case.accumulation > 1,
+        accumulation=case.accumulation,
         optim=case.optim,
     )
 
@@ -274,7 +274,7 @@ def test_bytes_of_a_block(options, dropout, bytes_each):
 def test_bytes_per_parameter(placement, state, copied):
     with torch.device("meta"):
         model = build()
-    estimate = footprint(model, placement, micro_batch_size=1, block_size=64, accumulates=True)
+    estimate = footprint(model, placement, micro_batch_size=1, block_size=64, accumulation=2)
     copies = {phase[CHECKPOINT] for phase in estimate.phases.values()}
     parts = estimate.phases[LOSS]
     found = [parts[part] for part in ("weights", "gradients", "optimizer")]
@@ -289,6 +289,6 @@ def test_checkpoint_copy_has_float32_state_of_trainable_parameters():
     trainable = model.num_parameters(only_trainable=True)
     assert trainable < model.num_parameters()
     for state in ("float32", "8bit"):
-        options = {"micro_batch_size": 1, "block_size": 64, "accumulates": False}
+        options = {"micro_batch_size": 1, "block_size": 64, "accumulation": 1}
         copied = footprint(model, Placement(), **options, optim=OptimSection(state=state)).host_copy
         assert copied == pytest.approx(4 * model.num_parameters() + 8 * trainable)

@@ -95,10 +95,12 @@ def test_70b_on_64_gpus_of_80_gb_needs_every_gpu_and_checkpointing():
     by_family = {other.place.family: other for other in found.best}
     assert by_family.keys() >= {"DDP", "FSDP2", "TP × FSDP2", "CP × FSDP2", "PP × FSDP2"}
     assert by_family["HSDP"].memory.peak > 16 * model.num_parameters() / 8 > 80e9
-    # with a slow network only activations should cross it
+    # with a slow network only activations should cross it, but torch's pipelines hold buffers for
+    # all micro-batches of a step
     _, _, slow = proposal_for(LLAMA_70B, cluster(64, gigabits=10.0))
-    assert slow.layout.place.family == "PP × FSDP2"
-    assert 5 * slow.layout.bytes_sent(between_machines=True) < layout.bytes_sent(True)
+    pipeline = next(other for other in slow.best if other.place.family == "PP × FSDP2")
+    assert pipeline.place.pp > 1
+    assert slow.layout.place.family == "FSDP2"
 
 
 @pytest.mark.long

@@ -99,6 +99,10 @@ LAYOUTS = {
         SHARDED | split(cp_size=2),
     ),
     "PP": (Placement(processes=2, pp=2, on_cpu=True), ON_CPU | {"PARALLELISM_CONFIG_PP_SIZE": "2"}),
+    "PP × FSDP2": (
+        Placement(kind="FSDP2", processes=4, shards=2, pp=2, on_cpu=True),
+        SHARDED | split(dp_shard_size=2) | {"PARALLELISM_CONFIG_PP_SIZE": "2"},
+    ),
     "EP": (
         Placement(kind="DDP", processes=2, ep=2, on_cpu=True),
         ON_CPU | {"PARALLELISM_CONFIG_EP_SIZE": "2"},
@@ -112,7 +116,8 @@ LAYOUTS = {
         SHARDED | split(dp_shard_size=4) | {"PARALLELISM_CONFIG_EP_SIZE": "2"},
     ),
 }
-SLOW = ("CP", "HSDP", "EP ×", "TP in bf16", "TP of gemma2", "TP ×")
+REHEARSED = ("HSDP", "TP × FSDP2", "PP", "PP × FSDP2", "EP")
+SLOW = ("CP", "HSDP", "EP ×", "TP in bf16", "TP of gemma2", "TP ×", "PP × FSDP2")
 # all experts are chosen for each token, so that all have equal work
 EXPERTS = {
     "model.architecture": "qwen3_moe",
@@ -249,7 +254,7 @@ pytestmark = [
 def test_processes_hold_the_estimated_bytes(measured):
     kind, ranks = measured
     place = LAYOUTS[kind][0]
-    step = {"micro_batch_size": 2, "block_size": 16, "accumulates": True}
+    step = {"micro_batch_size": 2, "block_size": 16, "accumulation": 2 * ACCUMULATION}
     phase = footprint(planned_model(config_of(kind)), place, **step).phases[LOSS]
     of_peak = ranks[-1:] if place.pp > 1 else ranks  # here the last stage, which has the loss
     for part in ("weights", "optimizer"):  # a row of odd matrices more on some processes
@@ -279,7 +284,7 @@ def test_processes_send_the_estimated_bytes(measured):
     "measured",
     [
         *("DDP", "FSDP2", "TP"),
-        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("HSDP", "TP × FSDP2")),
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in REHEARSED),
     ],
     indirect=True,
 )
@@ -287,11 +292,17 @@ def test_a_rehearsal_needs_and_sends_what_processes_do(measured, tmp_path):
     kind, ranks = measured
     in_processes((rehearsed, kind, tmp_path / "rehearsal.json"))
     found = json.loads((tmp_path / "rehearsal.json").read_text())
-    assert found["sent"] == pytest.approx(ranks[0]["sent"], rel=0.01)
+    if LAYOUTS[kind][0].pp > 1:  # the stage that needs the most
+        half = len(ranks) // 2
+        ranks = ranks[half:] if "stage 2" in found["process"] else ranks[:half]
+    measured_bytes = {kind: size for kind, size in ranks[0]["sent"].items() if size > 100}
+    found["sent"] = {kind: size for kind, size in found["sent"].items() if size > 100}
+    assert found["sent"] == pytest.approx(measured_bytes, rel=0.01)
     in_step = found["peak"] - found["state"]
     peak = min(held["peak"] for held in ranks)
     assert in_step == pytest.approx(peak, abs=0.03 * found["peak"])
-    assert found["waits"] == []
+    waits = [line for line in found["waits"] if "_rows_by_process" not in line]
+    assert (waits, bool(found["waits"])) == ([], "EP" in kind)
 
 
 def test_processes_keep_no_parameters_of_before_the_split(measured):
