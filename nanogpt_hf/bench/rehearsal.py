@@ -59,6 +59,7 @@ except ImportError as error:
 MICRO_BATCHES = 2  # of the rehearsed steps, at most; of a pipeline one more than it has stages
 # fakes tell it from the CPU, and all else takes it for one
 _DEVICE = torch.device("cpu", 1)
+_STAGE: Any = stage  # its private names
 _SCALARS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
 
 
@@ -212,8 +213,8 @@ def _faked(place: Placement, meter: _Meter, rank: int, sent: dict[type, Any]) ->
 
     def received(self: PipelineStage, source: int) -> Any:
         if source < self.stage_index:
-            return sent[stage._StageForwardMeta]
-        return stage._StageBackwardMeta(stage._derive_grad_metas(self._stage_meta.outputs))
+            return sent[_STAGE._StageForwardMeta]
+        return _STAGE._StageBackwardMeta(_STAGE._derive_grad_metas(self._stage_meta.outputs))
 
     def balanced(chosen: torch.Tensor, num_experts: int, group: Any) -> Any:
         """The same number of rows to and from each process."""
@@ -281,7 +282,7 @@ def _gather(found: list[Any], own: Any, group: Any = None) -> None:
 
 def _infer_shapes(schedule: Any, stages: list[Any], *_: Any) -> None:
     for each in stages:
-        each._inference_mode = stage.InferenceMode.DYNAMIC
+        each._inference_mode = _STAGE.InferenceMode.DYNAMIC
 
 
 def rehearse(config: Config, place: Placement) -> Rehearsal:
@@ -314,7 +315,7 @@ def _rehearse(config: Config, place: Placement, index: int, shapes: dict[type, A
     with _faked(place, meter, rank, shapes):
         mesh = Mesh.from_environment()
         accelerator = build_accelerator(config, RunFolder("runs"), mesh)
-        accelerator.state.device = state.PartialState().device = _DEVICE
+        cast(Any, accelerator.state).device = state.PartialState().device = _DEVICE
         data = cast(PreparedData, synthetic_data(config))
         kernels = nullcontext() if place.on_cpu else GpuKernels()
         with FakeTensorMode(allow_non_fake_inputs=True), meter, kernels, shapes_only():

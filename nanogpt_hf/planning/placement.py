@@ -66,7 +66,7 @@ class Placement:
 
     @property
     def writes_out_attention(self) -> bool:
-        """Whether short sequences take the attention of model/written_out.py."""
+        """Whether short sequences take the attention of model/attention.py."""
         return self.on_cpu and self.precision == "bf16"
 
     @property

@@ -26,8 +26,8 @@ from nanogpt_hf.data.prepared import PreparedData
 from nanogpt_hf.data.tokenizer import build_tokenizer, load_tokenizer, vocabulary_hash
 from nanogpt_hf.distributed.accelerate_config import requested_precision
 from nanogpt_hf.errors import DataError, UserError
-from nanogpt_hf.model.apart import attend_apart
 from nanogpt_hf.model.architecture import Metrics, Objective, architecture_of, next_token_loss
+from nanogpt_hf.model.attention import attend_apart
 from nanogpt_hf.model.build import check_causal, load_model
 from nanogpt_hf.model.loss_gpt import IGNORED
 from nanogpt_hf.runs.folder import find_model

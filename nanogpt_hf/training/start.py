@@ -46,7 +46,7 @@ from nanogpt_hf.distributed.rendezvous import one_line_for_a_lost_process, prepa
 from nanogpt_hf.errors import RunFolderError, UserError
 from nanogpt_hf.export.hub import check_login
 from nanogpt_hf.generate import end_ids_of
-from nanogpt_hf.model.apart import attend_apart
+from nanogpt_hf.model.attention import attend_apart, write_out_attention
 from nanogpt_hf.model.build import (
     build_config,
     check_balance,
@@ -54,7 +54,6 @@ from nanogpt_hf.model.build import (
     describe_trainable,
     start_model,
 )
-from nanogpt_hf.model.written_out import write_out_attention
 from nanogpt_hf.optim.optimizer import build_optimizer
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.provenance import continue_on

@@ -19,9 +19,9 @@ from nanogpt_hf.config.schema import ModelSection
 from nanogpt_hf.distributed.context_parallel import own_positions, share_positions
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.distributed.tensor_parallel import split_matrices, split_vocabulary
-from nanogpt_hf.model import apart
-from nanogpt_hf.model.apart import attend_apart
+from nanogpt_hf.model import attention
 from nanogpt_hf.model.architecture import architecture_of, next_token_loss
+from nanogpt_hf.model.attention import attend_apart
 from nanogpt_hf.model.build import build_config, build_model
 from nanogpt_hf.model.recompute import recompute_blocks
 from nanogpt_hf.optim.state import full_tensor
@@ -105,15 +105,15 @@ def train_rank(rank: int, port: int, layout: str, folder) -> None:
         integration.WrappedFlexAttention, "__call__", lambda self: flex_attention.flex_attention
     )
     for way, kind in WAYS.items():
-        patch.setattr(apart, "FLEX_DEVICES", ["cpu"] if way == "flex" else [])
-        patch.setattr(apart, "MIN_POSITIONS", 1000 if way == "mask" else 2)
+        patch.setattr(attention, "FLEX_DEVICES", ["cpu"] if way == "flex" else [])
+        patch.setattr(attention, "MIN_POSITIONS", 1000 if way == "mask" else 2)
         for name in MODELS:
             model = build(name)
             attend_apart(model)
             shard(model, layout, mesh)
             for block in architecture_of(model).blocks(model):
-                attention = architecture_of(model).attention(block)
-                attention.register_forward_pre_hook(
+                inner = architecture_of(model).attention(block)
+                inner.register_forward_pre_hook(
                     lambda _, args, options: masks.append(
                         type(options.get("attention_mask", args[1] if len(args) > 1 else None))
                     ),

@@ -15,9 +15,9 @@ from transformers.integrations import flex_attention as integration
 from allocations import peak_allocation
 from nanogpt_hf.config.schema import ModelSection
 from nanogpt_hf.errors import UserError
-from nanogpt_hf.model import apart
-from nanogpt_hf.model.apart import attend_apart
+from nanogpt_hf.model import attention
 from nanogpt_hf.model.architecture import architecture_of
+from nanogpt_hf.model.attention import attend_apart
 from nanogpt_hf.model.build import build_config, build_model, check_causal
 from nanogpt_hf.model.recompute import recompute_blocks
 
@@ -40,9 +40,9 @@ def way(monkeypatch):
     """Choose `flex` or document by document (`alone`), for sequences of any length."""
 
     def choose(name: str) -> None:
-        monkeypatch.setattr(apart, "FLEX_DEVICES", ["cpu"] if name == "flex" else [])
-        monkeypatch.setattr(apart, "MIN_POSITIONS", 2)
-        monkeypatch.setattr(apart, "MIN_HEAD", 1)
+        monkeypatch.setattr(attention, "FLEX_DEVICES", ["cpu"] if name == "flex" else [])
+        monkeypatch.setattr(attention, "MIN_POSITIONS", 2)
+        monkeypatch.setattr(attention, "MIN_HEAD", 1)
 
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)
     # torch's kernels for CPUs have no backward pass: its reference for every operation

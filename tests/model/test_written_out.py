@@ -5,8 +5,8 @@ import torch
 from torch.nn import functional as F
 
 from nanogpt_hf.config.schema import ModelSection
+from nanogpt_hf.model.attention import MAX_POSITIONS, attend_written_out, write_out_attention
 from nanogpt_hf.model.build import build_config, build_model
-from nanogpt_hf.model.written_out import MAX_POSITIONS, attend, write_out_attention
 
 SIZES = {"n_layer": 2, "n_head": 4, "n_embd": 32, "n_positions": 2 * MAX_POSITIONS}
 MODELS = {
@@ -77,10 +77,13 @@ def test_other_calls_take_the_fused_kernel(fused_calls):
 def test_dropout_keeps_the_mean_of_attention():
     query, key, value = torch.randn(3, 1, 2, 16, 8).bfloat16().unbind()
     module = torch.nn.Module()
-    exact, _ = attend(module, query, key, value, None)
+    exact, _ = attend_written_out(module, query, key, value, None)
     torch.manual_seed(0)
     drawn = torch.stack(
-        [attend(module, query, key, value, None, dropout=0.3)[0].float() for _ in range(400)]
+        [
+            attend_written_out(module, query, key, value, None, dropout=0.3)[0].float()
+            for _ in range(400)
+        ]
     )
     assert not drawn[0].equal(drawn[1])
     assert (drawn.mean(0) - exact).abs().max() < 0.25
