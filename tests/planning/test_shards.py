@@ -117,7 +117,7 @@ LAYOUTS = {
     ),
 }
 REHEARSED = ("HSDP", "TP × FSDP2", "PP", "PP × FSDP2", "EP")
-SLOW = ("CP", "HSDP", "EP ×", "TP in bf16", "TP of gemma2", "TP ×", "PP × FSDP2")
+SLOW = ("CP", "HSDP", "EP ×", "DDP in bf16", "TP in bf16", "TP of gemma2", "TP ×", "PP ×")
 # all experts are chosen for each token, so that all have equal work
 EXPERTS = {
     "model.architecture": "qwen3_moe",
