@@ -174,9 +174,8 @@ def _environment(place: Placement, rank: int) -> dict[str, str]:
     given |= {"MASTER_ADDR": "127.0.0.1", "ACCELERATE_TORCH_DEVICE": "cpu"}
     # stated sizes, since the mesh has to be made before the tensors lose their values
     sizes = {"DP_REPLICATE": place.copies, "DP_SHARD": place.dp // place.copies, "TP": place.tp}
-    sizes |= {"PP": place.pp, "EP": place.ep}
+    sizes |= {"PP": place.pp, "EP": place.ep, "CP": place.cp, "SP": 1}
     if place.kind == "FSDP2" or place.tp * place.pp * place.ep > 1:
-        sizes |= {"CP": 1, "SP": 1}
         given |= {f"PARALLELISM_CONFIG_{name}_SIZE": str(size) for name, size in sizes.items()}
         given |= {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}
     if place.kind != "FSDP2":
@@ -293,9 +292,9 @@ def rehearse(config: Config, place: Placement) -> Rehearsal:
     """
     if config.finetune.model:
         raise UserError("--rehearse: only a model from scratch can be rehearsed")
-    is_plain = place.cp == 1 and place.precision != "fp16" and not place.compresses
+    is_plain = place.precision != "fp16" and not place.compresses
     if not is_plain or place.zero or place.offloads_weights:
-        kinds = "DDP, FSDP2, HSDP, TP, PP and EP"
+        kinds = "DDP, FSDP2, HSDP, TP, CP, PP and EP"
         raise UserError(f"--rehearse: {place} cannot be rehearsed; only {kinds} can")
     size, block_size = config.train.min_micro_batch_size, config.data.block_size
     each = size * block_size * place.dp

@@ -204,11 +204,11 @@ def _loss(
     If all logits are computed at once, both gradients are allocated when the activations are freed.
     """
     vocabulary, value = model.config.vocab_size, place.compute_bytes
-    if place.tp > 1 and splits_vocabulary(model):
+    if is_split := place.tp > 1 and splits_vocabulary(model):  # always as chunks
         vocabulary = -(-vocabulary // place.tp)
     chunk = rows_of_a_chunk(rows, vocabulary)
     logits = chunk * vocabulary
-    if chunk == rows:  # log-softmax, with a gradient before and after it
+    if chunk == rows and not is_split:  # log-softmax, with a gradient before and after it
         return 3 * 4 * logits, 0.0, 0.0
     bytes_per_logit = value + 4  # logits, and their log-softmax in float32
     product = value * logits

@@ -116,7 +116,7 @@ LAYOUTS = {
         SHARDED | split(dp_shard_size=4) | {"PARALLELISM_CONFIG_EP_SIZE": "2"},
     ),
 }
-REHEARSED = ("HSDP", "TP × FSDP2", "PP", "PP × FSDP2", "EP")
+REHEARSED = ("HSDP", "CP", "TP × FSDP2", "PP", "PP × FSDP2", "EP")
 SLOW = ("CP", "HSDP", "EP ×", "DDP in bf16", "TP in bf16", "TP of gemma2", "TP ×", "PP ×")
 # all experts are chosen for each token, so that all have equal work
 EXPERTS = {
