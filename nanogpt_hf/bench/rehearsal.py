@@ -3,7 +3,8 @@ tensors without values, with collectives that move nothing.
 
 It finds the peak of the memory, the bytes of each kind of collective, and the places where the
 host would wait for a device. All that it needs of torch's and accelerate's private interfaces is in
-this file. The run's device is a second CPU, which is none, with what differs on a GPU replaced.
+this file. The run's device is a second CPU that only the fakes know, with what differs on a GPU
+replaced.
 """
 
 import os
@@ -32,6 +33,7 @@ from nanogpt_hf.config.schema import Config, replace_knobs
 from nanogpt_hf.data.prepared import PreparedData
 from nanogpt_hf.distributed import expert_parallel, pipeline
 from nanogpt_hf.distributed.accelerator import build_accelerator
+from nanogpt_hf.distributed.context_parallel import needs_ring
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.formatting import format_bytes
@@ -39,6 +41,7 @@ from nanogpt_hf.model import build, loss_decoders
 from nanogpt_hf.model.experts import shapes_only
 from nanogpt_hf.optim import muon
 from nanogpt_hf.planning.counts import GpuKernels
+from nanogpt_hf.planning.estimate import planned_model
 from nanogpt_hf.planning.placement import Placement
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.training import start
@@ -83,7 +86,7 @@ class Rehearsal:
             f"rehearsed as {self.process}, {step}:",
             f"  memory: {memory}",
             f"  sends: {', '.join(sent) or 'nothing'}",
-            *(f"  the host waits {count} times: {line}" for line, count in self.waits.items()),
+            *(f"  the host waits for a value ({n} ×): {line}" for line, n in self.waits.items()),
             *["  the host waits for no value"] * (not self.waits),
         ]
 
@@ -190,8 +193,8 @@ def _environment(place: Placement, rank: int) -> dict[str, str]:
 
 @contextmanager
 def _faked(place: Placement, meter: _Meter, rank: int, sent: dict[type, Any]) -> Iterator[None]:
-    """The private interfaces, replaced: a launch of `place` without its other processes. `sent`
-    has what the stage before told of its output.
+    """The private interfaces, replaced: a launch of `place` without its other processes. `sent`:
+    the shapes and dtypes of the previous stage's output.
     """
     resize = torch.UntypedStorage.resize_
 
@@ -293,8 +296,10 @@ def rehearse(config: Config, place: Placement) -> Rehearsal:
     if config.finetune.model:
         raise UserError("--rehearse: only a model from scratch can be rehearsed")
     is_plain = place.precision != "fp16" and not place.compresses
+    if place.cp > 1 and needs_ring(planned_model(config).config, place.tp * place.cp):
+        is_plain = False
     if not is_plain or place.zero or place.offloads_weights:
-        kinds = "DDP, FSDP2, HSDP, TP, CP, PP and EP"
+        kinds = "DDP, FSDP2, HSDP, TP, CP without a ring, PP and EP"
         raise UserError(f"--rehearse: {place} cannot be rehearsed; only {kinds} can")
     size, block_size = config.train.min_micro_batch_size, config.data.block_size
     each = size * block_size * place.dp

@@ -85,7 +85,9 @@ class _Accelerator(Accelerator):
         return on_cpus or super().multi_device
 
     def prepare_model(self, *args: Any, **options: Any) -> Any:
-        """Accelerate raises on GPUs for DTensors, such as shared experts, which DDP leaves out."""
+        """Accelerate moves no model with DTensors to its device, and on GPUs refuses those that DDP
+        leaves out, such as shared experts.
+        """
         with patch("accelerate.accelerator.model_has_dtensor", lambda model: False):
             return super().prepare_model(*args, **options)
 

@@ -214,7 +214,7 @@ def _loss(
     product = value * logits
     trainable_head = counts.head if counts.head_is_trainable else 0
     if value < 4:
-        bytes_per_logit += 4 if place.tp == 1 else value  # torch casts bf16 before it
+        bytes_per_logit += value if is_split else 4  # torch casts bf16 before it
         product += value * trainable_head  # a chunk's gradient of the head
     return (
         max(bytes_per_logit * logits, product),

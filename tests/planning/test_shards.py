@@ -296,6 +296,7 @@ def test_a_rehearsal_needs_and_sends_what_processes_do(measured, tmp_path):
     if LAYOUTS[kind][0].pp > 1:  # the stage that needs the most
         half = len(ranks) // 2
         ranks = ranks[half:] if "stage 2" in found["process"] else ranks[:half]
+    # without the single numbers that processes agree on
     measured_bytes = {kind: size for kind, size in ranks[0]["sent"].items() if size > 100}
     found["sent"] = {kind: size for kind, size in found["sent"].items() if size > 100}
     assert found["sent"] == pytest.approx(measured_bytes, rel=0.01)
