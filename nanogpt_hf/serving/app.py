@@ -1,7 +1,7 @@
 """An OpenAI-compatible server for one model: models, completions, chat completions, a chat page.
 
-The event loop parses, encodes and decodes, so that only one thread uses the tokenizer; the
-scheduler's thread runs the model. Requests are not logged.
+The event loop parses, encodes and decodes, so that only one thread uses the tokenizer; another
+thread runs the model. Requests are not logged.
 """
 
 import base64
@@ -12,10 +12,9 @@ import logging
 import re
 import socket
 import time
-import traceback
 import uuid
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractContextManager
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AbstractContextManager, aclosing
 from functools import partial
 from importlib.resources import files
 from typing import Any
@@ -33,7 +32,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from nanogpt_hf.errors import UserError, explain
-from nanogpt_hf.serving.generation import Generation, Scheduler, Served
+from nanogpt_hf.serving.generation import Generation, Served
 from nanogpt_hf.serving.requests import ApiError, parse_request
 
 MAX_BODY = 2**20  # bytes of a request
@@ -48,7 +47,7 @@ def _error_of(error: Exception) -> ApiError:
         return error
     if message := explain(error):
         return ApiError(500, message)
-    _log.error("".join(traceback.format_exception(error)))
+    _log.error("a request failed", exc_info=error)
     return ApiError(500, "an internal error of the server; its log has the reason")
 
 
@@ -72,14 +71,11 @@ async def _read_body(request: HTTPRequest) -> bytes:
 async def _collect(http: HTTPRequest, generation: Generation) -> list[str]:
     """The texts of all choices. Raises ClientDisconnect when the client is gone."""
     texts = [""] * len(generation.choices)
-    try:
-        async for piece in generation.pieces():
+    async with aclosing(generation.pieces()) as pieces:
+        async for index, text in pieces:
             if await http.is_disconnected():
                 raise ClientDisconnect
-            if piece:
-                texts[piece[0]] += piece[1]
-    finally:
-        await generation.cancel()
+            texts[index] += text
     return texts
 
 
@@ -102,7 +98,7 @@ async def _respond(served: Served, http: HTTPRequest, chat: bool) -> Response:
             events,
             headers=headers,
             media_type="text/event-stream",
-            background=BackgroundTask(generation.cancel),  # runs however the stream ends
+            background=BackgroundTask(events.aclose),  # runs however the stream ends
         )
     texts = await _collect(http, generation)
     choices = []
@@ -116,35 +112,28 @@ async def _respond(served: Served, http: HTTPRequest, chat: bool) -> Response:
 
 async def _events(
     generation: Generation, head: dict[str, Any], chat: bool, include_usage: bool
-) -> AsyncIterator[str]:
+) -> AsyncGenerator[str]:
     """The server-sent events of a stream."""
 
     def event(choices: list[dict[str, Any]], usage: dict[str, int] | None = None) -> str:
         fields = {**head, "choices": choices} | ({"usage": usage} if include_usage else {})
         return f"data: {json.dumps(fields)}\n\n"
 
-    def chunk(index: int, text: str | None, finish_reason: str | None = None, **delta: str) -> str:
-        if text is not None:
-            delta["content"] = text
-        piece = {"delta": delta} if chat else {"text": text or ""}
-        return event([{"index": index, **piece, "logprobs": None, "finish_reason": finish_reason}])
+    def chunk(index: int, text: str, **delta: str) -> str:
+        piece = {"delta": {**delta, "content": text}} if chat else {"text": text}
+        reason = generation.choices[index].finish_reason or None
+        return event([{"index": index, **piece, "logprobs": None, "finish_reason": reason}])
 
     try:
         if chat:
             for index in range(len(generation.choices)):
                 yield chunk(index, "", role="assistant")
-        async for piece in generation.pieces():
-            if piece is None:
-                yield ": waiting\n\n"
-                continue
-            index, text = piece
-            if text:
-                yield chunk(index, text)
-            if reason := generation.choices[index].finish_reason:
-                yield chunk(index, None, reason)
+        async with aclosing(generation.pieces()) as pieces:
+            async for index, text in pieces:
+                if text or generation.choices[index].finish_reason:
+                    yield chunk(index, text)
         if include_usage:
             yield event([], generation.usage())
-        await generation.cancel()  # the client may send its next request at once
         yield "data: [DONE]\n\n"
     except Exception as error:  # the status has been sent already
         yield f"data: {json.dumps(_error_of(error).body())}\n\n"
@@ -193,8 +182,7 @@ def build_app(served: Served, hosts: list[str]) -> Starlette:
 
     async def api_error(http: HTTPRequest, error: Exception) -> Response:
         assert isinstance(error, ApiError)
-        headers = {"Retry-After": "1"} if error.status == 429 else None
-        return JSONResponse(error.body(), error.status, headers)
+        return JSONResponse(error.body(), error.status)
 
     return Starlette(
         routes=[
@@ -221,20 +209,17 @@ def listen(host: str, port: int) -> socket.socket:
 
     Raises UserError in one line.
     """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        return socket.create_server(address[:2], family=family, backlog=_MAX_CONNECTIONS)
-    except (OSError, UnicodeError) as error:
+        return socket.create_server((host, port), family=family)
+    except OSError as error:
         raise UserError(
             f"cannot listen on {host} port {port}: {error}; choose another --port or --host"
         ) from None
 
 
 class Server(uvicorn.Server):
-    """A server for one model.
-
-    `run(sockets=[...])` returns after a signal; a scheduler's thread runs meanwhile.
-    """
+    """A server for one model. `run(sockets=[...])` returns after a signal."""
 
     def __init__(
         self,
@@ -244,11 +229,10 @@ class Server(uvicorn.Server):
         precision: Callable[[], AbstractContextManager],
         host: str,
     ):
-        self.scheduler = Scheduler(precision)
         # A page of another site whose name an attacker points to this machine must not read
         # answers.
         hosts = [*_LOOPBACK, host] if is_loopback(host) else ["*"]
-        self.served = Served(name, model, tokenizer, self.scheduler)
+        self.served = Served(name, model, tokenizer, precision)
         config = uvicorn.Config(
             build_app(self.served, hosts),
             http=Protocol,
@@ -264,54 +248,23 @@ class Server(uvicorn.Server):
         super().__init__(config)
 
     def handle_exit(self, sig: int, frame: Any) -> None:
-        self.scheduler.close()  # ends the streams, for which uvicorn waits
+        self.served.closing = True  # ends the streams, for which uvicorn waits
         super().handle_exit(sig, frame)
 
-    def run(self, sockets: list[socket.socket] | None = None) -> None:
-        self.scheduler.start()
-        try:
-            super().run(sockets)
-        finally:
-            self.scheduler.close()
-            # a thread that runs torch while the process ends could crash it
-            self.scheduler.join(10)
 
-
-CLIENT_SECONDS = 30  # to send the headers of a request, and to read what was sent
+REQUEST_SECONDS = 30  # to send the headers of the first request
 
 
 class Protocol(H11Protocol):
-    """HTTP/1.1 with a time limit for clients that send no whole request or read no response."""
+    """HTTP/1.1 with a time limit for a client that sends no whole request; uvicorn has one for the
+    requests after the first.
+    """
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        transport.set_write_buffer_limits(0)  # pause as soon as the client does not read
-        self._timer = self.loop.call_later(CLIENT_SECONDS, transport.abort)
-
-    def _restart_timer(self) -> None:
-        """Restart the time limit, if the next step is the client's."""
-        self._timer.cancel()
-        if self.cycle.response_complete or self.flow.write_paused:
-            self._timer = self.loop.call_later(CLIENT_SECONDS, self.transport.abort)
+        self._timer = self.loop.call_later(REQUEST_SECONDS, transport.abort)
 
     def handle_events(self) -> None:
-        before = self.cycle
         super().handle_events()
-        if self.cycle is not before:
-            self._restart_timer()
-
-    def on_response_complete(self) -> None:
-        super().on_response_complete()
-        self._restart_timer()
-
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self._restart_timer()
-
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        self._restart_timer()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._timer.cancel()
-        super().connection_lost(exc)
+        if self.cycle:
+            self._timer.cancel()

@@ -109,7 +109,7 @@ def test_the_conversation_is_kept_until_new_chat(page, answers):
 
 
 @pytest.mark.parametrize("how", ["button", "key"])
-def test_stop_ends_the_answer_and_frees_the_server(page, server, answers, how):
+def test_stop_ends_the_answer(page, answers, how):
     answers[0].extend([("x" * 200, 0.02), ("Done.", 0)])
     page.keys("#input", "Go" + ENTER)
     wait_for(page, "document.querySelectorAll('#log .text')[1]?.textContent.length > 3")
@@ -124,7 +124,6 @@ def test_stop_ends_the_answer_and_frees_the_server(page, server, answers, how):
     assert "stopped" in page.text(".note")
     ask(page, "Next")
     assert f"Assistant:\n{stopped}<|endoftext|>" in answers[1][1]["prompt"]
-    assert server.served.sequences == 0
 
 
 def test_settings_are_sent(page, answers):
