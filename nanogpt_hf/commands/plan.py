@@ -227,7 +227,6 @@ def add_doctor_arguments(parser: ArgumentParser) -> None:
     add_optional_recipe_argument(parser)
     folder = "the run folder of the run to come (default runs/<recipe name>)"
     add_option(parser, "--run-dir DIR", folder)
-    add_output(parser, "--json", "also write the findings and their figures to FILE")
 
 
 def run_doctor(arguments: Namespace, overrides: Overrides) -> int:
@@ -243,7 +242,7 @@ def run_doctor(arguments: Namespace, overrides: Overrides) -> int:
     from nanogpt_hf.doctor.diagnose import Report, diagnose
 
     mesh = arguments.mesh
-    return diagnose(recipe, arguments.run_dir, Report(show, arguments.json, mesh), mesh)
+    return diagnose(recipe, arguments.run_dir, Report(show, mesh), mesh)
 
 
 def add_knobs_arguments(parser: ArgumentParser) -> None:
