@@ -2,6 +2,7 @@
 
 from argparse import ArgumentParser, Namespace
 from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,6 @@ def add_compare_arguments(parser: ArgumentParser) -> None:
     add_option(parser, "runs RUN", "run folders", nargs="+")
     add_option(parser, "--by", "x axis", choices=("step", "tokens", "time"), default="step")
     add_output(parser, "--output", "the plot (default compare.png)")
-    add_option(parser, "--reference FILE", "another reference to compare with")
     made = "write a reference from these runs, which may differ only in their seed, and exit"
     add_output(parser, "--make-reference", made)
     add_output(parser, "--json", "also write the tables and the verdicts to FILE")
@@ -33,20 +33,19 @@ def run_compare(arguments: Namespace) -> None:
     """Compare runs: a table, differences between the recipes, a plot of the losses, and whether
     each loss is normal.
 
-    A loss is normal inside the band of the recipe's reference, which comes from several seeds:
-    recipes/reference/, or --reference FILE. Runs may still be training.
+    A loss is normal inside the band of the recipe's reference in recipes/reference/, which comes
+    from several seeds. Runs may still be training.
     """
     folders = [find_run(name) for name in dict.fromkeys(arguments.runs)]
 
     from nanogpt_hf.reports.comparison import compare_recipes, compare_runs, summarize
     from nanogpt_hf.reports.curves import draw_curves
-    from nanogpt_hf.reports.reference import find_reference, judge, read_reference
+    from nanogpt_hf.reports.reference import find_reference, judge
     from nanogpt_hf.runs.metrics import read_metrics
 
     if arguments.make_reference:
         _make_reference(folders, arguments.make_reference)
         return
-    given = arguments.reference and read_reference(Path(arguments.reference))
     configs, events = {}, {}
     short = [folder.path.resolve().name for folder in folders]
     names = short if len({*short}) == len(short) else [str(folder.path) for folder in folders]
@@ -69,7 +68,7 @@ def run_compare(arguments: Namespace) -> None:
     if len(folders) > 1:
         rows = [["knob", *configs], *([key, *values.values()] for key, values in knobs.items())]
         show("\nthe recipes differ in\n" + align(rows) if knobs else "\nthe recipes are equal")
-    references = {name: given or find_reference(config) for name, config in configs.items()}
+    references = {name: find_reference(config) for name, config in configs.items()}
     show("\nis the loss normal?")
     for name, config in configs.items():
         verdict = judge(references[name], config, events[name])
@@ -90,11 +89,10 @@ def run_compare(arguments: Namespace) -> None:
 
 
 def _make_reference(folders: list[RunFolder], output: Path) -> None:
-    from nanogpt_hf.reports.reference import make_reference, write_reference
+    from nanogpt_hf.reports.reference import make_reference
 
     reference = make_reference(folders, output.stem)
-    with output_target(output) as target:
-        write_reference(reference, target)
+    write_json(output, {key: value for key, value in asdict(reference).items() if value})
     step, mean, low, high = (reference.curve[side][-1] for side in ("step", "mean", "low", "high"))
     show(
         f"{output}: {len(folders)} seeds; at step {step:,} the validation loss is {mean:.4f} on "

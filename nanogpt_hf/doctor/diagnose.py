@@ -215,7 +215,7 @@ def time_all_reduce(device: torch.device) -> tuple[list[str], bool]:
         random = torch.Generator(device).manual_seed(dist.get_rank())
         tensor = torch.randn(size // 4, device=device, generator=random)
         dist.all_reduce(tensor)  # opens connections
-        sums = hashlib.sha256(tensor.cpu().numpy()).hexdigest()
+        sums = hashlib.sha256(tensor.cpu().numpy().tobytes()).hexdigest()
         equal &= len(set(gather_object([sums]))) == 1
         times = [time_of(device, lambda tensor=tensor: dist.all_reduce(tensor)) for _ in range(5)]
         seconds = max(gather_object([statistics.median(times)]))

@@ -6,6 +6,7 @@ import logging
 import math
 import shlex
 import time
+from collections.abc import Callable
 from datetime import datetime
 from importlib.resources import files
 from pathlib import Path
@@ -18,7 +19,7 @@ from nanogpt_hf.config.load import config_to_yaml, load_config
 from nanogpt_hf.config.schema import KNOBS, Config, get_value
 from nanogpt_hf.config.sources import knob_text, source_text
 from nanogpt_hf.config.stages import stages_of
-from nanogpt_hf.errors import UserError
+from nanogpt_hf.errors import UserError, one_line
 from nanogpt_hf.formatting import format_duration, format_number
 from nanogpt_hf.reports.comparison import summarize
 from nanogpt_hf.reports.curves import draw_run
@@ -31,17 +32,15 @@ from nanogpt_hf.runs.provenance import read_starts
 logger = logging.getLogger(__name__)
 _VERIFIED = ("result", "time", "machine")
 _SECONDS_BETWEEN_PLOTS = 30.0  # the first takes about half a second
-MAX_POINTS = 4000  # per curve; longer ones are averaged, since a browser has to draw them
+MAX_POINTS = 4000  # per curve, since a browser has to draw them; longer ones are thinned out
 
 
 def write_report(run: RunFolder, path: Path, events: list[Event] | None = None) -> None:
     """Write the report of `run` to `path`, atomically.
 
     Works for a run that is still training, and for one with missing files, which the page names.
-    Raises UserError if there is no run, or `path` is not writable.
+    Raises UserError if `path` is not writable.
     """
-    if not (run.recipe.is_file() or run.metrics.is_file()):
-        raise UserError(f"{run.path}: holds no run: it has neither recipe.yaml nor metrics.jsonl")
     write_whole(path, render(run, read_metrics(run) if events is None else events))
 
 
@@ -58,13 +57,10 @@ def render(run: RunFolder, events: list[Event]) -> str:
     metric = "val/reward" if "train/reward" in names(events) else "val/loss"
     judged = config if metric == "val/loss" else None  # rewards have no reference
     reference = find_reference(judged) if judged else None
-    verdict = judge(reference, judged, events) if judged else None
-    is_comparable = verdict is not None and verdict.kind not in ("other", "none")
     figures = summarize(events, metric) if events else None
-    groups, reports_per_point = _curves(events)
     data = {
-        "groups": groups,
-        "band": reference.curve if reference and is_comparable else None,
+        "groups": _curves(events),
+        "band": reference.curve if reference else None,
         "stages": [[stage.first, stage.name] for stage in stages_of(config)[1:]] if config else [],
     }
     style, script = (_asset(f"page.{kind}") for kind in ("css", "js"))
@@ -79,9 +75,8 @@ def render(run: RunFolder, events: list[Event]) -> str:
         style=style,
         script=script,
         state=_state_line(run, config, events),
-        verdict=verdict,
+        verdict=judge(reference, judged, events) if judged else None,
         tiles=_tiles(figures, metric) if figures else [],
-        averaged=reports_per_point,
         samples=_samples(events),
         evaluations=_evaluation_table(events, figures["best_step"] if figures else None),
         knobs=config and _knob_rows(config),
@@ -115,29 +110,22 @@ def _hash(text: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
-def _curves(events: list[Event]) -> tuple[list[dict[str, Any]], int]:
-    """The curves for page.js, and the number of training reports per point.
+def _curves(events: list[Event]) -> list[dict[str, Any]]:
+    """The curves for page.js.
 
     Training events and evaluation events are a group each: {"step": [...], "metrics": {name:
     [...]}, ...}.
     """
-    training = [event for event in events if "train/loss" in event]
-    evaluation = [event for event in events if "train/loss" not in event and names([event])]
-    reports_per_point = math.ceil(len(training) / MAX_POINTS) or 1
     groups = []
-    for group, size in ((training, reports_per_point), (evaluation, 1)):
-        points = [group[i : i + size] for i in range(0, len(group), size)]
-        metrics = {name: [_mean(point, name) for point in points] for name in names(group)}
-        if points:
-            axes = {axis: [point[-1].get(axis, 0) for point in points] for axis in AXES}
+    for is_training in (True, False):
+        group = [e for e in events if ("train/loss" in e) == is_training and names([e])]
+        every = math.ceil(len(group) / MAX_POINTS) or 1
+        group = group[::-every][::-1]  # with the last one
+        if group:
+            axes = {axis: [event.get(axis, 0) for event in group] for axis in AXES}
+            metrics = {name: [event.get(name) for event in group] for name in names(group)}
             groups.append(axes | {"metrics": metrics})
-    return groups, reports_per_point
-
-
-def _mean(events: list[Event], name: str) -> float | None:
-    _, values = column(events, name)
-    mean = float(f"{values.mean():.6g}") if len(values) else math.nan
-    return mean if math.isfinite(mean) else None
+    return groups
 
 
 def _state_line(run: RunFolder, config: Config | None, events: list[Event]) -> str:
@@ -234,26 +222,19 @@ class LiveReports:
         """Draw the loss plot unless the last one is less than 30 seconds old."""
         if self.is_main and time.perf_counter() - self._last_plot >= _SECONDS_BETWEEN_PLOTS:
             self._last_plot = time.perf_counter()
-            self._plot(events)
+            _try(draw_run, self.folder, self.config, events)
 
     def finish(self, events: list[Event]) -> None:
         """Draw the plot and write the report, as complete as the metrics."""
         # a folder that is gone is why the run ended
-        if not self.is_main or not self.folder.path.is_dir():
-            return
-        self._plot(events)
-        try:
-            write_report(self.folder, self.folder.report, events)
-        except Exception as error:
-            _warn(self.folder.report, error)
-
-    def _plot(self, events: list[Event]) -> None:
-        try:
-            draw_run(self.folder, self.config, events)
-        except Exception as error:
-            _warn(self.folder.loss_plot, error)
+        if self.is_main and self.folder.path.is_dir():
+            _try(draw_run, self.folder, self.config, events)
+            _try(write_report, self.folder, self.folder.report, events)
 
 
-def _warn(path: Path, error: Exception) -> None:
-    named = isinstance(error, UserError)  # its line begins with the file
-    logger.warning(str(error) if named else f"{path}: cannot be written: {error}")
+def _try(function: Callable[..., None], *arguments: Any) -> None:
+    """Call it; an error, such as a full disk, does not end a run."""
+    try:
+        function(*arguments)
+    except Exception as error:
+        logger.warning(f"no plot or report: {one_line(error)}")

@@ -3,7 +3,7 @@ published loss; and the verdict, which compares the validation loss of a run wit
 """
 
 import json
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,7 @@ from nanogpt_hf.config.names import shipped_folder
 from nanogpt_hf.config.schema import KNOBS, Config, get_value
 from nanogpt_hf.config.sources import is_mixture
 from nanogpt_hf.data.manifest import find_manifest
-from nanogpt_hf.errors import UserError, one_line
-from nanogpt_hf.runs.files import write_whole
+from nanogpt_hf.errors import UserError
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.metrics import Event, column, is_number, read_metrics
 from nanogpt_hf.runs.provenance import versions
@@ -55,22 +54,9 @@ class Reference:
 
 @dataclass(frozen=True)
 class Verdict:
-    kind: str  # normal, above, below, early; other experiment; none without a reference
+    kind: str  # normal, above, below, early; none without a reference
     sentence: str  # starts with the verdict
     causes: tuple[str, ...] = ()  # things to check, the likeliest first
-
-
-def read_reference(path: Path) -> Reference:
-    """Read a reference. Raises UserError if `path` is missing or no reference."""
-    try:
-        return Reference(**json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
-        raise UserError(f"{path}: is no reference: {one_line(error)}") from None
-
-
-def write_reference(reference: Reference, path: Path) -> None:
-    tree = {key: value for key, value in asdict(reference).items() if value}
-    write_whole(path, f"{json.dumps(tree, indent=2, ensure_ascii=False)}\n")
 
 
 def make_reference(runs: list[RunFolder], name: str) -> Reference:
@@ -152,23 +138,23 @@ def differences(reference: Reference, config: Config) -> tuple[dict[str, str], d
     return incomparable, shifting
 
 
-def find_reference(config: Config, folder: Path = SHIPPED) -> Reference | None:
-    """The reference for this experiment, or the nearest with at most two incomparable knobs."""
-    references = map(read_reference, sorted(folder.glob("*.json")))
-    found = [([*map(len, differences(one, config))], one) for one in references]
-    counts, nearest = min(found, key=lambda row: row[0], default=([3], None))
-    return nearest if counts[0] <= 2 else None
+def find_reference(config: Config) -> Reference | None:
+    """The reference for this experiment, if there is one; of several the nearest."""
+    found = []
+    for path in sorted(SHIPPED.glob("*.json")):
+        reference = Reference(**json.loads(path.read_text(encoding="utf-8")))
+        incomparable, shifting = differences(reference, config)
+        if not incomparable:
+            found.append((len(shifting), reference))
+    return min(found, key=lambda row: row[0], default=(0, None))[1]
 
 
 def judge(reference: Reference | None, config: Config, events: list[Event]) -> Verdict:
     """Judge the validation losses in a run's `events` against the reference, if there is one."""
     if reference is None:
         remedy = "`compare RUN RUN RUN --make-reference FILE` makes one of three or more seeds"
-        return Verdict("none", f"no reference: none ships for this recipe; {remedy}")
-    incomparable, shifting = differences(reference, config)
-    if incomparable:
-        sentence = f"not comparable with reference {reference.name}: "
-        return Verdict("other", sentence + "; ".join(incomparable.values()))
+        return Verdict("none", f"no reference: none ships for this experiment; {remedy}")
+    shifting = differences(reference, config)[1]
     kind, sentence = _place(reference, events)
     if kind == "above":
         return Verdict(kind, sentence, (*shifting.values(), *_CAUSES)[:3])

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from typing import Any
@@ -134,7 +134,7 @@ class Generation:
                 text = TextStream(served.tokenizer, () if request.messages else ids)
                 self.choices.append(Choice(steps, limit, text, request.stop))
 
-    async def pieces(self) -> AsyncIterator[tuple[int, str]]:
+    async def pieces(self) -> AsyncGenerator[tuple[int, str]]:
         """(index of a choice, its next text), until all have a finish reason."""
         loop, thread = asyncio.get_running_loop(), self._served.thread
         async with self._served.turns:
