@@ -13,7 +13,7 @@ from types import ModuleType
 import pytest
 import yaml
 
-from nanogpt_hf.commands import COMMANDS, console, functions_of, main
+from nanogpt_hf.commands import COMMANDS, add_logging_options, functions_of, main
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.schema import KNOBS, SECTIONS
 
@@ -39,7 +39,7 @@ def flags_of(command: str) -> set[str]:
         return set()
     parser = argparse.ArgumentParser()
     functions_of(command)[0](parser)
-    console.add_arguments(parser)
+    add_logging_options(parser)
     return {option for action in parser._actions for option in action.option_strings}
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import NamedTuple, NoReturn
 
 from nanogpt_hf import console
+from nanogpt_hf.commands.arguments import add_logging_options
 from nanogpt_hf.cpu import limit_spinning
 from nanogpt_hf.distributed.environment import check_environment
 from nanogpt_hf.distributed.mesh import Mesh
@@ -104,6 +105,7 @@ COMMANDS = {
 }
 
 _SECONDS_TO_PRINT = 3.0
+_EXIT_NOBODY_READS = 141  # a shell's exit status of a program that SIGPIPE ended
 _USAGE = (
     "usage: cli.py COMMAND ...   (under accelerate: cli.py launch [--config_file F] COMMAND ...)"
 )
@@ -167,7 +169,7 @@ def _parse(name: str, words: list[str]) -> tuple[Callable[[], int | None], Names
         formatter_class=RawDescriptionHelpFormatter,
     )
     add_arguments(parser)
-    console.add_arguments(parser)
+    add_logging_options(parser)
     overrides, words = _take_overrides(parser.prog, words)
     if overrides and not COMMANDS[name].knobs:
         parser.error(f"--{overrides[0][0]}: this command reads no recipe and has no knobs")
@@ -265,10 +267,10 @@ def entry_point() -> None:
         if not status and distributed and distributed.is_initialized():
             # without it, gloo sometimes aborts the process at its end
             distributed.destroy_process_group()
-    except SystemExit as ended:  # --help, or the reader of the output is gone
+    except SystemExit as ended:  # --help
         status = ended.code
     except KeyboardInterrupt:
         status = 130
-    except BrokenPipeError:  # the reader of `--json -` is gone
-        status = console.EXIT_NOBODY_READS
-    sys.exit(status or console.status_at_end())
+    except BrokenPipeError:  # the reader of a result is gone, as with `| head`
+        status = _EXIT_NOBODY_READS
+    sys.exit(status)

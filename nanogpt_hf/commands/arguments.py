@@ -3,13 +3,14 @@
 import os
 import re
 from argparse import ArgumentParser, ArgumentTypeError
+from pathlib import Path
 from typing import Any
 
 from nanogpt_hf.config.finetune import chosen_method
 from nanogpt_hf.config.load import Overrides, load_config, stated_knobs
 from nanogpt_hf.config.schema import KNOBS, Config, knob_lines
 from nanogpt_hf.errors import UserError
-from nanogpt_hf.runs.files import output_file
+from nanogpt_hf.runs.files import STDOUT
 
 # metavars of files, folders and models
 _PATHS = ("CKPT", "DIR", "F", "FILE", "MODEL", "OUT", "PATH", "RECIPE", "RUN")
@@ -86,9 +87,21 @@ def load_optional_recipe(command: str, recipe: str | None, overrides: Overrides)
     return None
 
 
+def _output(text: str) -> Path:
+    """An argparse type: the path of an output. Rejects at once what cannot be written."""
+    path = Path(os.path.expanduser(text))
+    if text in ("-", "/dev/stdout"):
+        return STDOUT
+    if path.is_dir() or not path.parent.is_dir():
+        raise ArgumentTypeError(f"{text}: is a folder, or in none; name a file")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ArgumentTypeError(f"{text}: cannot be written: permission denied")
+    return path
+
+
 def add_output(parser: ArgumentParser, names: str, meaning: str) -> None:
     help_text = f"{meaning}; - is stdout"
-    parser.add_argument(*names.split(), metavar="FILE", type=output_file, help=help_text)
+    parser.add_argument(*names.split(), metavar="FILE", type=_output, help=help_text)
 
 
 # Short names of knobs: name -> (knob, metavar)
@@ -110,3 +123,13 @@ def add_knobs(parser: ArgumentParser, *names: str) -> None:
     for name in names:
         key, metavar = _SHORT_NAMES[name]
         add_option(parser, f"--{name} {metavar}", f"{KNOBS[key].meaning} (--{key})", dest=key)
+
+
+def add_logging_options(parser: ArgumentParser) -> None:
+    group = parser.add_mutually_exclusive_group()
+    quiet = "print results, warnings and errors only: as --log-level warning"
+    group.add_argument(
+        "-q", "--quiet", action="store_const", const="warning", dest="log_level", help=quiet
+    )
+    levels = ("debug", "info", "warning", "error")
+    add_option(group, "--log-level", "lowest level that is logged (default info)", choices=levels)

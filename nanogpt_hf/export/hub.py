@@ -22,7 +22,7 @@ from huggingface_hub.utils import disable_progress_bars, get_session
 from nanogpt_hf.config.schema import HubSection
 from nanogpt_hf.errors import RunFolderError, UserError, explain, one_line
 from nanogpt_hf.export.card import PLACEHOLDER
-from nanogpt_hf.runs.files import holds_token, redact
+from nanogpt_hf.runs.files import redact
 from nanogpt_hf.runs.folder import RunFolder
 
 CONNECTION_TIMEOUT = 60.0  # seconds without an answer; huggingface_hub's default is no limit
@@ -36,6 +36,7 @@ _MODEL_FILE = re.compile(
     | (vocab|special_tokens_map|added_tokens)\.json | merges\.txt | chat_template\.jinja""",
     re.VERBOSE,
 )
+_SECRET = re.compile(rb"hf_[A-Za-z0-9]{30,}|-----BEGIN [A-Z ]*PRIVATE KEY-----")
 logger = logging.getLogger(__name__)
 
 
@@ -89,7 +90,7 @@ def push(
             place = f'"{repo_id}"' + (f", revision={json.dumps(revision)}" if revision else "")
             contents = {path: _content(file, place) for path, file in files.items()}
             for path, text in (contents | {"--message": (message or "").encode()}).items():
-                if isinstance(text, bytes) and holds_token(text, token):
+                if isinstance(text, bytes) and (token.encode() in text or _SECRET.search(text)):
                     raise RunFolderError(f"{path}: contains a token of the Hub or a private key")
             api = HfApi(token=token)
             api.create_repo(repo_id, private=private or None, exist_ok=True)

@@ -3,6 +3,7 @@
 The identity is the knobs that a resume may not change, and the data.
 """
 
+import json
 import math
 import re
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import Any
 from nanogpt_hf.config.schema import KNOBS, Config, EvalSection, get_value
 from nanogpt_hf.config.sources import source_text
 from nanogpt_hf.data.manifest import Manifest
-from nanogpt_hf.runs.files import redact, redact_tree
+from nanogpt_hf.runs.files import redact
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,8 @@ def run_identity(config: Config, manifest: Manifest) -> dict[str, Any]:
     The tokens count, not the path of the text or of the prepared data.
     """
     knobs = {key: get_value(config, key) for key in KNOBS if is_fixed(key) and key != "data.source"}
-    knobs = redact_tree(knobs)  # a checkpoint may be shared
+    # a checkpoint may be shared
+    knobs = json.loads(redact(json.dumps(knobs, ensure_ascii=False)))
     return {
         "knobs": knobs,
         "data": {"source": redact(source_text(config.data)), **manifest.content()},

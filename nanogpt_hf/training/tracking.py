@@ -23,7 +23,7 @@ from nanogpt_hf.errors import RunFolderError, UserError
 from nanogpt_hf.formatting import format_duration, format_number, shows_bars
 from nanogpt_hf.model.architecture import count_parameters
 from nanogpt_hf.planning.hardware import peak_flops
-from nanogpt_hf.runs.files import redact, redact_tree, write_whole
+from nanogpt_hf.runs.files import redact, write_whole
 from nanogpt_hf.runs.metrics import read_metrics
 from nanogpt_hf.runs.provenance import add_start, describe_start
 from nanogpt_hf.training.methods import method_of
@@ -226,7 +226,8 @@ def _start_trackers(run: Run, start: dict[str, Any]) -> None:
     values = {key: get_value(config, key) for key in KNOBS}
     values |= {f"start.{name}": value for name, value in start.items() if name != "versions"}
     values |= {f"start.versions.{name}": value for name, value in start["versions"].items()}
-    values = {name: _as_scalar(redact_tree(v)) for name, v in values.items() if v is not None}
+    values = json.loads(redact(json.dumps(values, ensure_ascii=False)))
+    values = {name: _as_scalar(value) for name, value in values.items() if value is not None}
     try:
         options: dict[str, dict[str, Any]] = {
             name: _tracker_options(run, name, start["step"]) for name in config.tracking.trackers

@@ -1,6 +1,5 @@
 """Errors outside a command's own checks: one line and status 2, or the traceback of a bug."""
 
-import logging
 import os
 import sys
 from pathlib import Path
@@ -109,7 +108,6 @@ def test_run_that_needs_more_memory_than_is_free_is_refused_before_it_is_built(
 @pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
 def test_a_terminal_without_the_character_gets_an_escape(monkeypatch, capfd, encoding):
     monkeypatch.setattr(sys, "stdout", os.fdopen(1, "w", encoding=encoding, closefd=False))
-    monkeypatch.setattr(logging, "raiseExceptions", True)
     console.survive_closed_streams()
     print("2 × 3 → \N{SNOWMAN}", flush=True)
     assert "\\u2603" in capfd.readouterr().out
