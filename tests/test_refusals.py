@@ -88,7 +88,7 @@ def table(part: str, *more: tuple[str, list[str]]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(("text", "parts"), found, ids=[text[:90] for text, _ in found])
 
 
-@table(COMMANDS, ("report run\udcff", ["\\udcff", "UTF-8"]))
+@table(COMMANDS)
 def test_mistake_is_one_line_that_names_it(refused, text, parts, request, tmp_path, monkeypatch):
     if "MASTER_PORT=29500" in text and "MASTER_PORT" in psutil.Process(os.getppid()).environ():
         pytest.skip("the program that started the tests has MASTER_PORT, so it proves nothing here")
@@ -112,7 +112,7 @@ def test_mistake_is_one_line_that_names_it(refused, text, parts, request, tmp_pa
     assert [part for part in map(put, parts) if part not in line] == [], line
 
 
-@table(RECIPES, ("[" * 1500, ["YAML"]))
+@table(RECIPES)
 def test_recipe_is_refused_in_one_line_that_names_the_mistake(refused, text, parts, tmp_path):
     content = text.encode().decode("unicode_escape")
     (tmp_path / "recipe.yaml").write_text(f"data: {{source: x}}\n{content}\n")

@@ -5,7 +5,6 @@ import contextlib
 import gc
 import importlib
 import inspect
-import os
 import sys
 import time
 import traceback
@@ -35,15 +34,11 @@ from nanogpt_hf.runs.files import STDOUT
 class Command(NamedTuple):
     """A row of the table: its file, its summary in `cli.py --help`, and whether it reads knobs
     (--train.seed 7).
-
-    A command that `writes_alone` would write its output once per process, and is refused in
-    several.
     """
 
     file: str
     summary: str
     knobs: bool = False
-    writes_alone: bool = False
 
 
 # The file of a command NAME has `add_NAME_arguments(parser)` and `run_NAME(arguments)`, or
@@ -53,10 +48,7 @@ COMMANDS = {
     "prepare": Command("train", "tokenize a text into shards of tokens", True),
     "pretrain": Command("train", "train a model from scratch", True),
     "sweep": Command(
-        "train",
-        "train a grid of runs: learning rates, depths, seeds; one table and plot",
-        True,
-        True,
+        "train", "train a grid of runs: learning rates, depths, seeds; one table and plot", True
     ),
     "finetune": Command("train", "train a model further on your text or conversations", True),
     "rl": Command("train", "train a model further by rewards of its answers to questions", True),
@@ -67,37 +59,23 @@ COMMANDS = {
     "evaluate": Command(
         "measure", "measure loss and perplexity on a text, and tasks by lm-eval", True
     ),
-    "compare": Command(
-        "measure",
-        "compare runs with each other and with their recipe's reference",
-        writes_alone=True,
-    ),
-    "report": Command("measure", "write a run's report.html", writes_alone=True),
+    "compare": Command("measure", "compare runs with each other and with their recipe's reference"),
+    "report": Command("measure", "write a run's report.html"),
     "verify": Command("replay", "repeat steps of a run, and compare them with what it recorded"),
     "branch": Command(
-        "replay", "start a new run from a checkpoint of another, with other knobs", True, True
+        "replay", "start a new run from a checkpoint of another, with other knobs", True
     ),
     "inspect": Command(
-        "replay",
-        "show the text that a step saw, with its losses; find the steps of a text",
-        writes_alone=True,
+        "replay", "show the text that a step saw, with its losses; find the steps of a text"
     ),
-    "export": Command(
-        "convert", "convert a model to plain safetensors, GGUF or ONNX", writes_alone=True
-    ),
-    "import-nanogpt": Command(
-        "convert", "convert a checkpoint or data of nanoGPT", writes_alone=True
-    ),
-    "push": Command(
-        "convert",
-        "push a model to the Hub, with its card, recipe, metrics and curve",
-        writes_alone=True,
-    ),
-    "estimate": Command("plan", "estimate memory, time, tokens and disk of a run", True, True),
+    "export": Command("convert", "convert a model to plain safetensors, GGUF or ONNX"),
+    "import-nanogpt": Command("convert", "convert a checkpoint or data of nanoGPT"),
+    "push": Command("convert", "push a model to the Hub, with its card, recipe, metrics and curve"),
+    "estimate": Command("plan", "estimate memory, time, tokens and disk of a run", True),
     "bench": Command(
         "plan", "measure speed, MFU and the parts of a step; compare with baselines", True
     ),
-    "knobs": Command("plan", "list every knob of a recipe", writes_alone=True),
+    "knobs": Command("plan", "list every knob of a recipe"),
     "doctor": Command("plan", "find faults of this machine and its network", True),
     "launch": Command(
         "launch", "run one of these on the machine that an accelerate config describes"
@@ -214,17 +192,10 @@ def main(arguments: list[str]) -> int:
         if not arguments or arguments[0] in ("-h", "--help", "help"):
             console.show(_overview())
             return 0
-        for word in arguments:
-            if word != word.encode(errors="replace").decode():
-                raise UserError(f"{word!r:.200}: not UTF-8, so a run could not write it to a file")
         name, *words = arguments
         if name not in COMMANDS:
             raise UserError(
                 f"cli.py {name}: no such command{did_you_mean(name, COMMANDS)}; see cli.py --help"
-            )
-        if COMMANDS[name].writes_alone and "LOCAL_RANK" in os.environ and mesh.world_size > 1:
-            raise UserError(
-                f"{name} needs no launch, and runs in one process: python cli.py {name}"
             )
         if name == "launch":
             from nanogpt_hf.commands import launch

@@ -6,7 +6,7 @@ from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from pathlib import Path
 from typing import Any
 
-from nanogpt_hf.commands.arguments import add_flag, add_option, size
+from nanogpt_hf.commands.arguments import add_flag, add_option
 from nanogpt_hf.config.checks import REPO_ID
 from nanogpt_hf.console import show
 from nanogpt_hf.errors import RunFolderError, UserError
@@ -17,7 +17,6 @@ _DTYPES = {"float32": "float32", "bf16": "bfloat16", "fp16": "float16", "q8_0": 
 # packages, of the extra of that name
 _NEEDS = {"gguf": ("gguf",), "onnx": ("onnx", "onnxscript", "onnxruntime")}
 _READERS = {"safetensors": "transformers", "gguf": "transformers", "onnx": "onnxruntime"}
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json")
 
 
 def add_export_arguments(parser: ArgumentParser) -> None:
@@ -28,7 +27,6 @@ def add_export_arguments(parser: ArgumentParser) -> None:
     add_option(
         parser, "--dtype", "of the weights; q8_0 for gguf", choices=_DTYPES, default="float32"
     )
-    add_option(parser, "--max-shard-size SIZE", "of a safetensors file", type=size, default="5GB")
 
 
 def run_export(arguments: Namespace) -> None:
@@ -62,10 +60,7 @@ def run_export(arguments: Namespace) -> None:
     dtype = getattr(torch, _DTYPES[arguments.dtype])
     with new_folder(out) as folder:
         model: Any = load_model(source)
-        has_tokenizer = not Path(source).is_dir() or any(
-            (Path(source) / name).is_file() for name in _TOKENIZER_FILES
-        )
-        tokenizer = load_tokenizer(source) if has_tokenizer else None
+        tokenizer = load_tokenizer(source)
         card = Path(source) / "README.md"
         card = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else None
         as_gelu_new = None
@@ -78,20 +73,10 @@ def run_export(arguments: Namespace) -> None:
 
             difference = export_onnx(folder, model, tokenizer)
         else:
-            difference = export_gpt2(
-                folder, model, tokenizer, card, dtype, arguments.max_shard_size
-            )
+            difference = export_gpt2(folder, model, tokenizer, card, dtype)
         largest = logits_of(model).abs().max().item()
-        files = sorted(
-            path
-            for path in folder.iterdir()
-            if path.suffix in (".safetensors", ".gguf", ".onnx", ".data")
-        )
-        megabytes = sum(path.stat().st_size for path in files) / 1e6
-    names = files[0].name if len(files) == 1 else f"{files[0].name} and {len(files) - 1} more"
     form = f"plain {architecture_of(model).title}" if kind == "safetensors" else kind.upper()
     show(f"{out}: {source} as {form}, {arguments.dtype}")
-    show(f"  {names}, {megabytes:,.1f} MB")
     show(
         f"  opened again with {_READERS[kind]}: logits up to {largest:.3g} differ by at most "
         f"{difference:.2g}"
@@ -101,8 +86,6 @@ def run_export(arguments: Namespace) -> None:
             "  readers of GGUF compute the tanh form of GELU, this model has the exact one: "
             f"with theirs the logits differ by at most {as_gelu_new:.2g}"
         )
-    if tokenizer is None:
-        show(f"  no tokenizer: {source} has none")
 
 
 def add_import_nanogpt_arguments(parser: ArgumentParser) -> None:
@@ -140,7 +123,7 @@ def import_model(source: Path, out: Path, meta: Path | None, activation_function
     from nanogpt_hf.export.card import render_card
     from nanogpt_hf.export.model_folder import new_folder, write_model_folder
     from nanogpt_hf.export.nanogpt import load_nanogpt
-    from nanogpt_hf.model.architecture import count_parameters, padding_rows
+    from nanogpt_hf.model.architecture import count_parameters
 
     logging.disable_progress_bar()
     with new_folder(out) as folder:
@@ -149,16 +132,7 @@ def import_model(source: Path, out: Path, meta: Path | None, activation_function
         origin = "trained by nanoGPT and imported with nanogpt_hf"
         card = render_card(out.resolve().name, config, origin, facts=found.facts)
         write_model_folder(folder, config, found.weights, found.tokenizer.hf, card)
-    padding = padding_rows(config)
-    show(
-        f"{out}: a GPT-2 with {count_parameters(config):,} parameters ({config.num_hidden_layers} "
-        f"layers, {config.num_attention_heads} heads, {config.hidden_size} wide, "
-        f"{config.max_position_embeddings} positions, {config.vocab_size:,} tokens)"
-    )
-    for name, value in found.facts.items():
-        show(f"  {name}: {value}")
-    if padding > 0:
-        show(f"  left out: {padding} embedding rows that belong to no token")
+    show(f"{out}: a GPT-2 with {count_parameters(config):,} parameters")
     show(f"next: python cli.py sample {shlex.quote(str(out))}")
 
 
@@ -169,16 +143,7 @@ def import_data(source: Path, out: Path, meta: Path | None) -> None:
 
     with new_folder(out) as folder:
         manifest = import_bins(source, folder, meta)
-    show(
-        f"{out}: prepared data, {manifest.vocab_size:,} tokens in the vocabulary "
-        f"({manifest.recipe['tokenizer']})"
-    )
-    for name in ("train", "validation"):
-        facts = getattr(manifest, name)
-        show(
-            f"  {name:<10} {facts.documents:,} documents, {facts.tokens:,} tokens, "
-            f"{facts.bytes_per_token:.2f} bytes per token"
-        )
+    show(f"{out}: {manifest.train.tokens:,} tokens, {manifest.validation.tokens:,} to validate")
     knobs = {"dir": out, "source": source, "tokenizer": manifest.recipe["tokenizer"]}
     options = " ".join(f"--data.{knob} {shlex.quote(str(value))}" for knob, value in knobs.items())
     show(f"next: python cli.py pretrain RECIPE {options}")

@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import importlib.util
-import io
 import logging
 import sys
 from argparse import ArgumentParser, Namespace
@@ -147,9 +146,6 @@ def run_sample(arguments: Namespace) -> None:
         show_text(f"\n--- sample {i + 1} of {arguments.num_samples} ---\n{text}", end="\n")
 
 
-_HELP = "/reset clears the conversation, /quit exits"
-
-
 def add_chat_arguments(parser: ArgumentParser) -> None:
     _add_sampling_arguments(parser, 256)
     add_option(parser, "--system TEXT", "system message at the start of the conversation")
@@ -163,24 +159,14 @@ def show_note(note: str) -> None:
 def questions() -> Iterator[str]:
     """Lines from the terminal, with a prompt and a history, or from a pipe; no empty ones."""
     if not sys.stdin.isatty():
-        if isinstance(sys.stdin, io.TextIOWrapper):
-            sys.stdin.reconfigure(encoding="utf-8", errors="replace")
         yield from filter(None, map(str.strip, sys.stdin))
         return
     with contextlib.suppress(ImportError):  # Windows has none
         import readline  # noqa: F401  (input() then has line editing and a history)
-    while True:
-        try:
-            line = input("> ").encode(errors="replace").decode().strip()
-        except KeyboardInterrupt:
-            show(file=sys.stderr)
-            show_note("Ctrl-D or /quit exits")
-            continue
-        except EOFError:
-            show(file=sys.stderr)
-            return
-        if line:
-            yield line
+    with contextlib.suppress(EOFError):  # Ctrl-D
+        while True:
+            if line := input("> ").strip():
+                yield line
 
 
 class Chat:
@@ -220,7 +206,7 @@ class Chat:
             )
         stream, text, length = TextStream(self.tokenizer), "", 0
         limit = min(arguments.max_new_tokens, context - len(ids))
-        try:
+        with contextlib.suppress(KeyboardInterrupt):
             for (token,) in generate_tokens(
                 self.model,
                 ids,
@@ -234,12 +220,10 @@ class Chat:
                 new = stream.add(token)
                 text += new
                 show_text(new)
-        except KeyboardInterrupt:
-            length = -1
         rest = stream.end()
         show_text(rest, end="\n")
-        if length in (-1, limit):
-            show_note("interrupted" if length < 0 else f"cut off after {limit} tokens")
+        if length == limit:
+            show_note(f"cut off after {limit} tokens")
         self.messages = [*kept, {"role": "assistant", "content": text + rest}]
         self.answers += 1
 
@@ -264,7 +248,7 @@ def run_chat(arguments: Namespace) -> None:
         return
     chat = Chat(model.to(accelerator.device), tokenizer, arguments)
     if sys.stdin.isatty():
-        show_note(f"{_HELP}; Ctrl-C ends an answer")
+        show_note("/reset clears the conversation, /quit exits, Ctrl-C ends an answer")
     with _autocast(accelerator):
         for line in questions():
             if line == "/quit":
@@ -272,8 +256,6 @@ def run_chat(arguments: Namespace) -> None:
             if line == "/reset":
                 chat.reset()
                 show_note("the conversation was cleared")
-            elif line.startswith("/") and " " not in line:
-                show_note(f"{line}: no such command; {_HELP}")
             else:
                 chat.answer(line)
 
@@ -282,15 +264,6 @@ def add_serve_arguments(parser: ArgumentParser) -> None:
     _add_model_argument(parser)
     add_option(parser, "--host", "address to listen on", default="127.0.0.1")
     add_option(parser, "--port", "0 is a free one", type=bounded(int, 0, 65535), default=8000)
-
-
-def served_name(name: str) -> str:
-    """The name of a model in the API: that of its run or folder without the path, or its Hub id."""
-    path = Path(name)
-    if not path.is_dir():
-        return name
-    path = path.resolve()
-    return path.parent.name if path.name in ("best", "final") else path.name
 
 
 def run_serve(arguments: Namespace) -> None:
@@ -316,19 +289,13 @@ def run_serve(arguments: Namespace) -> None:
     with listen(arguments.host, arguments.port) as listener:
         model, tokenizer = open_model(arguments.model)
         precision = functools.partial(_autocast, accelerator)
-        name = served_name(arguments.model)
+        name = Path(arguments.model).name
         server = Server(name, model.to(accelerator.device), tokenizer, precision, arguments.host)
         host, port = listener.getsockname()[:2]
         if not is_loopback(arguments.host):
             _log.warning(
-                (
-                    "--host %s: all who can reach this machine can use the model; there is "
-                    "no password"
-                ),
-                host,
+                f"--host {host}: all who reach this machine can use the model; there is no password"
             )
-        url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-        _log.info(
-            "%s: the API is at %s/v1, the chat page at %s; Ctrl-C ends the server", name, url, url
-        )
+        url = f"http://{host}:{port}"
+        _log.info(f"{name}: the API is at {url}/v1, the chat page at {url}; Ctrl-C ends the server")
         server.run(sockets=[listener])

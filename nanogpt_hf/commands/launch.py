@@ -17,7 +17,6 @@ fsdp_activation_checkpointing, of the config's fsdp_config, without FSDP.
 
 import argparse
 import contextlib
-import json
 import logging
 import os
 import signal
@@ -33,11 +32,10 @@ from nanogpt_hf.console import show, show_end
 from nanogpt_hf.distributed.environment import check_accelerate_config, check_environment
 from nanogpt_hf.errors import EXIT_STOPPED, EXIT_USER_ERROR, UserError, did_you_mean, one_line
 
-# by option; the last is accelerate's, which passes it on with FSDP2 only
-_PASSED_ON = {
-    f"parallelism_config_{name}": "parallelism_config"
-    for name in ("pp_size", "pp_schedule", "ep_size", "ddp_comm_hook")
-} | {"fsdp_activation_checkpointing": "fsdp_config"}
+_OUR_OPTIONS = [
+    f"parallelism_config_{name}" for name in ("pp_size", "pp_schedule", "ep_size", "ddp_comm_hook")
+]
+_PASSED_ON = [*_OUR_OPTIONS, "fsdp_activation_checkpointing"]
 
 
 def run(words: list[str], commands: Collection[str]) -> int:
@@ -64,16 +62,7 @@ def run(words: list[str], commands: Collection[str]) -> int:
         statuses = {0: error.returncode}
     except ChildFailedError as error:
         statuses = {rank: failure.exitcode for rank, failure in error.failures.items()}
-    except (
-        ValueError,
-        TypeError,
-        AttributeError,
-        OSError,
-        ImportError,
-        AssertionError,
-        RuntimeError,
-    ) as error:
-        # about the config, before anything is started
+    except Exception as error:  # about the config, before anything is started
         raise UserError(f"accelerate launch: {one_line(error)}") from error
     return _status(statuses, stopped=bool(received))
 
@@ -88,17 +77,16 @@ def _parse(words: list[str], commands: Collection[str]) -> argparse.Namespace:
 
     parser = launch_command_parser()
     parser.error = _refuse
-    for name in list(_PASSED_ON)[:-1]:
+    for name in _OUR_OPTIONS:
         parser.add_argument(f"--{name}")
     arguments = parser.parse_args(words)
     default = default_config_file if os.path.isfile(default_config_file) else None
     file = arguments.config_file or default
     settings = _read_config(file, vars(arguments)) if file else {}
     given = getattr(arguments, "nondefault", ())
-    for name, section in _PASSED_ON.items():
-        stated = settings.get(section) or {}
-        stated = {name: stated.get(name.removeprefix("fsdp_"))} | stated
-        value = vars(arguments)[name] if name in given else stated[name]
+    stated = (settings.get("parallelism_config") or {}) | (settings.get("fsdp_config") or {})
+    for name in _PASSED_ON:
+        value = vars(arguments)[name] if name in given else stated.get(name)
         if value is not None:
             os.environ[name.upper()] = str(value)
     if not (arguments.cpu or settings.get("use_cpu")):
@@ -159,16 +147,11 @@ def _pass_signals_on() -> list[int]:
 def _read_config(file: str, options: Collection[str]) -> dict[str, Any]:
     """The settings of an accelerate config. Raises UserError if it has none, or wrong ones."""
     try:
-        text = Path(file).read_text(encoding="utf-8")
-        settings = json.loads(text) if file.endswith(".json") else yaml.safe_load(text)
+        settings = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+        if not isinstance(settings, dict):
+            raise ValueError("expected an accelerate config, such as accelerate_configs/cpu.yaml")
     except (OSError, ValueError, yaml.YAMLError) as error:
-        reason = getattr(error, "strerror", None) or one_line(error)
-        raise UserError(f"cli.py launch: --config_file {file}: cannot be read: {reason}") from None
-    if not isinstance(settings, dict):
-        raise UserError(
-            f"cli.py launch: --config_file {file}: holds no settings; expected an accelerate "
-            "config, such as accelerate_configs/cpu.yaml"
-        )
+        raise UserError(f"--config_file {file}: cannot be read: {one_line(error)}") from None
     check_accelerate_config(file, settings, options)
     return settings
 

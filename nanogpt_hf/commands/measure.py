@@ -47,23 +47,17 @@ def run_compare(arguments: Namespace) -> None:
         _make_reference(folders, arguments.make_reference)
         return
     configs, events = {}, {}
-    short = [folder.path.resolve().name for folder in folders]
-    names = short if len({*short}) == len(short) else [str(folder.path) for folder in folders]
-    for name, folder in zip(names, folders, strict=True):
+    for folder in folders:
+        name = str(folder.path)
         configs[name], events[name] = load_config(folder.recipe), read_metrics(folder)
         if not events[name]:
             raise UserError(
-                f"{folder.path}: metrics.jsonl holds no event yet; wait for the first evaluation"
+                f"{name}: metrics.jsonl holds no event yet; wait for the first evaluation"
             )
     same_tokens = len({_tokens_of(config) for config in configs.values()}) == 1
     metric = "val/loss" if same_tokens else "val/bits_per_byte"
     runs = {name: summarize(run_events, metric) for name, run_events in events.items()}
     show(compare_runs(runs, metric))
-    if not same_tokens:
-        show("\nthe tokenizers differ, so the runs are compared by bits per byte")
-    datas = [config.data for config in configs.values()]
-    if len({(source_text(data), data.format, data.validation_split) for data in datas}) > 1:
-        show("\nthe validation texts differ, so the losses are of different texts")
     knobs = compare_recipes(configs)
     if len(folders) > 1:
         rows = [["knob", *configs], *([key, *values.values()] for key, values in knobs.items())]
@@ -93,21 +87,14 @@ def _make_reference(folders: list[RunFolder], output: Path) -> None:
 
     reference = make_reference(folders, output.stem)
     write_json(output, {key: value for key, value in asdict(reference).items() if value})
-    step, mean, low, high = (reference.curve[side][-1] for side in ("step", "mean", "low", "high"))
-    show(
-        f"{output}: {len(folders)} seeds; at step {step:,} the validation loss is {mean:.4f} on "
-        f"average, and the band {low:.4f} to {high:.4f}"
-    )
+    low, high = (reference.curve[side][-1] for side in ("low", "high"))
+    show(f"{output}: {len(folders)} seeds; the band ends at {low:.4f} to {high:.4f}")
 
 
 def _tokens_of(config: Config) -> object:
     """What is equal for runs that predict tokens of one tokenizer; `char` and `bpe` differ with the
     text.
     """
-    from nanogpt_hf.reports.reference import text_facts
-
-    if facts := text_facts(config):
-        return facts["tokenizer_hash"]
     data = config.data
     made_from = source_text(data) if data.tokenizer in ("char", "bpe") else ""
     return data.tokenizer, data.vocab_size, made_from

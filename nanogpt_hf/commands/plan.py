@@ -106,13 +106,10 @@ def run_estimate(arguments: Namespace, overrides: Overrides) -> None:
 
 
 def _check_options(arguments: Namespace) -> None:
-    """Raises UserError for options that need --gpus, or GPUs that fill no machines."""
+    """Raises UserError for GPUs that fill no machines, or are not in the table."""
     if arguments.gpus is None:
-        for option in ("gpu", "network", "write_config"):
-            if getattr(arguments, option) is not None:
-                raise UserError(
-                    f"--{option.replace('_', '-')}: only with --gpus, which proposes a layout"
-                )
+        if arguments.write_config:
+            raise UserError("--write-config: only with --gpus, which proposes a layout")
         return
     if arguments.gpus > arguments.per_machine and arguments.gpus % arguments.per_machine:
         raise UserError(
@@ -126,13 +123,6 @@ def _check_options(arguments: Namespace) -> None:
             f"--gpu {arguments.gpu}: not in the table of GPUs, "
             f"{', '.join(GPUS)}{did_you_mean(arguments.gpu, GPUS)}"
         )
-    if (path := arguments.write_config) and path.is_file():
-        from nanogpt_hf.planning.placement import WRITTEN
-
-        if WRITTEN.encode() not in path.read_bytes()[:100]:
-            raise UserError(
-                f"--write-config {path}: exists, and `estimate` did not write it; name another file"
-            )
 
 
 def _proposal(arguments: Namespace, config: Config, base: "PreTrainedConfig | None") -> "Proposal":

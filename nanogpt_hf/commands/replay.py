@@ -55,7 +55,7 @@ def run_verify(arguments: Namespace) -> int:
     from nanogpt_hf.data.prepared import check_prepared, require_manifest
     from nanogpt_hf.replay import verify
     from nanogpt_hf.reports.page import write_report
-    from nanogpt_hf.runs.provenance import read_starts, record_verification
+    from nanogpt_hf.runs.provenance import record_verification
 
     config = verify.recipe_of(folder)
     verify.check_repeatable(folder, config, mesh)
@@ -76,12 +76,6 @@ def run_verify(arguments: Namespace) -> int:
                 found = verify.first_difference(repeated, folder, last)
             if found:
                 step, lines = found
-                starts = [start.get("step", 0) for start in read_starts(folder)]
-                if resumed := [at for at in starts if step <= at < last]:
-                    lines.append(
-                        f"the run was resumed at step {resumed[-1]:,}, and recipe.yaml is that of "
-                        "its last start: knobs that changed then explain differences before it"
-                    )
                 differs = "\n  ".join([f"step {step:,}: differs", *lines])
                 break
             say(f"steps {text}: equal")

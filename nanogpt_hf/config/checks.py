@@ -225,11 +225,6 @@ def _hub_rules(config: Config) -> Rules:
         hub.repo is not None and not REPO_ID.fullmatch(hub.repo),
         f"expected user/name, got {hub.repo!r:.80}",
     )
-    yield (
-        "hub.license",
-        hub.license is not None and not re.fullmatch(r"[a-z0-9][a-z0-9.-]*", hub.license),
-        f"expected the Hub's name of a license, such as mit, got {hub.license!r:.80}",
-    )
 
 
 def _rl_rules(config: Config) -> Rules:

@@ -21,11 +21,9 @@ CHANGING += tuple(key for key in KNOBS if key.startswith("optim.") and key not i
 _WEIGHT = Knob("weight", int | float, None, "", 0, None)
 _KEYS = {
     "at": Knob("at", int, None, "steps before the stage", 1, None),
-    "name": Knob("name", str, None, "for plots", None, None),
     _WEIGHTS: Knob(_WEIGHTS, dict[str, Any], None, "", None, None),
 } | {key: KNOBS[key] for key in CHANGING}
 _EXAMPLE = "{at: 1000, optim.learning_rate: 1e-4}"
-_LONGEST_NAME = 24  # characters, in a plot
 
 
 class Stage(NamedTuple):
@@ -49,10 +47,8 @@ def read_stages(entries: list[Any]) -> list[dict[str, Any]]:
         at = stage["at"]
         if at <= last:
             raise ValueError(f"entry {number}: at {at} is not after at {last} of the one before")
-        if not any(stage[key] != {} for key in stage.keys() - {"at", "name"}):
+        if not any(stage[key] != {} for key in stage.keys() - {"at"}):
             raise ValueError(f"entry {number}: at {at}: changes no knob, as in {_EXAMPLE}")
-        if not 0 < len(stage.get("name", "-")) <= _LONGEST_NAME:
-            raise ValueError(f"entry {number}: name: expected 1 to {_LONGEST_NAME} characters")
         for name, weight in stage.get(_WEIGHTS, {}).items():
             try:
                 stage[_WEIGHTS][name] = convert(_WEIGHT, weight)
@@ -79,8 +75,7 @@ def stages_of(config: Config) -> list[Stage]:
         changes += [f"weight of {name} {weight}" for name, weight in (weights or {}).items()]
         now = replace(replace_knobs(now, values), whole=whole, begins=entry["at"])
         stages[-1] = stages[-1]._replace(last=entry["at"])
-        name = entry.get("name", f"stage {number}")
-        stages.append(Stage(name, entry["at"], last, now, ", ".join(changes)))
+        stages.append(Stage(f"stage {number}", entry["at"], last, now, ", ".join(changes)))
     return stages
 
 

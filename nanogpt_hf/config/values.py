@@ -4,7 +4,6 @@ import argparse
 import contextlib
 import math
 import re
-import reprlib
 from collections.abc import Callable
 from types import NoneType
 from typing import Any
@@ -13,9 +12,6 @@ import yaml
 
 from nanogpt_hf.config.schema import LARGEST, Knob, kind_options
 from nanogpt_hf.errors import did_you_mean, one_line
-
-SHORT = reprlib.Repr()  # for wrong values, which may be long
-SHORT.maxlevel, SHORT.maxlist, SHORT.maxdict, SHORT.maxstring, SHORT.maxother = 2, 3, 3, 80, 80
 
 
 class RecipeLoader(yaml.SafeLoader):
@@ -47,8 +43,8 @@ def parse_flow_list(text: str) -> list[Any]:
     """
     try:
         return yaml.load(f"[{text}]", Loader=RecipeLoader)
-    except (yaml.YAMLError, RecursionError) as error:
-        raise ValueError(one_line(str(getattr(error, "problem", error)))) from None
+    except yaml.YAMLError as error:
+        raise ValueError(one_line(error)) from None
 
 
 # Readers of one type each: text, or a list, mapping or None from YAML, to a value of the type. What
@@ -158,8 +154,8 @@ def convert(knob: Knob, value: Any) -> Any:
         literals = ", ".join(option for option in options if isinstance(option, str))
         expected = [_READERS[kind][0] for kind in kinds if kind is not NoneType]
         expected = " or ".join(filter(None, [*expected, literals]))
-        got = "nothing" if value is None else SHORT.repr(value)
-        raise ValueError(f"expected {expected}, got {got}")
+        got = "nothing" if value is None else repr(value)
+        raise ValueError(f"expected {expected}, got {got:.80}")
     if result is None:
         return "" if knob.default == "" else None
     high = LARGEST if knob.high is None and isinstance(result, int) else knob.high

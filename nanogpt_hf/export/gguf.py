@@ -66,7 +66,7 @@ _ESCAPES = str.maketrans({"\n": r"\n", "\r": r"\r", "\t": r"\t", "\\": r"\\"})
 def export_gguf(
     folder: Path,
     model: transformers.PreTrainedModel,
-    tokenizer: transformers.PreTrainedTokenizerBase | None,
+    tokenizer: transformers.PreTrainedTokenizerBase,
     dtype: str,
 ) -> tuple[float, float | None]:
     """Write `model` as GGUF with config.json, tokenizer and Modelfile, and read it again.
@@ -80,10 +80,6 @@ def export_gguf(
     plain: Any = architecture_of(model).standard_config(model.config)
     name = plain.model_type
     _check_format(plain, model)
-    if tokenizer is None:
-        raise UserError(
-            "--format gguf: a GGUF file contains the tokenizer, and this model has none"
-        )
     cast_to, matrix_type, file_type = _TYPES[dtype]
     original = logits_of(model)
     cast_weights(model, cast_to)  # raises if a weight is too large

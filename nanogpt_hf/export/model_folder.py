@@ -20,8 +20,6 @@ from nanogpt_hf.model.architecture import architecture_of
 from nanogpt_hf.place import filled_folder, is_vacant, replaced_folder
 from nanogpt_hf.runs.state import TrainState
 
-MAX_SHARD_SIZE = "5GB"  # per file; larger models are split and get an index
-
 
 def save_trained(
     folder: Path,
@@ -58,13 +56,12 @@ def write_model_folder(
     weights: dict[str, Tensor],
     tokenizer: transformers.PreTrainedTokenizerBase | None,
     card: str | None,
-    max_shard_size: str = MAX_SHARD_SIZE,
 ) -> None:
     """Write `weights` (our names, dtype unchanged) as plain GPT-2 into `folder`, with tokenizer
     and card if given; of an adapter, which has no weights of its own here, those alone.
     """
     if weights:
-        architecture_of(config).write_model(folder, config, weights, max_shard_size)
+        architecture_of(config).write_model(folder, config, weights)
     if tokenizer is not None:
         tokenizer.model_max_length = config.max_position_embeddings
         save_tokenizer(tokenizer, folder)
@@ -135,10 +132,9 @@ def max_difference(logits: Tensor, original: Tensor, exact: bool) -> float:
 def export_gpt2(
     folder: Path,
     model: transformers.PreTrainedModel,
-    tokenizer: transformers.PreTrainedTokenizerBase | None,
+    tokenizer: transformers.PreTrainedTokenizerBase,
     card: str | None,
     dtype: torch.dtype = torch.float32,
-    max_shard_size: str = MAX_SHARD_SIZE,
 ) -> float:
     """Write `model` as plain GPT-2, load it with transformers alone, and return the largest
     difference of the logits.
@@ -147,7 +143,7 @@ def export_gpt2(
     """
     original = logits_of(model)
     weights = cast_weights(model, dtype)
-    write_model_folder(folder, model.config, weights, tokenizer, card, max_shard_size)
+    write_model_folder(folder, model.config, weights, tokenizer, card)
     opened = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, trust_remote_code=False
     )

@@ -35,7 +35,7 @@ class _LogitsOnly(torch.nn.Module):
 def export_onnx(
     folder: Path,
     model: transformers.PreTrainedModel,
-    tokenizer: transformers.PreTrainedTokenizerBase | None,
+    tokenizer: transformers.PreTrainedTokenizerBase,
 ) -> float:
     """Write `model` as an ONNX graph with config.json and tokenizer, and run it with onnxruntime.
 
@@ -73,8 +73,7 @@ def export_onnx(
     finally:
         registration.setLevel(level)
     architecture_of(config).standard_config(config).save_pretrained(folder)
-    if tokenizer is not None:
-        save_tokenizer(tokenizer, folder)
+    save_tokenizer(tokenizer, folder)
 
     session = onnxruntime.InferenceSession(folder / FILE, providers=["CPUExecutionProvider"])
     ids = fixed_input(config)

@@ -219,7 +219,6 @@ class Architecture(ConfigFields):
         folder: Path,
         config: Any,
         weights: dict[str, torch.Tensor],
-        max_shard_size: str,
     ) -> None:
         """Write `weights` (in the dtype they have) as what they are: a model of transformers."""
         with torch.device("meta"):
@@ -231,7 +230,7 @@ class Architecture(ConfigFields):
         for name in [name for name, parameter in named if id(parameter) in padded]:
             if name in weights:
                 weights = weights | {name: weights[name][: config.vocab_size].contiguous()}
-        model.save_pretrained(folder, state_dict=weights, max_shard_size=max_shard_size)
+        model.save_pretrained(folder, state_dict=weights)
 
     def standard_config(self, config: Any) -> PreTrainedConfig:
         """The config of the standard transformers model: without rows that pad the vocabulary."""

@@ -60,12 +60,11 @@ class GPT2Architecture(Architecture):
         folder: Path,
         config: GPTConfig,
         weights: dict[str, torch.Tensor],
-        max_shard_size: str,
     ) -> None:
         """Write `weights` (our names, in the dtype they have) as a plain GPT-2."""
         with torch.device("meta"):
             model = GPTForCausalLM(config)
-        model.save_pretrained(folder, state_dict=weights, max_shard_size=max_shard_size)
+        model.save_pretrained(folder, state_dict=weights)
 
     def standard_config(self, config: GPTConfig) -> GPT2Config:
         return config.to_gpt2()

@@ -14,8 +14,6 @@ from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import UserError, one_line
 from nanogpt_hf.model.recompute import level_of
 
-WRITTEN = "written by `estimate`"  # in the first line, so that no other file is replaced
-
 
 @dataclass(frozen=True)
 class Placement:
@@ -230,7 +228,7 @@ def _true(value: object) -> bool:
 
 
 _CONFIG = """\
-# {name}: {written}
+# {name}: written by `estimate`
 compute_environment: LOCAL_MACHINE
 distributed_type: {kind}
 num_machines: {machines}
@@ -279,7 +277,6 @@ def config_text(place: Placement) -> str:
     return text.format(
         place=place,
         name=place.name,
-        written=WRITTEN,
         kind=kind,
         precision="'no'" if place.precision == "no" else place.precision,
         on_cpu=str(place.on_cpu).lower(),

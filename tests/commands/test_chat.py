@@ -3,9 +3,7 @@
 import io
 import os
 import select
-import signal
 import sys
-import time
 
 import pytest
 from transformers import AutoTokenizer
@@ -113,7 +111,7 @@ def test_too_long_question_is_refused_and_chat_continues(talk, scripted, ids_of)
 def test_interrupted_answer_is_kept_in_part(talk, scripted, ids_of):
     calls = scripted([*ids_of("Ye"), KeyboardInterrupt], ids_of("No."))
     out, err = talk("A?", "B?")
-    assert (out, err) == ("Ye\nNo.\n", "(interrupted)\n")
+    assert (out, err) == ("Ye\nNo.\n", "")
     assert calls[1][0] == ids_of(
         "### User:\nA?\n\n### Assistant:\nYe<|endoftext|>### User:\nB?\n\n### Assistant:\n"
     )
@@ -121,7 +119,7 @@ def test_interrupted_answer_is_kept_in_part(talk, scripted, ids_of):
 
 @pytest.mark.long
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no pseudo-terminals")
-def test_chat_in_terminal_handles_ctrl_c_and_ctrl_d(chat_model):
+def test_chat_in_a_terminal_ends_at_ctrl_d(chat_model):
     import pty
 
     leader, follower = pty.openpty()
@@ -137,11 +135,7 @@ def test_chat_in_terminal_handles_ctrl_c_and_ctrl_d(chat_model):
         output = output[output.index(text) + len(text) :]
 
     try:
-        wait_for(b"/quit exits; Ctrl-C ends an answer")
-        wait_for(b"> ")
-        time.sleep(1)  # a signal between prompt and read is only handled at the next key
-        os.kill(process.pid, signal.SIGINT)  # what a terminal sends on Ctrl-C
-        wait_for(b"(Ctrl-D or /quit exits)")
+        wait_for(b"/quit exits, Ctrl-C ends an answer")
         wait_for(b"> ")
         os.write(leader, b"\x04")
         assert process.wait(60) == 0

@@ -31,20 +31,20 @@ def test_compare_prints_table_and_differences_and_plots(write_run, compare, tmp_
     out = compare(*runs, "--json", str(tmp_path / "compare.json"))
     head, one, other = (line.split() for line in out.splitlines()[:3])
     assert " ".join(head) == "run steps tokens time tokens/s best val/loss at step last"
-    assert one[:6] == ["one", "60", "7,680", "2", "min", "0"]
-    assert other[:3] == ["other", "40", "5,120"]
+    assert one[:6] == [runs[0], "60", "7,680", "2", "min", "0"]
+    assert other[:3] == [runs[1], "40", "5,120"]
     assert one[-2] == "60"
     assert float(one[-1]) == pytest.approx(1.43, abs=0.05)
     differing = out.partition("the recipes differ in\n")[2].partition("\n\n")[0].splitlines()
     assert [line.split() for line in differing] == [
-        ["knob", "one", "other"],
+        ["knob", *runs],
         ["optim.learning_rate", "0.01", "0.005"],
     ]
     assert out.count("no reference: ") == 2
     tree = json.loads((tmp_path / "compare.json").read_text())
     found = [(run["steps"], run["verdict"]) for run in tree["runs"].values()]
     assert found == [(60, "none"), (40, "none")]
-    assert tree["knobs"] == {"optim.learning_rate": {"one": "0.01", "other": "0.005"}}
+    assert tree["knobs"] == {"optim.learning_rate": dict(zip(runs, ("0.01", "0.005"), strict=True))}
     assert f"plot: {tmp_path / 'compare.png'}" in out
     assert image.imread(tmp_path / "compare.png")[..., :3].std() > 0.05
 
@@ -54,12 +54,9 @@ def test_other_tokenizers_are_compared_by_bits_per_byte(write_run, compare, text
     text.write_text(text_file.read_text().upper())
     out = compare(write_run("one"), write_run("other", data__source=str(text)))
     assert "best val/bits_per_byte" in out
-    assert "the tokenizers differ, so the runs are compared by bits per byte" in out
-    assert "the validation texts differ, so the losses are of different texts" in out
     bpe = {"data__tokenizer": "bpe"}
     out = compare(*(write_run(f"bpe-{size}", **bpe, data__vocab_size=size) for size in (270, 300)))
     assert "best val/bits_per_byte" in out
-    assert "validation texts" not in out
 
 
 @pytest.mark.long
@@ -68,7 +65,7 @@ def test_make_reference_and_verdict(write_run, compare, tmp_path, capsys, monkey
     path = tmp_path / "tiny.json"
     seeds = [write_run(f"seed_{seed}", train__seed=seed) for seed in range(4)]
     assert main(["compare", *seeds, "--make-reference", str(path)]) == 0
-    assert "4 seeds; at step 60 the validation loss is" in capsys.readouterr().out
+    assert "4 seeds; the band ends at 1.3" in capsys.readouterr().out
     assert not (tmp_path / "compare.png").exists()
     out = compare(write_run("fifth", train__seed=9))
     assert "fifth: normal: inside the band of 4 reference runs of tiny" in out

@@ -46,10 +46,8 @@ def test_import_checkpoint_and_sample(capsys, nanogpt):
     files = nanogpt / "out/ckpt.pt", out, nanogpt / "data/meta.pkl"
     status, output, _ = run(capsys, "import-nanogpt {} {} --meta {}", *files)
     assert status == 0
-    assert output.splitlines()[-4:] == [
-        f"{out}: a GPT-2 with 952 parameters (1 layers, 2 heads, 8 wide, 16 positions, 4 tokens)",
-        "  trained with: nanoGPT",
-        "  steps: 7",
+    assert output.splitlines()[-2:] == [
+        f"{out}: a GPT-2 with 952 parameters",
         f"next: python cli.py sample {out}",
     ]
     assert [path.name for path in out.parent.iterdir()] == ["model"]
@@ -64,8 +62,7 @@ def test_import_data_and_pretrain_on_it(capsys, nanogpt, write_recipe):
     out = nanogpt / "prepared"
     status, output, _ = run(capsys, "import-nanogpt {} {}", nanogpt / "data", out)
     assert status == 0
-    assert "  train      1 documents, 400 tokens, 1.00 bytes per token\n" in output
-    assert "  validation 1 documents, 100 tokens, 1.00 bytes per token\n" in output
+    assert f"{out}: 400 tokens, 100 to validate\n" in output
     options = output.splitlines()[-1].removeprefix("next: python cli.py pretrain RECIPE ").split()
     assert options == argv(
         "--data.dir {} --data.source {} --data.tokenizer char", out, nanogpt / "data"

@@ -122,8 +122,3 @@ def test_dry_run_prints_sizes_and_writes_nothing(capsys, tmp_path, monkeypatch, 
     assert "tokens per step: 491,520" in out
     assert "learning_rate: 0.0006" in out
     assert not list(tmp_path.iterdir())
-
-
-def test_command_that_writes_alone_runs_in_a_pod_of_a_cluster(monkeypatch, refused):
-    monkeypatch.setenv("WORLD_SIZE", "2")  # without the LOCAL_RANK that a launcher sets
-    assert "no such run folder" in refused("compare", "runs/one")

@@ -11,7 +11,6 @@ import sys
 import pytest
 
 from forked import Forked
-from nanogpt_hf.commands.generate import served_name
 
 needs_server = pytest.mark.skipif(
     importlib.util.find_spec("uvicorn") is None, reason="the extra `serve` is missing"
@@ -29,14 +28,6 @@ def test_a_port_that_is_taken_and_an_unknown_host_are_refused(refused, letter_mo
     assert "--port" in line
     line = refused("serve", letter_model, "--host", "no.such.host.invalid", "--port", 0)
     assert "no.such.host.invalid" in line
-
-
-def test_the_name_of_a_model_has_no_path(tmp_path):
-    for name in ("run/best", "model"):
-        (tmp_path / name).mkdir(parents=True)
-    assert served_name(f"{tmp_path}/run/best") == served_name(f"{tmp_path}/run/") == "run"
-    assert served_name(str(tmp_path / "model")) == "model"
-    assert served_name("ada/gpt") == "ada/gpt"
 
 
 @pytest.mark.long

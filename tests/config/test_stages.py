@@ -20,7 +20,7 @@ from nanogpt_hf.data.blocks import MixedBlocks, TokenBlocks, TokenStream
 SOURCES = [{"source": "a.txt", "weight": 3}, {"source": "b.txt", "weight": 0}]
 STAGES = [
     {"at": "40", "weights": {"b": "0.5"}, "train.tokens_per_step": 512},
-    {"at": 80, "name": "decay", "data.block_size": 32, "optim.schedule": "wsd"},
+    {"at": 80, "data.block_size": 32, "optim.schedule": "wsd"},
 ]
 KNOBS = {
     "data.source": SOURCES,
@@ -59,7 +59,7 @@ def test_recipe_at_a_step_has_the_knobs_of_all_stages_before(config):
     assert stage_lines(config) == [
         "stage 1: steps 1 to 40, 10,240 tokens",
         "stage 2: steps 41 to 80, 20,480 tokens: train.tokens_per_step 256 -> 512, weight of b 0.5",
-        "decay: steps 81 to 100, 10,240 tokens: data.block_size 16 -> 32, "
+        "stage 3: steps 81 to 100, 10,240 tokens: data.block_size 16 -> 32, "
         "optim.schedule cosine -> wsd",
     ]
 

@@ -242,7 +242,6 @@ WINDOWS = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers":
     ("model", "tokenizer", "value"),
     [
         (make(activation_function="relu"), TOKENIZER, "relu"),
-        (make(), None, "tokenizer"),
         (make(vocab_size=5), TOKENIZER, "6 tokens"),
         (make(), WHOLE_WORD, "byte-level BPE"),
         (decoder("olmo2"), TOKENIZER, "olmo2 is not supported"),

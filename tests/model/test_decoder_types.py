@@ -35,7 +35,7 @@ def test_type_of_the_table(architecture, tmp_path):
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(twin[name].requires_grad)
     row = architecture_of(model)
-    row.write_model(tmp_path, model.config, model.state_dict(), "1GB")
+    row.write_model(tmp_path, model.config, model.state_dict())
     standard = AutoModelForCausalLM.from_pretrained(tmp_path).train()
     if experts_of(standard):
         standard.set_experts_implementation("eager")

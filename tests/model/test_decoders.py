@@ -76,7 +76,7 @@ def test_loss_and_gradients_are_those_of_transformers(
 def test_saved_folder_opens_in_transformers(architecture, tmp_path):
     model = model_of(architecture, n_kv_head=2).eval()
     row = architecture_of(model)
-    row.write_model(tmp_path, model.config, model.state_dict(), "1GB")
+    row.write_model(tmp_path, model.config, model.state_dict())
     standard = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert type(standard) is not type(model)
     assert type(standard).__name__ == type(model).__name__ == standard.config.architectures[0]
@@ -232,7 +232,7 @@ def test_padded_vocabulary_is_never_predicted_or_saved(
     loss.backward()
     assert not head.grad[VOCAB:].any()
     assert model(ids).logits.shape[-1] == VOCAB
-    architecture_of(model).write_model(tmp_path, model.config, model.state_dict(), "1GB")
+    architecture_of(model).write_model(tmp_path, model.config, model.state_dict())
     standard = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert len(standard.get_output_embeddings().weight) == standard.config.vocab_size == VOCAB
     assert not hasattr(standard.config, "padded_vocab_size")

@@ -153,7 +153,7 @@ def test_adapters_of_decoders_open_with_peft(architecture, tmp_path):
     )
     base = build_model(build_config(section, 20), seed=0)
     row = architecture_of(base)
-    row.write_model(tmp_path / "base", base.config, base.state_dict(), "1GB")
+    row.write_model(tmp_path / "base", base.config, base.state_dict())
     lora = LoraSection(rank=3, targets=list(row.lora_targets(base.config)))
     model = base_with_adapters(tmp_path / "base", lora)
     linear = [m for m in row.blocks(base).modules() if isinstance(m, torch.nn.Linear)]

@@ -112,7 +112,6 @@ def test_output_has_no_secret(trained, write_recipe, tmp_path, capsys, caplog):
     for arguments, status in (
         (["prepare", recipe], 2),
         (["prepare", recipe, "--data.source", "http://u53r:pa55word@127.0.0.1:x/"], 2),
-        (["prepare", recipe, "--hub.license", URL], 2),
         (["pretrain", recipe, "--dry-run"], 0),
         (["pretrain", recipe, f"--{URL}"], 2),
         (["sample", URL], 2),
