@@ -87,12 +87,14 @@ def test_processes_share_the_allowed_cores(monkeypatch, default, processes, thre
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     """A run folder whose last start had 1 thread, on a machine of 4 cores; nothing stated."""
-    (tmp_path / "machine.json").write_text('{"starts": [{"threads": 2}, {"threads": 1}]}')
+    run = RunFolder(tmp_path)
+    for threads in ("2", "1"):
+        add_start(run, {"fingerprint": fingerprint(torch.device("cpu")) | {"threads": threads}})
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr("nanogpt_hf.runs.provenance.allowed_cores", lambda: 4)
     before = torch.get_num_threads()
     torch.set_num_threads(3)
-    yield RunFolder(tmp_path)
+    yield run
     torch.set_num_threads(before)
 
 
@@ -109,12 +111,11 @@ def test_resume_keeps_the_number_of_threads_unless_one_is_stated(
 
 def test_changed_fingerprint_is_one_line_with_its_parts(run, caplog):
     now = fingerprint(torch.device("cpu"))
-    start = {"threads": torch.get_num_threads(), "fingerprint": now | {"id": "0", "numpy": "1.0"}}
-    add_start(run, start)
+    add_start(run, {"fingerprint": now | {"id": "0", "numpy": "1.0"}})
     continue_on(run, torch.device("cpu"), 1)
     (line,) = caplog.messages
     assert f"id 0 -> {now['id']}, numpy 1.0 -> {now['numpy']}: losses will agree" in line
     caplog.clear()
-    add_start(run, start | {"fingerprint": now})
+    add_start(run, {"fingerprint": now})
     continue_on(run, torch.device("cpu"), 1)
     assert caplog.messages == []

@@ -9,7 +9,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from typing import Any, cast
 
 import torch
 from transformers import (
@@ -21,6 +20,7 @@ from transformers import (
 
 from nanogpt_hf.bench.clock import WARM_STEPS, Workload, synchronize, time_of
 from nanogpt_hf.config.sources import has_conversations
+from nanogpt_hf.distributed.accelerate_config import requested_machine
 from nanogpt_hf.distributed.accelerator import prepared_blocks
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.model.architecture import architecture_of
@@ -81,17 +81,14 @@ def bare_step(work: Workload) -> Callable[[], None]:
 
 
 def pairs_with_bare(work: Workload, windows: int, steps: int) -> list[Pair]:
-    """Time both alternately, `steps` of each per window; the order changes with each window."""
+    """Time both alternately, `steps` of each per window."""
     device, theirs = work.run.accelerator.device, bare_step(work)
     for _ in range(WARM_STEPS):
         theirs()
         work.step()
-    pairs = []
-    for window in range(windows):
-        first, second = (work.step, theirs) if window % 2 else (theirs, work.step)
-        pair = time_of(device, first, steps), time_of(device, second, steps)
-        pairs.append(pair if window % 2 else pair[::-1])
-    return pairs
+    return [
+        (time_of(device, work.step, steps), time_of(device, theirs, steps)) for _ in range(windows)
+    ]
 
 
 class _Rows(torch.utils.data.IterableDataset):
@@ -167,12 +164,7 @@ def pairs_with_trainer(work: Workload, windows: int, steps: int) -> list[Pair]:
             max_grad_norm=config.optim.max_grad_norm,
             bf16=accelerator.mixed_precision == "bf16",
             use_cpu=accelerator.device.type == "cpu",
-            torch_compile=any(
-                block._compiled_call_impl
-                for block in architecture.blocks(
-                    cast(Any, accelerator.unwrap_model(work.run.model))
-                )
-            ),
+            torch_compile=requested_machine().compiles,
             logging_strategy="no",
             save_strategy="no",
             logging_nan_inf_filter=False,  # it would read the loss of each step

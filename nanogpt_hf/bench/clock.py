@@ -2,7 +2,6 @@
 bytes that collectives send, which do not depend on how busy a machine is.
 """
 
-import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -18,13 +17,11 @@ from accelerate.utils import gather
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from nanogpt_hf.config.names import GPT2_VOCAB_SIZE
 from nanogpt_hf.config.schema import Config, DataSection, ModelSection, TrainSection
 from nanogpt_hf.data.blocks import TokenBlocks, TokenStream
 from nanogpt_hf.data.manifest import find_manifest
 from nanogpt_hf.data.prepared import PreparedData, load_prepared
 from nanogpt_hf.data.tokenizer import known_vocab_size
-from nanogpt_hf.errors import DataError
 from nanogpt_hf.optim.optimizer import learning_rate_at
 from nanogpt_hf.planning.transfers import all_gather_bytes, all_reduce_bytes
 from nanogpt_hf.training.run import Run
@@ -98,13 +95,6 @@ def warm_up(work: Workload) -> int:
     seconds = min(time_of(device, work.step) for _ in range(WARM_STEPS))
     slowest = torch.as_tensor(gather(torch.tensor([seconds], device=device))).max().item()
     return max(1, min(_WINDOW_STEPS, round(_WINDOW_SECONDS / slowest)))
-
-
-def profiler(device: torch.device) -> torch.profiler.profile:
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    if device.type == "cuda":
-        activities.append(torch.profiler.ProfilerActivity.CUDA)
-    return torch.profiler.profile(activities=activities, acc_events=True)  # else torch 2.11 warns
 
 
 # operations of c10d and of its functional form, by the beginning of their names
@@ -197,21 +187,11 @@ def small_config(name: str, world_size: int) -> Config:
     )
 
 
-def vocab_size_of(config: Config) -> int:
-    """Tokens of the prepared data, or of the recipe's tokenizer; as many as GPT-2's if neither
-    can be read.
-    """
-    manifest = None
-    with contextlib.suppress(DataError):  # reported when the data is opened
-        manifest = find_manifest(config.data)
-    with contextlib.suppress(DataError):
-        return known_vocab_size(config.data, manifest)[0]
-    return GPT2_VOCAB_SIZE
-
-
 def synthetic_data(config: Config, vocab_size: int | None = None) -> SyntheticData:
-    """Enough random tokens for a few steps of `config`."""
-    vocab_size = vocab_size or vocab_size_of(config)
+    """Enough random tokens for a few steps of `config`, of the prepared data's or its tokenizer's
+    vocabulary if none is given.
+    """
+    vocab_size = vocab_size or known_vocab_size(config.data, find_manifest(config.data))[0]
     stream = synthetic_tokens(
         vocab_size, 4 * max(config.train.tokens_per_step, config.data.block_size) + 1
     )

@@ -10,9 +10,7 @@ from nanogpt_hf.bench import baselines
 from nanogpt_hf.bench.clock import (
     Workload,
     communicated_bytes,
-    profiler,
     spread,
-    synchronize,
     time_of,
     warm_up,
 )
@@ -118,10 +116,8 @@ def compare_with_baseline(
 
 def write_trace(work: Workload, path: Path) -> None:
     """Write a Chrome trace of a few steps of the main process; call it on all processes."""
-    with profiler(work.run.accelerator.device) as profile:
-        for _ in range(_TRACED_STEPS):
-            work.step()
-        synchronize(work.run.accelerator.device)
+    with torch.profiler.profile(acc_events=True) as profile:  # else torch 2.11 warns
+        time_of(work.run.accelerator.device, work.step, _TRACED_STEPS)
     if work.run.accelerator.is_main_process:
         with written_whole(path) as path:
             profile.export_chrome_trace(str(path))

@@ -7,7 +7,6 @@ import logging
 import os
 import re
 from pathlib import Path
-from typing import cast
 
 import filelock
 
@@ -146,10 +145,6 @@ class RunFolder:
             )
         return lines
 
-    def micro_batch_size(self) -> int:
-        """The micro-batch size of the run's recipe, which has a number even if it was `auto`."""
-        return cast(int, load_config(self.recipe).train.micro_batch_size)
-
     def start(self, recipe_yaml: str) -> None:
         """Create the folder, remove a run that is in it, and write the resolved recipe.
 
@@ -193,8 +188,6 @@ class RunFolder:
         """
         if os.path.exists(self.path) and not os.path.isdir(self.path):
             raise RunFolderError(f"{self.path}: is a file; choose another --run-dir")
-        # a folder that holds no run may have the .lock of another program
-        self._made_lock_file = not os.path.lexists(self._lock_file)
         self._made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -230,16 +223,15 @@ class RunFolder:
             ) from None
 
     def unlock(self) -> None:
-        """Release the lock if this object holds it. If no run was started, remove the lock file and
-        the folder, unless they were there before.
+        """Release the lock if this object holds it. If no run was started, remove the folder,
+        unless it was there before.
         """
         if not self._lock.is_locked:
             return
         self._lock.release()
-        if not self.recipe.exists():
+        if self._made and not self.recipe.exists():
             with contextlib.suppress(OSError):
-                if self._made_lock_file:
-                    self._lock_file.unlink(missing_ok=True)
+                self._lock_file.unlink()
                 for folder in self._made:
                     folder.rmdir()
 
@@ -273,7 +265,7 @@ class RunFolder:
                 logger.warning(f"{folder}: cannot be removed: {error.strerror}")
 
     def newest_checkpoint(self) -> Path | None:
-        return max(self.checkpoint_folders(), key=step_of, default=None)
+        return next(reversed(self.checkpoint_folders()), None)
 
 
 def find_run(name: str) -> RunFolder:

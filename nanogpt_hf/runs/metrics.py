@@ -1,8 +1,8 @@
 """Read metrics.jsonl (one event per line), also while a run is still writing it."""
 
 import json
-import logging
 import math
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,6 @@ import numpy as np
 
 from nanogpt_hf.runs.folder import RunFolder
 
-logger = logging.getLogger(__name__)
 Event = dict[str, Any]
 # the x axes of plots; none of them ever decreases during a run
 AXES = ("step", "tokens", "seconds")
@@ -22,20 +21,11 @@ def read_metrics(run: RunFolder) -> list[Event]:
 
 
 def read_events(path: Path) -> list[Event]:
-    """The events in a file.
-
-    Lines that cannot be read are skipped, with one warning; an incomplete last line, cut by a kill
-    or being written now, silently.
-    """
-    events, damaged = [], []
-    lines = path.read_text("utf-8", "replace").split("\n") if path.is_file() else []
-    for number, line in enumerate(lines, 1):
-        try:
-            events += [json.loads(line)] if line.strip() else []
-        except (ValueError, RecursionError):
-            damaged += [number] if number < len(lines) else []  # the last one has no line end
-    if damaged:
-        logger.warning(f"{path}: skipped {len(damaged)} lines, the first {damaged[0]}")
+    """The events in a file, without an incomplete last line, cut by a kill or being written now."""
+    events = []
+    for line in path.read_text("utf-8").splitlines() if path.is_file() else ():
+        with suppress(ValueError):
+            events.append(json.loads(line))
     return events
 
 
@@ -46,11 +36,7 @@ def is_number(value: Any) -> bool:
 
 def column(events: list[Event], name: str, by: str = "step") -> tuple[np.ndarray, np.ndarray]:
     """The x and y values of a metric, in float64, without those that were not finite (null)."""
-    rows = [
-        (event[by], event[name])
-        for event in events
-        if is_number(event.get(name)) and is_number(event.get(by))
-    ]
+    rows = [(event[by], event[name]) for event in events if is_number(event.get(name))]
     x, y = np.array(rows, dtype=np.float64).reshape(-1, 2).T
     return x, y
 

@@ -24,7 +24,6 @@ import torch.distributed as dist
 import nanogpt_hf
 from nanogpt_hf import __version__
 from nanogpt_hf.cpu import allowed_cores, stated_threads
-from nanogpt_hf.errors import RunFolderError
 from nanogpt_hf.runs.files import redact, write_whole
 from nanogpt_hf.runs.folder import RunFolder
 
@@ -71,23 +70,12 @@ def code_version() -> str:
     checkout = Path(nanogpt_hf.__file__).resolve().parents[1]
     if not (checkout / ".git").exists():  # a parent folder may be another project's checkout
         return __version__
+    describe = ["git", "describe", "--always", "--exclude=*", "--abbrev=12", "--dirty=, dirty"]
     try:
-        commit = _git(checkout, "rev-parse", "--short=12", "HEAD")
-        changed = _git(checkout, "status", "--porcelain", "--", "nanogpt_hf", "cli.py")
+        commit = subprocess.check_output(describe, cwd=checkout, text=True, timeout=10).strip()
     except (OSError, subprocess.SubprocessError):
         return __version__
-    return f"{__version__} (commit {commit}{', dirty' if changed else ''})"
-
-
-def _git(folder: Path, *arguments: str) -> str:
-    done = subprocess.run(
-        ["git", "-C", str(folder), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=10,
-        check=True,
-    )
-    return done.stdout.strip()
+    return f"{__version__} (commit {commit})"
 
 
 def describe_host() -> str:
@@ -112,7 +100,6 @@ def describe_start(device: torch.device) -> dict[str, Any]:
     return {
         "time": now(),
         "machine": describe_host(),
-        "threads": torch.get_num_threads(),
         "fingerprint": fingerprint(device),
         "versions": versions(),
         "code": code_version(),
@@ -124,10 +111,7 @@ def read_starts(run: RunFolder) -> list[dict[str, Any]]:
     """The starts of a run, oldest first; none if machine.json is missing."""
     if not run.machine.is_file():
         return []
-    try:
-        return json.loads(run.machine.read_text(encoding="utf-8"))["starts"]
-    except (ValueError, TypeError, LookupError):
-        raise RunFolderError(f"{run.machine}: cannot be read; remove it") from None
+    return json.loads(run.machine.read_text(encoding="utf-8"))["starts"]
 
 
 def branched_at(run: RunFolder) -> tuple[int, str]:
@@ -163,15 +147,14 @@ def continue_on(run: RunFolder, device: torch.device, local_world_size: int) -> 
     """
     if not (starts := read_starts(run)):
         return
-    before, threads = starts[-1].get("fingerprint", {}), starts[-1]["threads"]
-    stated = stated_threads(local_world_size) is not None
+    before = starts[-1]["fingerprint"]
+    threads, stated = int(before["threads"]), stated_threads(local_world_size) is not None
     if device.type == "cpu" and not stated and threads <= allowed_cores():
         torch.set_num_threads(threads)
-    before = before | {"threads": str(threads)}
     parts = [
         f"{name} {before[name]} -> {value}"
         for name, value in fingerprint(device).items()
-        if before.get(name, value) != value
+        if before[name] != value
     ]
     if threads != torch.get_num_threads():
         parts.append(f"OMP_NUM_THREADS={threads} OMP_DYNAMIC=false keeps the threads")

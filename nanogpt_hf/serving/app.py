@@ -82,8 +82,8 @@ async def _collect(http: HTTPRequest, generation: Generation) -> list[str]:
 async def _respond(served: Served, http: HTTPRequest, chat: bool) -> Response:
     """The response to a request for completions: JSON, or a stream of server-sent events."""
     request = parse_request(await _read_body(http), served.name, chat)
-    prompts, dropped = served.encode(request)
-    generation = Generation(served, request, prompts)
+    ids, dropped = served.encode(request)
+    generation = Generation(served, request, ids)
     kind = "chat.completion" if chat else "text_completion"
     head = {
         "id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",

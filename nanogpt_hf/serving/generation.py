@@ -60,30 +60,27 @@ class Served:
             "chat": self.chat is not None,
         }
 
-    def encode(self, request: Request) -> tuple[list[list[int]], int]:
-        """The prompt ids of each prompt, and the number of messages that were dropped to fit the
-        context.
-        """
+    def encode(self, request: Request) -> tuple[list[int], int]:
+        """The prompt ids, and the number of messages that were dropped to fit the context."""
         messages = kept = [message.for_template() for message in request.messages]
         param = "messages" if messages else "prompt"
         try:
             if not messages:
-                prompts = [prompt_ids(self.tokenizer, text) for text in request.prompt]
+                ids = prompt_ids(self.tokenizer, request.prompt)
             elif self.chat is None:
                 raise ValueError(f"{self.name} has no chat template; use /v1/completions")
             elif request.truncation == "auto":  # as in `chat`
                 room = min(request.limit or self.context, self.context // 2)
                 ids, kept = encode_chat(self.chat, messages, self.context - room)
-                prompts = [ids]
             else:
-                prompts = [encode_messages(self.chat, messages)]
+                ids = encode_messages(self.chat, messages)
         except (DataError, ValueError) as error:
             raise ApiError(400, f"{param}: {error}", param) from None
-        if (longest := max(map(len, prompts))) >= self.context:
-            message = f"{param}: {longest} tokens leave no room for an answer: this model's context"
-            message += f" has {self.context}; shorten it"
+        if len(ids) >= self.context:
+            message = f"{param}: {len(ids)} tokens leave no room for an answer: this model's "
+            message += f"context has {self.context}; shorten it"
             raise ApiError(400, message, param, "context_length_exceeded")
-        return prompts, len(messages) - len(kept)
+        return ids, len(messages) - len(kept)
 
 
 class Choice:
@@ -113,26 +110,24 @@ class Generation:
     `sample`.
     """
 
-    def __init__(self, served: Served, request: Request, prompts: list[list[int]]):
-        self._served, self.choices = served, list[Choice]()
-        self._prompt_tokens = sum(map(len, prompts))
+    def __init__(self, served: Served, request: Request, ids: list[int]):
+        self._served, self._prompt_tokens, self.choices = served, len(ids), list[Choice]()
         # as in OpenAI's API: 16 tokens by default, and a chat may fill the context
         wanted = request.limit or (served.context if request.messages else 16)
-        for ids in prompts:
-            limit = min(wanted, served.context - len(ids))
-            for i in range(request.n):
-                steps = generate_tokens(
-                    served.model,
-                    ids,
-                    max_new_tokens=limit,
-                    temperature=request.temperature,
-                    top_k=request.top_k,
-                    top_p=request.top_p,
-                    seed=request.seed + i,
-                    end_ids=served.answer_end_ids if request.messages else served.end_ids,
-                )
-                text = TextStream(served.tokenizer, () if request.messages else ids)
-                self.choices.append(Choice(steps, limit, text, request.stop))
+        limit = min(wanted, served.context - len(ids))
+        for i in range(request.n):
+            steps = generate_tokens(
+                served.model,
+                ids,
+                max_new_tokens=limit,
+                temperature=request.temperature,
+                top_k=request.top_k,
+                top_p=request.top_p,
+                seed=request.seed + i,
+                end_ids=served.answer_end_ids if request.messages else served.end_ids,
+            )
+            text = TextStream(served.tokenizer, () if request.messages else ids)
+            self.choices.append(Choice(steps, limit, text, request.stop))
 
     async def pieces(self) -> AsyncGenerator[tuple[int, str]]:
         """(index of a choice, its next text), until all have a finish reason."""

@@ -12,7 +12,7 @@ from pydantic import (
     model_validator,
 )
 
-MAX_CHOICES = 16  # sequences per request
+MAX_CHOICES = 16  # per request
 # no effect on text
 _IGNORED = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
 
@@ -64,7 +64,7 @@ class Request(_Strict):
     """A request for completions or, if it has `messages`, for chat completions."""
 
     model: str | None = None
-    prompt: Annotated[list[str], BeforeValidator(_as_list), Field(min_length=1)] = []
+    prompt: str = ""
     messages: list[_Message] = []
     truncation: Literal["auto", "disabled"] = "disabled"  # auto drops the oldest messages
     temperature: float = Field(1.0, ge=0, le=2)
@@ -115,6 +115,4 @@ def parse_request(body: bytes, model: str, chat: bool) -> Request:
     text, other = ("messages", "prompt") if chat else ("prompt", "messages")
     if not getattr(request, text) or getattr(request, other):
         raise ApiError(400, f"{text}: is missing, or {other} is given", text)
-    if len(request.prompt) * request.n > MAX_CHOICES:
-        raise ApiError(400, f"prompt: more than {MAX_CHOICES} choices in all", "prompt")
     return request

@@ -44,7 +44,7 @@ def test_ctrl_c_ends_a_busy_server_with_status_130(letter_model, tmp_path):
         with os.fdopen(reading) as out:
             port = re.search(r"http://127\.0\.0\.1:(\d+)/v1", out.readline())[1]
             connection = http.client.HTTPConnection("127.0.0.1", int(port), timeout=60)
-            body = json.dumps({"prompt": ["abc"] * 16, "max_tokens": 29, "stream": True})
+            body = json.dumps({"prompt": "abc", "n": 16, "max_tokens": 29, "stream": True})
             connection.request(
                 "POST", "/v1/completions", body, {"Content-Type": "application/json"}
             )
