@@ -66,12 +66,8 @@ class TokenStream:
     def windows(self, starts: np.ndarray, length: int) -> np.ndarray:
         """The `length` tokens from each offset in `starts`: int64 (len(starts), length).
 
-        Raises IndexError if a window leaves the stream, DataError for an id beyond the vocabulary.
+        Raises DataError for an id beyond the vocabulary.
         """
-        if len(starts) and (starts.min() < 0 or starts.max() + length > len(self)):
-            raise IndexError(
-                f"a window of {length} from {starts.max()} leaves the stream of {len(self)} tokens"
-            )
         out = np.empty((len(starts), length), dtype=np.int64)
         first_chunks = np.searchsorted(self._ends, starts, side="right")
         for row, start, number in zip(out, starts.tolist(), first_chunks.tolist(), strict=True):
@@ -81,15 +77,12 @@ class TokenStream:
                 piece = self.chunks[number][offset : offset + length - filled]
                 row[filled : filled + len(piece)] = piece
                 filled, number, offset = filled + len(piece), number + 1, 0
-        self._check_ids(out)
-        return out
-
-    def _check_ids(self, ids: np.ndarray) -> None:
-        if self.vocab_size is not None and ids.size and (largest := ids.max()) >= self.vocab_size:
+        if self.vocab_size is not None and out.size and out.max() >= self.vocab_size:
             raise DataError(
-                f"the prepared data holds token {largest}, beyond its vocabulary of "
+                f"the prepared data holds token {out.max()}, beyond its vocabulary of "
                 f"{self.vocab_size:,} tokens: it is damaged; remove it to prepare it again"
             )
+        return out
 
 
 class Blocks(Protocol):

@@ -7,10 +7,9 @@ they occur, then by their tokens.
 
 import json
 import os
-import queue
 import re
-import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
+from multiprocessing.pool import ThreadPool
 from typing import Literal
 
 import tokenizers
@@ -47,7 +46,9 @@ def train_merges(
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=shows_bars(),
     )
-    _run_interruptibly(lambda: rust.train_from_iterator(sample, trainer, length=len(sample)))
+    # In a thread: Python handles signals in the main thread only while it runs Python code.
+    with ThreadPool(1) as pool:
+        pool.apply(rust.train_from_iterator, (sample, trainer, len(sample)))
     # A process that is forked from here on must not use the library's threads: they exist only in
     # this one.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -110,24 +111,6 @@ def byte_level(model: models.BPE, pattern: BpePattern) -> tokenizers.Tokenizer:
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, in_bytes])
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
-
-
-def _run_interruptibly(task: Callable[[], object]) -> None:
-    """Run `task` in a thread: Python handles signals in the main thread only while it runs
-    Python code.
-    """
-    outcome: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
-
-    def run() -> None:
-        try:
-            task()
-            outcome.put(None)
-        except BaseException as error:
-            outcome.put(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    if error := outcome.get():
-        raise error
 
 
 def printable_bytes() -> dict[str, int]:

@@ -8,7 +8,6 @@ turn or starts another.
 import json
 import re
 from datetime import datetime
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
@@ -19,10 +18,9 @@ from nanogpt_hf.errors import DataError, one_line
 from nanogpt_hf.time_limit import TimeUpError, time_limit
 
 _SECONDS = 10.0  # templates render in milliseconds
-_SHAPES = 1000  # sequences of roles whose special tokens are remembered
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _TODAY = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
-# the one that the template of Llama 3.1 has for programs without a clock
+# The date that templates write: the one that Llama 3.1's has for programs without a clock.
 _DAY = datetime(2024, 7, 26)
 _PROBE: Conversation = [
     {"role": "user", "content": "Why?"},
@@ -47,25 +45,18 @@ class ChatFormat:
 
     A control token that is spelled out in a message is broken by a space: `<|im_end|>` becomes
     `< |im_end|>`. These are all special tokens, and in messages of user and system also added
-    tokens that the template writes. The special tokens of each rendering are compared with those
-    of the same roles with other text.
+    tokens that the template writes. A template that writes the date always writes the same one.
     """
 
-    def __init__(self, hf: PreTrainedTokenizerBase, *, fixed_day: bool = False):
-        """With `fixed_day` a template that writes the date always writes the same one."""
+    def __init__(self, hf: PreTrainedTokenizerBase):
         self.hf = hf
         try:
-            self._template = hf.get_chat_template()
+            template = hf.get_chat_template()
         except ValueError as error:  # several templates, and none is the default
             raise DataError(
                 f"the model's chat template cannot be chosen: {one_line(error)}"
             ) from None
-        if fixed_day:
-            self._template = _TODAY.sub(
-                lambda match: json.dumps(_DAY.strftime(match[2])), self._template
-            )
-            if "strftime_now(" in self._template:
-                raise DataError("the date in the model's chat template cannot be fixed to one day")
+        self._template = _TODAY.sub(lambda found: json.dumps(_DAY.strftime(found[2])), template)
         self.is_marked = bool(_MARK.search(self._template))
         special = special_tokens(hf)
         text = (
@@ -79,23 +70,15 @@ class ChatFormat:
         }
         self._special, self._control = _any_of(special), _any_of(control)
         vocabulary = hf.get_vocab()
-        self._special_ids, self._control_ids = (
-            {vocabulary[token] for token in tokens} for tokens in (special, control)
-        )
-        if hf.unk_token_id not in (hf.bos_token_id, hf.eos_token_id):
-            self._special_ids.discard(hf.unk_token_id)  # any text may have unknown characters
-        self._expected = lru_cache(_SHAPES)(self._special_of)  # a server's clients choose the roles
+        self._control_ids = {vocabulary[token] for token in control}
 
     def prompt_ids(self, messages: Conversation) -> list[int]:
         """Ids of the prompt for the answer to the last of `messages`.
 
-        Raises DataError if the template fails or takes 10 seconds, and for text that would become a
-        special token.
+        Raises DataError if the template fails or takes 10 seconds.
         """
         text = self._render(self._harmless(messages), add_generation_prompt=True)
-        (ids,) = self._tokens([text])
-        self._check_special(ids, messages, add_generation_prompt=True)
-        return ids
+        return self._tokens([text])[0]
 
     def examples(self, conversations: list[Conversation]) -> list[ChatExample]:
         """The conversations as examples to train on, in order.
@@ -178,27 +161,6 @@ class ChatFormat:
     def _tokens(self, texts: list[str]) -> list[list[int]]:
         return self.hf(texts, add_special_tokens=False, verbose=False)["input_ids"]
 
-    def _special_of(self, roles: tuple[str, ...], add_generation_prompt: bool) -> list[int]:
-        """The special tokens of messages with these roles."""
-        messages = [{"role": role, "content": "x"} for role in roles]
-        (ids,) = self._tokens([self._render(messages, add_generation_prompt)])
-        return [i for i in ids if i in self._special_ids]
-
-    def _check_special(
-        self, ids: list[int], messages: Conversation, add_generation_prompt: bool = False
-    ) -> None:
-        """Raises DataError unless `ids` have the special tokens of the same roles with other
-        text.
-        """
-        roles = tuple(message["role"] for message in messages)
-        if [i for i in ids if i in self._special_ids] != self._expected(
-            roles, add_generation_prompt
-        ):
-            raise DataError(
-                "its text changes the special tokens of the conversation; leave out what becomes "
-                "one of them"
-            )
-
     def _examples_by_marks(self, conversations: list[Conversation]) -> list[ChatExample]:
         out = self._apply(
             conversations,
@@ -206,12 +168,12 @@ class ChatFormat:
             return_assistant_tokens_mask=True,
             tokenizer_kwargs={"verbose": False},
         )
-        examples = []
-        for number, conversation in enumerate(conversations):
-            ids, mask = out["input_ids"][number], out["assistant_masks"][number]
-            self._check_special(ids, conversation)
-            examples.append(ChatExample(ids, mask, _answer_bytes(conversation), number))
-        return examples
+        return [
+            ChatExample(ids, mask, _answer_bytes(conversation), number)
+            for number, (ids, mask, conversation) in enumerate(
+                zip(out["input_ids"], out["assistant_masks"], conversations, strict=True)
+            )
+        ]
 
     def _examples_by_prefixes(self, conversation: Conversation) -> list[ChatExample]:
         turns = [
@@ -263,15 +225,14 @@ class ChatFormat:
                     "learn to end one; choose a tokenizer whose template does"
                 )
             mask[start:end] = [1] * (end - start)
-        self._check_special(whole, messages)
         return ChatExample(
             whole, mask, _answer_bytes(messages[-1:] if len(pairs) == 1 else messages)
         )
 
 
-def trained_chat(hf: PreTrainedTokenizerBase) -> ChatFormat | None:
-    """The chat template of a model to train or measure, None if it has none."""
-    return ChatFormat(hf, fixed_day=True) if hf.chat_template else None
+def chat_of(hf: PreTrainedTokenizerBase) -> ChatFormat | None:
+    """A tokenizer's chat template, None if it has none."""
+    return ChatFormat(hf) if hf.chat_template else None
 
 
 def chat_format(hf: PreTrainedTokenizerBase, name: str) -> ChatFormat:
@@ -286,7 +247,7 @@ def chat_format(hf: PreTrainedTokenizerBase, name: str) -> ChatFormat:
             )
         hf.chat_template = chat_template(hf)
     try:
-        chat = ChatFormat(hf, fixed_day=True)
+        chat = ChatFormat(hf)
         chat.end_of_turn_id()
     except DataError as error:
         raise DataError(f"data.tokenizer: {name}: {error}") from None

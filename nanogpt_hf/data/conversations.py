@@ -82,28 +82,23 @@ def _no_row(row: Any, *shapes: tuple[str, ...]) -> ValueError:
 
 
 def _from_messages(messages: Any) -> _Turns:
-    turns = []
     try:
-        for message in messages:
-            if "from" in message and "value" in message:  # ShareGPT
-                role = _SHAREGPT_ROLES.get(message["from"], message["from"])
-                turns.append((role, message["value"]))
-            else:
-                turns.append((message["role"], message["content"]))
+        return [
+            (_SHAREGPT_ROLES.get(message["from"], message["from"]), message["value"])
+            if "from" in message and "value" in message  # ShareGPT
+            else (message["role"], message["content"])
+            for message in messages
+        ]
     except (TypeError, LookupError):
         raise ValueError(
             "expected a list of messages, objects with role and content, or from and value, got "
             f"{messages!r:.60}"
         ) from None
-    return turns
 
 
 def _from_instruction(row: dict[str, Any]) -> _Turns:
-    more = row.get("input") or ""
-    if not isinstance(more, str):
-        raise ValueError(f"input: expected text, got {more!r:.40}")
-    question = f"{_text('instruction', row['instruction']).strip()}\n\n{more.strip()}".strip()
-    return [("user", question), ("assistant", row["output"])]
+    parts = (str(row["instruction"]).strip(), str(row.get("input") or "").strip())
+    return [("user", "\n\n".join(parts).strip()), ("assistant", row["output"])]
 
 
 def _from_choices(row: dict[str, Any]) -> _Turns:
@@ -113,10 +108,11 @@ def _from_choices(row: dict[str, Any]) -> _Turns:
             "expected choices, a list of texts, and answer, the index of one, got "
             f"{choices!r:.40} and {answer!r:.40}"
         )
-    texts = (_text("choices", choice).strip() for choice in choices)
-    lines = "\n".join(f"{letter}. {text}" for letter, text in zip(_LETTERS, texts, strict=False))
-    question = _text("question", row["question"]).strip()
-    asked = f"{question}\n\n{lines}\n\nAnswer with the letter only."
+    lines = "\n".join(
+        f"{letter}. {str(choice).strip()}"
+        for letter, choice in zip(_LETTERS, choices, strict=False)
+    )
+    asked = f"{str(row['question']).strip()}\n\n{lines}\n\nAnswer with the letter only."
     return [("user", asked), ("assistant", _LETTERS[answer])]
 
 
@@ -141,15 +137,6 @@ _SHAPES: dict[tuple[str, ...], Callable[[dict[str, Any]], _Turns]] = {
 }
 
 
-def _text(name: str, content: Any) -> str:
-    if not isinstance(content, str) or not content.strip():
-        raise ValueError(
-            f"{name}: expected text, got {content!r:.40}; leave the row out, or fill it"
-        )
-    content.encode()  # JSON can escape half a character, which UTF-8 cannot encode
-    return content
-
-
 def _checked(turns: _Turns) -> Conversation:
     expected = "user"
     for number, (role, content) in enumerate(turns, 1):
@@ -157,7 +144,12 @@ def _checked(turns: _Turns) -> Conversation:
             raise ValueError(f"message {number}: role: expected {expected}, got {role!r:.40}")
         if role != "system":
             expected = "assistant" if role == "user" else "user"
-        _text(f"message {number}", content)
+        if not isinstance(content, str) or not content.strip():
+            raise ValueError(
+                f"message {number}: expected text, got {content!r:.40}; leave the row out, or "
+                "fill it"
+            )
+        content.encode()  # JSON can escape half a character, which UTF-8 cannot encode
     if not turns or turns[-1][0] != "assistant":
         raise ValueError("the last message has to be an answer of the assistant")
     return [{"role": role, "content": content} for role, content in turns]

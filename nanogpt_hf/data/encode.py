@@ -13,7 +13,6 @@ import pyarrow
 
 from nanogpt_hf.data.files import file_digest
 from nanogpt_hf.data.manifest import SplitFacts
-from nanogpt_hf.errors import DataError
 
 SHARD_BYTES = 500_000_000
 _RECORD_TOKENS = 2**20  # in a record batch, or the tokens of one row
@@ -141,8 +140,6 @@ class ShardWriter:
         """Add rows, whose documents are complete."""
         if not len(rows.lengths):
             return
-        if rows.lengths.max() >= 2**31:  # arrow's lists count with 32 bits
-            raise DataError("a document has more than 2^31 tokens; split its file")
         if not self._features:
             from datasets import Features, List, Value
 
@@ -167,7 +164,8 @@ class ShardWriter:
             self._path = self._folder / f"data-{len(self._shards):05}.arrow"
             self._file = pyarrow.OSFile(str(self._path), "wb")
             self._stream = pyarrow.ipc.new_stream(self._file, self._features.arrow_schema)
-        offsets = pyarrow.array(np.concatenate([[0], np.cumsum(rows.lengths)]).astype(np.int32))
+        # a document of 2^31 tokens is an error: arrow's lists count with 32 bits
+        offsets = pyarrow.array(np.concatenate([[0], np.cumsum(rows.lengths)]), pyarrow.int32())
         lists = [
             pyarrow.ListArray.from_arrays(offsets, pyarrow.array(values))
             for values in rows[: len(self._features)]

@@ -50,7 +50,6 @@ def find_files(source: str, endings: tuple[str, ...] = TEXT_ENDINGS) -> list[Pat
     if source in BUILT_IN or is_url(source):
         return []
     path = Path(os.path.expanduser(source))  # unlike Path.expanduser, accepts an unknown user's ~
-    found = [path]
     if os.path.isdir(path):  # unlike Path.is_dir, false for a name that is too long
         found = [
             file
@@ -58,9 +57,9 @@ def find_files(source: str, endings: tuple[str, ...] = TEXT_ENDINGS) -> list[Pat
             if file_ending(file) in endings
             and not any(part.startswith(".") for part in file.relative_to(path).parts)
         ]
-    elif not os.path.exists(path) and glob.has_magic(source):
-        found = map(Path, glob.glob(str(path), recursive=True))
-    if files := sorted(filter(os.path.isfile, found)):
+    else:  # a name that exists may have characters of a pattern
+        found = [path] if os.path.exists(path) else glob.glob(str(path), recursive=True)
+    if files := sorted(Path(file) for file in found if os.path.isfile(file)):
         return files
     is_path = source.startswith((".", "/", "~")) or source.count("/") > 1
     is_path |= os.path.exists(path) or glob.has_magic(source)
@@ -107,7 +106,7 @@ def download(url: str, folder: Path, sha256: str | None) -> Path:
     except Exception as error:  # the network, a file system, a package that it needs
         reason = one_line(error) or type(error).__name__
         if isinstance(error, ValueError):  # its text may show a part of a password
-            reason = "not a URL; in a user name or password write / as %2F, @ as %40, : as %3A"
+            reason = "not a URL"
         raise DataError(f"data.source: {url}: cannot be downloaded: {reason}") from None
     digest = file_digest([target])
     if sha256 and digest != sha256.lower():

@@ -2,8 +2,7 @@
 describe it in a few lines.
 """
 
-import contextlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from nanogpt_hf.config.sources import is_mixture, sources_of
 from nanogpt_hf.config.stages import config_at, planned_tokens, tokens_by_source
 from nanogpt_hf.data.batches import blocks_read
 from nanogpt_hf.data.blocks import Blocks, MixedBlocks
-from nanogpt_hf.data.chat_template import ChatFormat, trained_chat
+from nanogpt_hf.data.chat_template import ChatFormat, chat_of
 from nanogpt_hf.data.examples import Examples
 from nanogpt_hf.data.files import file_digest, file_state, is_url
 from nanogpt_hf.data.formats import FORMATS, local_files
@@ -25,7 +24,6 @@ from nanogpt_hf.data.manifest import (
     SplitFacts,
     find_manifest,
     read_manifest,
-    write_manifest,
 )
 from nanogpt_hf.data.tokenizer import end_of_text_id_of, load_tokenizer, vocabulary_hash
 from nanogpt_hf.errors import DataError
@@ -76,7 +74,7 @@ def in_memory(
         train=next(splits),
         validation=next(splits),
     )
-    chat = trained_chat(tokenizer)
+    chat = chat_of(tokenizer)
     end_of_turn_id = chat and chat.end_of_turn_id()
     return PreparedData(train, validation, tokenizer, manifest, end_of_turn_id)
 
@@ -115,7 +113,7 @@ def _load_source(data: DataSection) -> PreparedData:
             )
     end_of_turn_id = None
     if manifest.train.assistant_tokens is not None:
-        end_of_turn_id = ChatFormat(tokenizer, fixed_day=True).end_of_turn_id()
+        end_of_turn_id = ChatFormat(tokenizer).end_of_turn_id()
     train, validation = opened
     return PreparedData(train, validation, tokenizer, manifest, end_of_turn_id)
 
@@ -157,14 +155,12 @@ def check_fits(manifest: Manifest, data: DataSection) -> None:
             if FORMATS[data.format].encoder is None:  # its tokens are read where they are
                 raise
             return  # the text is on the machine that prepared it
-        if not files or (state := file_state(files)) == manifest.file_state:
-            return
-        if manifest.revision != f"sha256:{file_digest(files)}":
+        # files with other times are read: copies have them
+        unchanged = not files or file_state(files) == manifest.file_state
+        if not unchanged and manifest.revision != f"sha256:{file_digest(files)}":
             raise DataError(
                 f"{data.dir}: {data.source} has changed since it was prepared; {_REMEDY}"
             )
-        with contextlib.suppress(OSError):  # the next call does not read the text again
-            write_manifest(Path(data.dir), replace(manifest, file_state=state))
 
 
 def open_tokenizer(folder: Path, manifest: Manifest) -> PreTrainedTokenizerBase:

@@ -110,8 +110,6 @@ def _documents(
         for row in rows:
             yield read_row(row, data)
             number += 1
-    except UnicodeDecodeError as error:
-        raise DataError(f"{where}: not UTF-8 text: {error}") from None
     except Exception as error:  # the network, a file format, ...
         reason = one_line(error) or type(error).__name__
         raise DataError(f"{where}: row {number}: {reason}") from None

@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from nanogpt_hf.data.chat_template import ChatFormat, trained_chat
+from nanogpt_hf.data.chat_template import ChatFormat, chat_of
 from nanogpt_hf.data.tokenizer import prompt_ids
 from nanogpt_hf.distributed.accelerator import is_sharded, sum_over_ranks
 from nanogpt_hf.distributed.mesh import Mesh
@@ -86,7 +86,7 @@ class AnswerSampler:
 
     @cached_property
     def chat(self) -> ChatFormat | None:
-        return trained_chat(self.tokenizer)
+        return chat_of(self.tokenizer)
 
     def encode(self, question: Question) -> list[int]:
         """The prompt's token ids.

@@ -34,7 +34,7 @@ class Samples(Evaluation):
         from nanogpt_hf.data.chat_template import ChatFormat
         from nanogpt_hf.data.tokenizer import prompt_ids
 
-        chat = ChatFormat(tokenizer, fixed_day=True) if has_conversations(config.data) else None
+        chat = ChatFormat(tokenizer) if has_conversations(config.data) else None
         encoded = []
         for prompt in config.eval.samples:
             try:

@@ -156,7 +156,7 @@ def _reasoning_gym(name: str, options: dict[str, Any], seed: int, where: str) ->
             for number in range(index * _WINDOW, (index + 100) * _WINDOW):
                 entry = dataset[number % size]
                 if is_held_out(entry["question"]) == held_out:
-                    return GymQuestion(_user(entry["question"]), str(entry["answer"]), entry)
+                    return Question(_user(entry["question"]), str(entry["answer"]), entry)
             raise ValueError("has too few questions to hold some of them out")
 
         return dataset, Generated(generate)
@@ -170,16 +170,8 @@ def _reasoning_gym(name: str, options: dict[str, Any], seed: int, where: str) ->
         ) from None
 
     def score(completion: str, question: Question) -> float:
-        assert isinstance(question, GymQuestion)
         return float(dataset.score_answer(completion.strip(), question.entry))
 
     digest = hashlib.sha256(repr(sorted(options.items())).encode()).hexdigest()[:16]
     revision = f"reasoning-gym {version('reasoning-gym')}, options {digest}"
     return Task(f"{GYM}{name}", train, held_out, score, revision)
-
-
-@dataclass(frozen=True)
-class GymQuestion(Question):
-    """A question of reasoning-gym with its entry, which its score needs."""
-
-    entry: Any = None

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
+from typing import Any
 
 from nanogpt_hf.data.conversations import Conversation
 from nanogpt_hf.errors import UserError, did_you_mean
@@ -21,6 +22,7 @@ class Question:
 
     messages: Conversation  # system, user and assistant; the user's is last
     answer: str
+    entry: Any = None  # of reasoning-gym, which its score needs
 
     @property
     def prompt(self) -> str:

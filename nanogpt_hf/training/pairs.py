@@ -19,7 +19,7 @@ import torch
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.config.sources import is_mixture
 from nanogpt_hf.data.blocks import Blocks
-from nanogpt_hf.data.chat_template import ChatFormat, trained_chat
+from nanogpt_hf.data.chat_template import ChatFormat, chat_of
 from nanogpt_hf.data.conversations import Conversation, Labeled, Pair, labeled_of, pair_of
 from nanogpt_hf.data.prepare import split_documents
 from nanogpt_hf.data.prepared import PreparedData, in_memory
@@ -100,7 +100,7 @@ def _load(
     if is_mixture(data):
         raise DataError(f"data.source: {noun} come from one source; a list is not supported")
     tokenizer = build_tokenizer(data.tokenizer, ()).hf
-    encode = partial(encode_answer, tokenizer=tokenizer, chat=trained_chat(tokenizer))
+    encode = partial(encode_answer, tokenizer=tokenizer, chat=chat_of(tokenizer))
     with tempfile.TemporaryDirectory() as scratch:
         documents = load_documents(data, Path(scratch), parse)
         for name, rows in zip(

@@ -75,15 +75,6 @@ def test_opening_a_stream_copies_nothing(saved):
     assert allocated < 500_000
 
 
-@pytest.mark.parametrize("chunks", [[], [0], [4, 6]])
-def test_window_outside_the_stream_is_an_error(chunks):
-    stream = TokenStream([np.arange(size) for size in chunks])
-    assert len(stream) == sum(chunks)
-    for start, length in ((-1, 2), (9, 2), (10, 1), (0, 11), (100, 1)):
-        with pytest.raises(IndexError, match=f"{sum(chunks)} tokens"):
-            stream.windows(np.array([0, start, 1]), length)
-
-
 def test_damaged_data_is_an_error(saved, tmp_path):
     folder = saved([[1, 2, 3]] * 200, num_shards=2)
     shard = folder / "data-00001-of-00002.arrow"

@@ -2,7 +2,6 @@
 templates.
 """
 
-import datetime
 import time
 
 import pytest
@@ -250,7 +249,7 @@ def test_assistant_mask_equals_the_one_made_by_hand(shape):
 def test_prompt_ids_are_the_tokens_that_were_trained_on(shape):
     hf = SHAPES[shape]
     example = chat_format(hf, shape).examples([TWO])[-1]
-    prompt = ChatFormat(hf, fixed_day=True).prompt_ids(TWO[:-1])
+    prompt = ChatFormat(hf).prompt_ids(TWO[:-1])
     assert prompt == example.input_ids[: len(prompt)]
     answers = BY_HAND[shape][-1][1::2]
     start = next(i for i in range(len(prompt), 0, -1) if not example.assistant_mask[i - 1])
@@ -299,21 +298,12 @@ def test_added_tokens_that_the_template_writes_are_broken_in_messages_of_users_o
     assert "<think>\nhm\n</think>\n\nYes.<|im_end|>" in hf.decode(example.input_ids)
 
 
-def test_a_special_token_that_the_template_puts_together_is_refused():
-    template = CHATML.replace("message['content']", "message['content'].replace('~', '')")
-    chat = chat_format(byte_level(QWEN, template=template), "joined")
-    messages = [{"role": "user", "content": "<|im_~end|>"}, TWO[1]]
-    for call, argument in ((chat.prompt_ids, messages[:1]), (chat.examples, [messages])):
-        assert "special tokens" in refusal(call, argument)
-
-
 @pytest.mark.parametrize(
     ("template", "reason"),
     [
         (CHATML.replace("assistant\n' }}{% endif", "assistant\n<think>\n' }}{% endif"), "prompts"),
         (CHATML.replace("<|im_end|>", ""), "no special token"),
         (MARKED.replace("+ '<|im_end|>' }}{% endgen", "}}{% endgen"), "enclose"),
-        (LLAMA3.replace("'%d %b %Y'", "messages[0].role"), "date"),
         ("{% for", "TemplateSyntaxError"),
         ({"tools": CHATML, "rag": CHATML}, "chosen"),
     ],
@@ -343,12 +333,6 @@ def test_a_system_message_is_refused_by_a_template_without_system_role():
         assert "System role not supported" in message
 
 
-def test_training_examples_have_one_day_and_a_chat_has_today(monkeypatch):
-    hf = SHAPES["llama3"]
-    assert DAY in hf.decode(ChatFormat(hf, fixed_day=True).prompt_ids(TWO[:1]))
-    assert f"{datetime.datetime.now():%d %b %Y}" in hf.decode(ChatFormat(hf).prompt_ids(TWO[:1]))
-
-
 # --- hostile templates
 # -----------------------------------------------------------------------------------------------
 
@@ -364,9 +348,7 @@ def tokenizer():
     "template",
     [
         "{{ 1 / 0 }}",
-        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
         "{{ ''.__class__.__mro__ }}",
-        "{% for",
         "{{ raise_exception('no\nlines') }}",
     ],
 )

