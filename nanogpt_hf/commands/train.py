@@ -50,11 +50,11 @@ def run_prepare(arguments: Namespace, overrides: Overrides) -> None:
     config = load_text_recipe("prepare", arguments.recipe, overrides)
 
     from nanogpt_hf.data.prepare import prepare
-    from nanogpt_hf.data.prepared import check_prepared, summary_lines
+    from nanogpt_hf.data.prepared import check_prepared, load_prepared, summary_lines
 
-    manifest, prepared_now = prepare(config)
+    prepared_now = prepare(config)[1]
     logger.info(f"{config.data.dir}: {'prepared' if prepared_now else 'is prepared already'}")
-    for line in summary_lines(config, manifest):
+    for line in summary_lines(config, load_prepared(config)):
         logger.info(line)
     if not prepared_now:
         check_prepared(config.data)

@@ -92,7 +92,7 @@ class Examples(Blocks):
         return self.blocks[block]
 
     def num_targets(self, indices: np.ndarray) -> int:
-        """The tokens of answers in the blocks at `indices`."""
+        """The tokens of answers, or of documents, in the blocks at `indices`."""
         numbers = (number for block in indices.tolist() for number in self.blocks[block])
         return sum(int(self._targets_of(number)[1].sum()) for number in numbers)
 
@@ -176,7 +176,3 @@ class DocumentBlocks(Examples):
 
     def documents_of(self, block: int) -> list[int]:
         return self._documents[self.blocks[block]].tolist()
-
-    def num_targets(self, indices: np.ndarray) -> int:
-        """The tokens of the rows at `indices` without padding."""
-        return sum(int(self._positions[self.blocks[index]].sum()) for index in indices.tolist())

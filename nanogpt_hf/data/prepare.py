@@ -4,10 +4,8 @@ The folder is complete or absent, also if several processes prepare it.
 """
 
 import itertools
-import logging
 import os
 import shutil
-import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -32,15 +30,12 @@ from nanogpt_hf.data.manifest import (
     read_manifest,
     write_manifest,
 )
-from nanogpt_hf.data.prepared import TOKENIZER, fitting_manifest
+from nanogpt_hf.data.prepared import TOKENIZER, check_fits
 from nanogpt_hf.data.source import Documents, check_source, load_documents
 from nanogpt_hf.data.tokenizer import Tokenizer, build_tokenizer, save_tokenizer, vocabulary_hash
 from nanogpt_hf.errors import DataError
 from nanogpt_hf.formatting import plural, shows_bars
 from nanogpt_hf.place import make_once
-
-logger = logging.getLogger(__name__)
-_SECONDS_BETWEEN_LINES = 60  # of the log
 
 
 def prepare(config: Config) -> tuple[Manifest, bool]:
@@ -68,13 +63,16 @@ def prepare(config: Config) -> tuple[Manifest, bool]:
 def _prepare_source(data: DataSection) -> tuple[Manifest, bool]:
     # the target of a link: no folder can be renamed over the link itself
     folder = Path(data.dir).resolve()
-    return make_once(
+    manifest, is_new = make_once(
         folder,
-        find=lambda: fitting_manifest(folder, data),
+        find=lambda: read_manifest(folder),
         check=lambda: check_source(data, folder),
         write=lambda partial: _prepare_in(partial, data),
         last=MANIFEST,
     )
+    if not is_new:
+        check_fits(manifest, data)
+    return manifest, is_new
 
 
 def _prepare_in(folder: Path, data: DataSection) -> Manifest:
@@ -169,14 +167,8 @@ def _write_splits(
     threads = (data.num_threads or allowed_cores()) if FORMATS[data.format].in_threads else 1
 
     def encoded_split(split: Any) -> Iterator[tuple[int, Rows]]:
-        tokens, logged = 0, time.monotonic()
         bar = _bar(split(), "tokenizing", documents.count)
-        for count, rows in encoded(bar, encode, threads, data.max_tokens):
-            tokens += len(rows.ids)
-            if time.monotonic() > logged + _SECONDS_BETWEEN_LINES:
-                logged = time.monotonic()
-                logger.info(f"{data.dir}: {count:,} documents, {tokens:,} tokens")
-            yield count, rows
+        return encoded(bar, encode, threads, data.max_tokens)
 
     writers = {split: ShardWriter(folder / split) for split in SPLITS}
     if documents.validation is not None:

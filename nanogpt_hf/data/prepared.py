@@ -126,13 +126,6 @@ def require_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def fitting_manifest(folder: Path, data: DataSection) -> Manifest | None:
-    """The manifest in `folder`, or None. Raises DataError if it does not fit the recipe."""
-    if manifest := read_manifest(folder):
-        check_fits(manifest, data)
-    return manifest
-
-
 def check_fits(manifest: Manifest, data: DataSection) -> None:
     """Raises DataError if prepared data does not fit the recipe."""
     for knob, prepared in manifest.recipe.items():
@@ -202,44 +195,32 @@ def check_prepared(data: DataSection) -> None:
                 )
 
 
-def summary_lines(
-    config: Config, manifest: Manifest, data: PreparedData | None = None
-) -> list[str]:
+def summary_lines(config: Config, data: PreparedData) -> list[str]:
     """A line for each split; of a mixture for each split of each source, and the share and epochs
     of each source.
-
-    The lines of conversations say how they fill their blocks, for which the data is opened unless
-    it is given; a text alone may be too short for a block yet.
     """
-    by_documents = config.data.packing == "documents"
-    conversations = manifest.train.assistant_tokens is not None
-    if data is None and (manifest.sources or conversations or by_documents):
-        data = load_prepared(config)
-    if not (manifest.sources and data):
-        return _split_lines(manifest, data and data.train, data and data.validation)
+    sources = data.manifest.sources
+    if not sources:
+        return _split_lines(data.manifest, data.train, data.validation)
     lines = []
-    for source, *parts in zip(
-        manifest.sources, data.train.parts, data.validation.parts, strict=True
-    ):
+    for source, *parts in zip(sources, data.train.parts, data.validation.parts, strict=True):
         lines += [f"{source.data.dir}:", *_split_lines(source.manifest, *parts)]
     epochs = epochs_by_source(config, data.train)
     tokens, total = tokens_by_source(config), planned_tokens(config)
     width = max(len(name) for name in epochs)
-    lines.append(
-        f"mixture of {len(manifest.sources)} sources, in {config.train.max_steps:,} steps:"
-    )
+    lines.append(f"mixture of {len(sources)} sources, in {config.train.max_steps:,} steps:")
     return lines + [
         f"  {name:<{width}} {tokens[name] / total:7.2%} of the sequences, {count:,.2f} epochs"
         for name, count in epochs.items()
     ]
 
 
-def _split_lines(manifest: Manifest, train: Blocks | None, validation: Blocks | None) -> list[str]:
+def _split_lines(manifest: Manifest, train: Blocks, validation: Blocks) -> list[str]:
     splits = zip(SPLITS, (train, validation), strict=True)
     return [f"  {name:<10} {_line(getattr(manifest, name), blocks)}" for name, blocks in splits]
 
 
-def _line(facts: SplitFacts, blocks: Blocks | None) -> str:
+def _line(facts: SplitFacts, blocks: Blocks) -> str:
     noun, answers = "documents", ""
     if facts.assistant_tokens is not None:
         noun, answers = "conversations", f"{facts.assistant_tokens:,} of them in answers, "

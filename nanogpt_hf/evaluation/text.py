@@ -135,10 +135,8 @@ def _read_text(
     on_hub = not find_files(name) and name not in BUILT_IN and not is_url(name)
     if on_hub != (split is not None):
         raise DataError(
-            f"--data.split: {name}: a data set on the Hub needs it, such as test, and no other "
-            "text has any; no file of that name is here"
-            if on_hub
-            else f"--data.split: {name}: only a Hub data set and prepared data have splits"
+            f"--data.split: {name}: a data set on the Hub needs it, such as test, and a file or "
+            "another text has none"
         )
     if split is not None:
         name, data = f"{name} ({split})", replace(data, split=split)

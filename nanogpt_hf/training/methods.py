@@ -59,10 +59,10 @@ class Method:
 
 def load_text(config: Config) -> PreparedData:
     """Prepare text or conversations if they are not, and open them."""
-    manifest, prepared_now = prepare(config)
+    prepared_now = prepare(config)[1]
     logger.info(f"{config.data.dir}: {'prepared' if prepared_now else 'is prepared already'}")
     data = load_prepared(config)
-    for line in summary_lines(config, manifest, data):
+    for line in summary_lines(config, data):
         logger.info(line)
     for line in repetition_warnings(config, data):
         logger.warning(line)

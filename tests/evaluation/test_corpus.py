@@ -73,7 +73,7 @@ def test_wrong_source_names_the_option(read, tmp_path, letters):
     for source, split, message in (
         ("nowhere.txt", None, "--data: nowhere.txt: "),
         ("wikitext", None, "--data.split: wikitext: "),
-        ("python-docs", "test", "--data.split: python-docs: only"),
+        ("python-docs", "test", "--data.split: python-docs: "),
     ):
         assert message in refusal(read, source, letters, split)
     (rows := tmp_path / "rows.jsonl").write_text('{"page": "abc"}\n{"page": "cab"}\n')

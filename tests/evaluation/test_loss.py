@@ -41,14 +41,6 @@ def blocks_of(length: int, block_size: int) -> TokenBlocks:
     return TokenBlocks(TokenStream([np.arange(length, dtype=np.uint16)]), block_size, partial=True)
 
 
-@pytest.mark.parametrize("length", [2, 16, 17, 18, 1000])
-@pytest.mark.parametrize("block_size", [1, 16, 64])
-def test_evaluation_indices_all_predicts_every_token_but_the_first_once(length, block_size):
-    blocks = blocks_of(length, block_size)
-    targets = blocks.batch(evaluation_indices(blocks, "all"))["shift_labels"].flatten()
-    assert targets[targets != -100].tolist() == list(range(1, length))
-
-
 def test_evaluation_indices_are_evenly_spaced():
     blocks = blocks_of(10_001, 10)
     indices = evaluation_indices(blocks, 500)

@@ -109,9 +109,9 @@ def test_other_weights_need_no_other_tokens_and_are_refused_on_resume(
     assert len(before) == 6
     other = {"data__source": sources(texts, (3, 2, 1))}
     equal = load_config(recipe(data__source=sources(texts, (1, 1, 1))))
-    manifest, prepared_now = prepare(equal)
+    _, prepared_now = prepare(equal)
     assert not prepared_now
-    lines = summary_lines(equal, manifest, load_prepared(equal))
+    lines = summary_lines(equal, load_prepared(equal))
     assert lines[-1].split()[1] == "33.33%"
     assert {
         path: path.stat().st_mtime_ns for path in (tmp_path / "data").rglob("*.arrow")
