@@ -46,13 +46,14 @@ def check_launch(config: Config, mesh: Mesh) -> int:
             f"lora.quantize {config.lora.quantize}: bitsandbytes is not installed; run `pip "
             "install bitsandbytes`"
         )
+    own = LOGGER_TYPE_TO_CLASS.keys() - set(LoggerType.list())  # classes that were registered
+    installed = own | set(map(str, get_available_trackers()))
     for tracker in config.tracking.trackers:
-        if tracker not in LOGGER_TYPE_TO_CLASS:
-            near = did_you_mean(tracker, LOGGER_TYPE_TO_CLASS)
-            raise UserError(f"tracking.trackers: accelerate has no tracker {tracker!r}{near}")
-        if tracker in LoggerType.list() and tracker not in map(str, get_available_trackers()):
+        if tracker not in installed:
+            near = did_you_mean(tracker, installed)
             raise UserError(
-                f"tracking.trackers: {tracker} is not installed; run `pip install {tracker}`"
+                f"tracking.trackers: {tracker!r}: accelerate has no such tracker, or it is not "
+                f"installed{near}"
             )
     try:
         accumulation = accumulation_steps(config, mesh.dp_size)

@@ -146,9 +146,9 @@ def model_settings(config: Config, model: Any, mesh: Mesh) -> dict[str, str]:
         found["a window of attention"] = f"{name}'s window of {window} tokens"
     if mesh.cp_size > 1 and needs_ring(model.config, mesh.tp_size * mesh.cp_size):
         found["ring attention"] = f"ring attention (cp_size {mesh.cp_size})"
-        for knob, value in fields.items():
-            if "drop" in knob and value:
-                found["dropout"] = f"{knob} {value}"
+    for knob, value in fields.items():
+        if "drop" in knob and value:
+            found["dropout"] = f"{knob} {value}"
     return found
 
 
@@ -232,16 +232,13 @@ def _micro_batches_problem(config: Config, mesh: Mesh) -> str | None:
     micro_batches = sequences // train.min_micro_batch_size
     if mesh.fills_pipeline(micro_batches):
         return None
-    problem, remedy = "fewer micro-batches than stages", "raise train.tokens_per_step"
-    if rounds := micro_batches // mesh.pp_size:
-        problem = (
-            f"pp_schedule zero_bubble cannot divide {micro_batches} micro-batches into "
-            f"{rounds} equal rounds"
-        )
-        remedy = "set pp_schedule 1f1b"
+    rule = "at least as many micro-batches as stages"
+    if mesh.pp_schedule == "zero_bubble":
+        rule += ", in equal rounds of at least as many"
     fitting = [size for size in divisors(sequences) if mesh.fills_pipeline(sequences // size)]
     smaller = f"set train.micro_batch_size to {max(fitting)} or " if fitting else ""
     return (
         f"a step has {plural(sequences, 'sequence')} per pipeline, in micro-batches of "
-        f"{train.min_micro_batch_size}: {problem}; {smaller}{remedy}"
+        f"{train.min_micro_batch_size}; pp_schedule {mesh.pp_schedule} takes {rule}; {smaller}"
+        "raise train.tokens_per_step"
     )
