@@ -3,7 +3,6 @@ lost.
 """
 
 import contextlib
-import functools
 import json
 import re
 import socket
@@ -26,7 +25,7 @@ from nanogpt_hf.runs.folder import RunFolder
 # (Not 10: accelerate would replace that by the default, and gloo's is 30.)
 PEER_TIMEOUT = timedelta(minutes=15)
 HEARTBEAT = 5.0  # seconds between two
-_POLL = 0.2  # seconds between two polls of the store
+_POLL = 0.1  # seconds between two polls of the store, for each process
 # without a launcher, process 0 serves the store while this object lives, also to the process group
 _stores = []
 
@@ -51,7 +50,7 @@ def prepare_on_all_ranks(
     if world_size == 1:
         return prepare()
     with one_line_for_a_lost_process():
-        store, _ = _connect()
+        store = _connect()
     _stores.append(store)
     store = PrefixStore(f"nanogpt_hf/{len(_stores)}", store)
     done = threading.Event()
@@ -63,89 +62,66 @@ def prepare_on_all_ranks(
                 done.wait(HEARTBEAT)
 
     threading.Thread(target=send_heartbeats, daemon=True).start()
+    result, answer = None, cast(dict[str, Any], {"host": socket.gethostname()})
     try:
         try:
-            result, facts = prepare()
-            answer = {"host": socket.gethostname(), "facts": facts}
+            result, answer["facts"] = prepare()
         except Exception as error:
-            line = explain(error)
-            if line is None:
+            if (line := explain(error)) is None:
                 raise
-            result, answer = None, {"host": socket.gethostname(), "error": line}
+            answer["error"] = line
         with one_line_for_a_lost_process():
             store.set(f"answer/{rank}", json.dumps(answer))
-            if "error" in answer:
-                store.add("errors", 1)
-            _wait_for_answers(store, world_size)
-            answered = [r for r in range(world_size) if store.check([f"answer/{r}"])]
-            answers = {r: json.loads(store.get(f"answer/{r}")) for r in answered}
-            wait_for_readers(store, "read", world_size)
+            answers = _wait_for_answers(store, world_size)
     finally:
         done.set()
-    for r, answer in answers.items():
-        if "error" in answer:
-            raise UserError(
-                answer["error"]
-                if r == 0
-                else (f"process {r} on {answer['host']}: {answer['error']}")
-            )
-    _check_agreement(answers)
-    return cast(T, result), answers[0]["facts"]
-
-
-def _wait_for_answers(store: Store, world_size: int) -> None:
-    """Wait until all have answered, or one with an error.
-
-    Raises LostProcess if one stops sending heartbeats.
-    """
-    beats, last_beat = [0] * world_size, [time.monotonic()] * world_size
-    checked = time.monotonic()
-    while not store.check([f"answer/{r}" for r in range(world_size)]) and not store.add(
-        "errors", 0
-    ):
-        time.sleep(_POLL)
-        if time.monotonic() - checked < HEARTBEAT:
-            continue
-        checked = time.monotonic()
-        for r in range(world_size):
-            count = store.add(f"alive/{r}", 0)
-            if count != beats[r]:
-                beats[r], last_beat[r] = count, checked
-            elif checked - last_beat[r] > PEER_TIMEOUT.total_seconds() and not store.check(
-                [f"answer/{r}"]
-            ):
-                raise LostProcess(
-                    f"lost another process: process {r} has sent no heartbeat for {PEER_TIMEOUT}"
-                )
-
-
-def wait_for_readers(store: Store, key: str, world_size: int) -> None:
-    """Count this process as a reader, and wait until all are, since the store ends with process 0
-    or its launcher.
-
-    It waits only briefly: after an error others may be busy, or lost.
-    """
-    end = time.monotonic() + 2 * HEARTBEAT
-    with contextlib.suppress(RuntimeError):  # process 0 has ended
-        store.add(key, 1)
-        while store.add(key, 0) < world_size and time.monotonic() < end:
-            time.sleep(_POLL / 4)
-
-
-def _check_agreement(answers: dict[int, dict[str, Any]]) -> None:
-    """Raises UserError if the result of a process differs from that of process 0."""
-    first = answers[0]
-    for rank, other in answers.items():
+    for r, other in answers.items():
+        if "error" in other:
+            where = f"process {r} on {other['host']}: " if r else ""
+            raise UserError(f"{where}{other['error']}")
+    first = answers[0]["facts"]
+    for r, other in answers.items():
         differences = [
-            f"{key} {value!r} instead of {first['facts'][key]!r}"
+            f"{key} {value!r} instead of {first[key]!r}"
             for key, value in other["facts"].items()
-            if value != first["facts"][key]
+            if value != first[key]
         ]
         if differences:
             raise UserError(
-                f"process {rank} on {other['host']} has {', '.join(differences)} of process 0 on "
-                f"{first['host']}; use the same recipe and the same data on every machine"
+                f"process {r} on {other['host']} has {', '.join(differences)} of process 0 on "
+                f"{answers[0]['host']}; use the same recipe and the same data on every machine"
             )
+    return cast(T, result), first
+
+
+def _wait_for_answers(store: Store, world_size: int) -> dict[int, dict[str, Any]]:
+    """The answers of all processes, or those up to one with an error, by rank.
+
+    Raises LostProcess if one stops sending heartbeats.
+    """
+    answers: dict[int, dict[str, Any]] = {}
+    beats = {rank: (0, time.monotonic()) for rank in range(world_size)}  # and when it changed
+    while len(answers) < world_size and not any("error" in each for each in answers.values()):
+        time.sleep(min(HEARTBEAT, _POLL * world_size))
+        for rank in beats.keys() - answers.keys():
+            count = store.add(f"alive/{rank}", 0)
+            if store.check([f"answer/{rank}"]):
+                answers[rank] = json.loads(store.get(f"answer/{rank}"))
+            elif count != beats[rank][0]:
+                beats[rank] = count, time.monotonic()
+            elif time.monotonic() - beats[rank][1] > PEER_TIMEOUT.total_seconds():
+                raise LostProcess(
+                    f"lost another process: process {rank} has sent no heartbeat for {PEER_TIMEOUT}"
+                )
+    # The store ends with process 0 or its launcher. It waits only briefly for the others to read:
+    # after an error they may be busy, or lost.
+    end = time.monotonic() + 2 * HEARTBEAT
+    with contextlib.suppress(RuntimeError):  # process 0 has ended
+        readers = store.add("read", 1)
+        while readers < world_size and time.monotonic() < end:
+            time.sleep(_POLL)
+            readers = store.add("read", 0)
+    return answers
 
 
 @contextlib.contextmanager
@@ -156,21 +132,14 @@ def one_line_for_a_lost_process(run: RunFolder | None = None) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        lost = isinstance(
-            error, torch.distributed.DistNetworkError | torch.distributed.DistStoreError
-        )
         # gloo raises plain RuntimeErrors that name its source file; NCCL has one error name for
         # this
-        if (
-            not lost
-            and "/gloo/transport/" not in str(error)
-            and "ncclRemoteError" not in str(error)
-        ):
+        kinds = torch.distributed.DistNetworkError | torch.distributed.DistStoreError
+        names = ("/gloo/transport/", "ncclRemoteError")
+        if not (isinstance(error, kinds) or any(name in str(error) for name in names)):
             raise
-        # without gloo's source file, and the wish of good luck at its end
-        reason = re.sub(
-            r"\[\S+/gloo/\S+\] |[\s.:]*GLHF.*", "", str(error).strip().partition("\n")[0]
-        )
+        # without gloo's source file
+        reason = re.sub(r"\[\S+/gloo/\S+\] ", "", str(error).strip().partition("\n")[0])
         if "connectFullMesh" in reason:
             reason += "; is GLOO_SOCKET_IFNAME the network interface between the machines?"
         newest = run and run.newest_checkpoint()
@@ -178,32 +147,13 @@ def one_line_for_a_lost_process(run: RunFolder | None = None) -> Iterator[None]:
         raise LostProcess(f"lost another process: {reason}{advice}") from error
 
 
-@functools.cache
-def _launch_store() -> tuple[Store, int]:
-    store, rank = _connect()
-    return PrefixStore("nanogpt_hf/shared", store), rank
-
-
-def _connect() -> tuple[Store, int]:
-    """The launcher's store, and the rank of this process."""
+def _connect() -> Store:
+    """The launcher's store."""
     try:
-        store, rank, _ = next(iter(rendezvous("env://", timeout=PEER_TIMEOUT)))
+        store, _, _ = next(iter(rendezvous("env://", timeout=PEER_TIMEOUT)))
     except ValueError as error:
         # a variable is missing: WORLD_SIZE alone may be that of a pod of a cluster
         raise UserError(
             f"WORLD_SIZE is set, but {one_line(error)}; use `python cli.py launch`"
         ) from None
-    return store, rank
-
-
-def share_from_main(key: str, value: Any) -> Any:
-    """Return what process 0 gave as `value`, as JSON keeps it, on every process; needs no process
-    group.
-
-    Each key is used once. Raises LostProcess if process 0 gives no value.
-    """
-    with one_line_for_a_lost_process():
-        store, rank = _launch_store()
-        if rank == 0:
-            store.set(key, json.dumps(value))
-        return json.loads(store.get(key))
+    return store

@@ -25,7 +25,7 @@ from nanogpt_hf.distributed.accelerate_config import requested_precision
 from nanogpt_hf.distributed.accelerator import sum_over_ranks
 from nanogpt_hf.distributed.full_state import FullState, own_weights
 from nanogpt_hf.distributed.mesh import Mesh
-from nanogpt_hf.distributed.rendezvous import one_line_for_a_lost_process, share_from_main
+from nanogpt_hf.distributed.rendezvous import one_line_for_a_lost_process, prepare_on_all_ranks
 from nanogpt_hf.errors import RunFolderError, Stopped, UserError
 from nanogpt_hf.formatting import plural, shows_bars
 from nanogpt_hf.optim.optimizer import learning_rate_at
@@ -116,9 +116,9 @@ def run_at(folder: RunFolder, config: Config, first: int, mesh: Mesh) -> Iterato
     """
     made = tempfile.TemporaryDirectory() if mesh.is_main else nullcontext("")
     with _stopped_by_signals(), one_line_for_a_lost_process(), made as temporary:
-        if mesh.world_size > 1:
-            temporary = share_from_main(f"verify/{first}", temporary)
-        copy = RunFolder(Path(temporary) / "run")
+        place = {"folder": temporary} if mesh.is_main else {}
+        _, place = prepare_on_all_ranks(mesh, lambda: (None, place))
+        copy = RunFolder(Path(place["folder"]) / "run")
         if mesh.is_main:
             copy.path.mkdir()
             (copy.path / ".lock").touch()  # here, so that a full disk is no fault of the run
