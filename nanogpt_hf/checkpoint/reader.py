@@ -18,7 +18,7 @@ from accelerate.utils import broadcast, broadcast_object_list, gather_object
 from safetensors import SafetensorError
 
 from nanogpt_hf.distributed.accelerator import is_sharded
-from nanogpt_hf.distributed.full_state import FullState, SavedTensors, set_scaler_state
+from nanogpt_hf.distributed.full_state import FullState, SavedTensors
 from nanogpt_hf.errors import RunFolderError
 from nanogpt_hf.place import remove_folder
 from nanogpt_hf.runs.folder import VERSION, RunFolder, step_of
@@ -187,21 +187,15 @@ def load_checkpoint(
     optimizer: AcceleratedOptimizer,
     saved: Checkpoint,
 ) -> TrainState:
-    """Load a checkpoint into a prepared model and optimizer, and return its run state.
-
-    Raises RunFolderError on all processes, and changes nothing, if it belongs to another model.
+    """Load a checkpoint of the same run into a prepared model and optimizer, and return its run
+    state. Raises RunFolderError if it has not all weights.
     """
     model_state = FullState(accelerator, model, optimizer)
     model_state.make_optimizer_state()
-    layouts = saved.weights.layout, saved.optimizer_state.layout
-    with _errors_of_all():
-        if difference := model_state.first_mismatch(*layouts):
-            raise RunFolderError(
-                f"{saved.folder}: is of another model: {difference}; has the recipe's model "
-                "changed?"
-            )
+    if missing := model_state.parameters.keys() - saved.weights.layout.keys():
+        raise RunFolderError(f"{saved.folder}: is of another model: it has no {min(missing)}")
     model_state.set_weights(saved.weights)
     model_state.set_optimizer_state(saved.optimizer_state)
-    if saved.scaler is not None:
-        set_scaler_state(accelerator, optimizer, saved.scaler)
+    if accelerator.scaler and saved.scaler:
+        accelerator.scaler.load_state_dict(saved.scaler)
     return dataclasses.replace(saved.state)

@@ -29,7 +29,7 @@ from nanogpt_hf.checkpoint.reader import (
     file_digest,
     recovery_advice,
 )
-from nanogpt_hf.distributed.full_state import FullState, Tensors, own_weights, scaler_state
+from nanogpt_hf.distributed.full_state import FullState, Tensors, own_weights
 from nanogpt_hf.errors import DivergedError, RunFolderError, Stopped
 from nanogpt_hf.place import hidden, replaced_folder
 from nanogpt_hf.runs.folder import VERSION, RunFolder
@@ -82,7 +82,8 @@ class CheckpointWriter:
         if self.accelerator.device.type != "cpu":
             torch.accelerator.synchronize(self.accelerator.device)
         facts = {"version": VERSION, **dataclasses.asdict(state)}
-        facts["scaler"] = scaler_state(self.accelerator, optimizer)
+        scaler = self.accelerator.scaler  # of fp16
+        facts["scaler"] = scaler and scaler.state_dict()
         text = json.dumps(facts, indent=2) + "\n"
         self._save = _Save(dataclasses.replace(state), text, parts, writers)
         write = self._write_alone if writers == [0] else self._write

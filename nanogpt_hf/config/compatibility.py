@@ -86,6 +86,12 @@ _ROWS = [
     ),
     ("train.stages", "DeepSpeed", "DeepSpeed keeps the batch of its start", FSDP2),
     (
+        "train.micro_batch_size auto",
+        "DeepSpeed",
+        "DeepSpeed keeps the batch of its start",
+        "set a number",
+    ),
+    (
         "finetune.unfreeze_every",
         "train.micro_batch_size auto",
         "unfrozen layers need memory that auto does not measure",
@@ -178,6 +184,7 @@ _ROWS = [
         "its loss scaler looks for overflows on each process alone",
         "set bf16",
     ),
+    ("mixed_precision fp16", "DeepSpeed", "no checkpoint has its loss scale", "set bf16"),
     (
         "mixed_precision fp8",
         "lora.quantize",
@@ -263,6 +270,12 @@ _ROWS = [
         "ring attention",
         "its kernels take no masks",
         "set a cp_size that divides the heads, or " + FSDP2,
+    ),
+    (
+        "dropout",
+        "tensor parallelism",
+        "the masks of a process's heads would be those of the others",
+        "set model.dropout 0",
     ),
     (
         "dropout",

@@ -12,6 +12,7 @@ import math
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, cast
 from unittest.mock import patch
 
@@ -25,7 +26,6 @@ from accelerate.utils import (
     GradientAccumulationPlugin,
     InitProcessGroupKwargs,
     ProjectConfiguration,
-    gather_object,
     patch_environment,
 )
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -138,7 +138,8 @@ def build_evaluation_accelerator(mesh: Mesh) -> Accelerator:
     """
     check_config()
     ignore_layout()
-    return _start(mesh.with_whole_models(), requested_precision().replace("fp8", "bf16"))
+    whole = replace(mesh, tp_size=1, cp_size=1, pp_size=1, ep_size=1, stated_sizes={})
+    return _start(whole, requested_precision().replace("fp8", "bf16"))
 
 
 def build_accelerator(
@@ -165,11 +166,6 @@ def build_accelerator(
         log_with=[*config.tracking.trackers, *trackers] or None,
         project_config=ProjectConfiguration(str(run.path), str(run.trackers)),
     )
-    if len(set(gather_object([accelerator.mixed_precision]))) > 1:
-        raise UserError(
-            "the accelerate config sets mixed_precision bf16, and not every machine's CPU has "
-            "instructions for it; set 'no'"
-        )
     if lacks_bfloat16() and accelerator.is_main_process:
         logger.warning(
             "this CPU has no instructions for bfloat16 (AVX512_BF16, AMX or Arm's BF16), so the "

@@ -52,26 +52,24 @@ def configure(deepspeed_config: dict, config: Config, accumulation: int) -> None
     """
     # it calls functions that torch 2.13 has renamed, with a warning at every call
     warnings.filterwarnings("ignore", r"`torch\.distributed\..*is deprecated", FutureWarning)
-    stage = deepspeed_config["zero_optimization"]["stage"]
-    if stage not in (2, 3):
+    zero = deepspeed_config["zero_optimization"]
+    offloads = [
+        (zero.get(f"offload_{part}") or {}).get("device") for part in ("optimizer", "param")
+    ]
+    if zero["stage"] not in (2, 3) or "nvme" in offloads:
         raise UserError(
-            f"DeepSpeed's ZeRO stage {stage} is not supported: use 2 or 3, or "
-            "accelerate_configs/ddp.yaml"
+            f"DeepSpeed's ZeRO stage {zero['stage']}, offload to {offloads}: only stages 2 and 3 "
+            "are supported, and offload to cpu, since state on nvme cannot be saved"
         )
-    for name in ("offload_optimizer", "offload_param"):
-        if (deepspeed_config["zero_optimization"].get(name) or {}).get("device") == "nvme":
-            raise UserError(
-                f"DeepSpeed's {name} to nvme is not supported, since its state cannot "
-                "be saved: use cpu"
-            )
-    micro_batch = config.train.micro_batch_size
     for key, value, knob in (
         ("gradient_accumulation_steps", accumulation, "train.tokens_per_step"),
         ("gradient_clipping", config.optim.max_grad_norm, "optim.max_grad_norm"),
-        ("train_micro_batch_size_per_gpu", micro_batch, "train.micro_batch_size"),
+        (
+            "train_micro_batch_size_per_gpu",
+            config.train.micro_batch_size,
+            "train.micro_batch_size",
+        ),
     ):
-        if value == "auto":  # until the largest that fits is known
-            value = deepspeed_config[key] = 1
         stated = deepspeed_config.get(key, "auto")
         if stated not in ("auto", value):
             raise UserError(conflict(key, stated, value, knob))
@@ -87,21 +85,6 @@ def conflict(key: str, stated: object, ours: object, knob: str) -> str:
         f"the accelerate config (or a DeepSpeed config it names) sets {key} {stated}, but {knob} "
         f"of the recipe needs {ours}: set auto there"
     )
-
-
-def set_batch_sizes(
-    accelerator: Accelerator, engine: Any, micro_batch_size: int, sequences: int
-) -> None:
-    """Set the micro-batch size and the sequences per step of DeepSpeed's engine, from which it
-    derives accumulation, and of the engine that a rollback builds.
-    """
-    engine.set_train_micro_batch_size(micro_batch_size)
-    engine.set_train_batch_size(sequences)
-    plugin = cast(Any, accelerator.state.deepspeed_plugin)
-    plugin.deepspeed_config |= {
-        "train_micro_batch_size_per_gpu": micro_batch_size,
-        "gradient_accumulation_steps": engine.gradient_accumulation_steps(),
-    }
 
 
 def full_shape(parameter: torch.Tensor) -> torch.Size:
@@ -180,27 +163,15 @@ def set_state(
         state["step"] = value.clone() if torch.is_tensor(state["step"]) else int(value)
 
 
-def loss_scaler(accelerator: Accelerator, optimizer: AcceleratedOptimizer) -> dict[str, Any] | None:
-    """The attributes of fp16's loss scaler; None in other precisions."""
-    return (
-        vars(cast(Any, optimizer.optimizer).loss_scaler)
-        if accelerator.mixed_precision == "fp16"
-        else None
-    )
-
-
 def reset_state(optimizer: AcceleratedOptimizer) -> None:
     """Reset the optimizer state to that before the first step."""
     from deepspeed.utils import lazy_init_hp_params_optimizer_state
 
-    zero: Any = optimizer.optimizer
-    is_torchs = isinstance(zero.optimizer, torch.optim.AdamW)
-    # created, not zeroed: a step that overflowed in fp16 has no state
-    for flat in _flats(optimizer):
-        state: dict[str, Any] = {key: torch.zeros_like(flat.data) for key in ADAMW_STATE}
-        state["step"] = torch.zeros((), device=flat.device) if is_torchs else 0
-        zero.optimizer.state[flat] = state
+    for state in _states(optimizer):
+        for key, value in state.items():
+            state[key] = torch.zeros_like(value) if torch.is_tensor(value) else 0
     # ZeRO-2: DeepSpeed 0.19 itself makes only the first group's state accessible
+    zero: Any = optimizer.optimizer
     if hasattr(zero, "bit16_groups"):
         for group, flat in zip(
             zero.bit16_groups, zero.single_partition_of_fp32_groups, strict=True

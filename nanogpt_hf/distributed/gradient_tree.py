@@ -97,16 +97,16 @@ def fix_order(model: torch.nn.Module, optimizer: Any) -> None:
 
 
 def _copies_of(model: torch.nn.Module) -> dist.ProcessGroup | None:
-    """The processes that have this one's shards, too (HSDP), if their sum depends on its order."""
+    """The processes that have this one's shards, too (HSDP)."""
     mesh = cast(DTensor, next(model.parameters())).device_mesh
-    return mesh.get_group(0) if mesh.ndim > 1 and mesh.size(0) > 2 else None
+    return mesh.get_group(0) if mesh.ndim > 1 else None
 
 
 class _TreeReduceScatter:
     """The reduce-scatter of FSDP2 (its interface `ReduceScatter`), whose sum is the tree.
 
-    FSDP2 then all-reduces over the copies of HSDP. If they are more than two, each has added up
-    its slice of the shard before: that sum is exact, since all others have -0.0 there.
+    FSDP2 then all-reduces over the copies of HSDP. Each has added up its slice of the shard before:
+    that sum is exact, since all others have -0.0 there.
     """
 
     def __init__(self, copies: dist.ProcessGroup | None):

@@ -4,9 +4,8 @@ It is read from the environment once, where a command or a run begins, and passe
 torch, so that a command can use it before heavy imports.
 """
 
-import math
 import os
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from nanogpt_hf.distributed.environment import ROTATIONS, SCHEDULES
 
@@ -59,21 +58,6 @@ class Mesh:
             stated_sizes=stated,
         )
 
-    def with_whole_models(self) -> "Mesh":
-        """The mesh of a process that holds a whole model: only training splits models."""
-        return replace(self, tp_size=1, cp_size=1, pp_size=1, ep_size=1, stated_sizes={})
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """The dimensions by name, outermost first: ranks are numbered in this order."""
-        return {"pp": self.pp_size, "dp": self.dp_size, "cp": self.cp_size, "tp": self.tp_size}
-
-    def rank_in(self, dimension: str) -> int:
-        """The rank of this process in one dimension."""
-        names = list(self.sizes)
-        inner = math.prod(self.sizes[name] for name in names[names.index(dimension) + 1 :])
-        return self.rank // inner % self.sizes[dimension]
-
     @property
     def is_main(self) -> bool:
         """Whether this process writes files and prints."""
@@ -94,7 +78,7 @@ class Mesh:
 
     @property
     def dp_rank(self) -> int:
-        return self.rank_in("dp")
+        return self.rank // (self.tp_size * self.cp_size) % self.dp_size
 
     @property
     def dp_cp_size(self) -> int:
@@ -109,16 +93,16 @@ class Mesh:
 
     @property
     def cp_rank(self) -> int:
-        return self.rank_in("cp")
+        return self.rank // self.tp_size % self.cp_size
 
     @property
     def tp_rank(self) -> int:
-        return self.rank_in("tp")
+        return self.rank % self.tp_size
 
     @property
     def pp_rank(self) -> int:
         """The pipeline stage of this process."""
-        return self.rank_in("pp")
+        return self.rank // (self.tp_size * self.cp_size * self.dp_size)
 
     def fills_pipeline(self, micro_batches: int) -> bool:
         """Whether the pipeline's schedule takes a step of so many micro-batches: at least as many

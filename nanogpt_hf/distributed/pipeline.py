@@ -58,9 +58,6 @@ class Pipeline(Links):
         model.to(cast(Any, self.device))
         if self.is_sharded:
             self._shard(model)
-        shapes = {name: (p.shape, p.dtype) for name, p in self.named_tensors().items()}
-        self._parameters: list[dict[str, tuple[torch.Size, torch.dtype]]] = [{}] * self.count
-        dist.all_gather_object(self._parameters, shapes, group=self.pp_group)
         cast(Any, accelerator).pipeline = self
 
     def named_tensors(self) -> dict[str, Any]:
@@ -72,18 +69,16 @@ class Pipeline(Links):
             for name, parameter in self.model.named_parameters()
         } | saved_buffers(self.model)
 
-    @property
-    def shapes(self) -> dict[str, torch.Size]:
-        """The shapes of the parameters of all stages, by name."""
-        return {n: shape for stage in self._parameters for n, (shape, _) in stage.items()}
-
     def gather(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The weights of all stages on the main process's CPU, from those of the first process of
         each stage; {} on others.
         """
         if not self.is_main_of_stage:
             return {}
-        first, *others = self._parameters
+        stages: list[dict[str, tuple[torch.Size, torch.dtype]]] = [{}] * self.count
+        own = {name: (weight.shape, weight.dtype) for name, weight in weights.items()}
+        dist.all_gather_object(stages, own, group=self.pp_group)
+        first, *others = stages
         for index, stage in enumerate(others, 1):
             for name, (shape, dtype) in stage.items():
                 if name in first:

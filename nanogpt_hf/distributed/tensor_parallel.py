@@ -27,7 +27,6 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from nanogpt_hf.config.seeds import derive_seed
 from nanogpt_hf.distributed.stages import own_blocks
 from nanogpt_hf.model.architecture import architecture_of
 from nanogpt_hf.model.loss_gpt import (
@@ -55,8 +54,7 @@ def split_matrices(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     place. Parameters keep their names.
     """
     architecture = architecture_of(model)
-    drops = any("drop" in name and value for name, value in model.config.to_dict().items())
-    for index, block in own_blocks(architecture.blocks(model)).items():
+    for block in own_blocks(architecture.blocks(model)).values():
         frozen = [
             name for name, parameter in block.named_parameters() if not parameter.requires_grad
         ]
@@ -69,8 +67,6 @@ def split_matrices(model: PreTrainedModel, mesh: DeviceMesh) -> None:
             _share_input(block.get_submodule(name), mesh)
         for name in frozen:
             block.get_parameter(name).requires_grad_(False)
-        if drops:
-            _draw_own_dropout(architecture.attention(block), index, mesh.get_local_rank())
     # under FSDP2 it warns of each gather over both dimensions of the mesh, which only norms and
     # checkpoints need
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
@@ -90,32 +86,6 @@ def _share_input(module: nn.Module, mesh: DeviceMesh) -> None:
         return args, kwargs | {"hidden_states": replicated(kwargs["hidden_states"])}
 
     module.register_forward_pre_hook(before, with_kwargs=True)
-
-
-def _draw_own_dropout(attention: nn.Module, index: int, rank: int) -> None:
-    """Let each process draw dropout masks for its own heads; those of the residual stream stay
-    equal on all.
-    """
-    states: list[torch.Tensor] = []
-
-    def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-        if module.training:
-            generator = _generator(next(module.parameters()).device)
-            states.append(generator.get_state())
-            generator.manual_seed(derive_seed(generator.initial_seed(), "dropout", index, rank))
-
-    def after(module: nn.Module, *_: Any) -> None:
-        if module.training:
-            _generator(next(module.parameters()).device).set_state(states.pop())
-
-    attention.register_forward_pre_hook(before, with_kwargs=True)
-    attention.register_forward_hook(after)
-
-
-def _generator(device: torch.device) -> torch.Generator:
-    if device.type == "cpu":
-        return torch.default_generator
-    return torch.get_device_module(device).default_generators[device.index]
 
 
 def splits_vocabulary(model: PreTrainedModel) -> bool:

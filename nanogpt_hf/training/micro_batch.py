@@ -24,17 +24,12 @@ from nanogpt_hf.data.batches import Batches, blocks_read
 from nanogpt_hf.data.blocks import Blocks
 from nanogpt_hf.distributed.accelerate_config import requested_checkpointing, requested_precision
 from nanogpt_hf.distributed.accelerator import is_sharded, mesh_of, micro_batches_not_counted
-from nanogpt_hf.distributed.deepspeed import is_zero, set_batch_sizes
-from nanogpt_hf.distributed.full_state import (
-    FullState,
-    reset_optimizer_state,
-    scaler_state,
-    set_scaler_state,
-)
+from nanogpt_hf.distributed.full_state import reset_optimizer_state
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import NotEnoughMemoryError, UserError, is_out_of_memory
 from nanogpt_hf.formatting import format_bytes
 from nanogpt_hf.model.build import model_of_run
+from nanogpt_hf.optim.state import local_part
 from nanogpt_hf.planning.footprint import footprint, useless_checkpointing
 from nanogpt_hf.planning.hardware import USABLE_MEMORY, free_memory
 from nanogpt_hf.planning.placement import Placement
@@ -74,11 +69,11 @@ def dry_run_step(run: Run, micro_batch_size: int) -> None:
     It shows that a step fits in memory before anything is written. It also makes DDP rebuild its
     buckets, which happens after the first backward pass and changes how sums over three or more
     processes are rounded: without it the first step after a resume would differ from the same
-    step of an uninterrupted run. Raises UserError if the optimizer has no state for some of the
-    trainable parameters, since no checkpoint could be written.
+    step of an uninterrupted run.
     """
     accelerator, optimizer = run.accelerator, run.optimizer
-    scaler = scaler_state(accelerator, optimizer)
+    scaler = accelerator.scaler  # of fp16
+    scale = scaler and scaler.state_dict()
     batches = build_batches(run.config, accelerator, run.mesh, run.data.train, micro_batch_size)
     try:
         with micro_batches_not_counted(accelerator, run.mesh.pp_size):
@@ -87,10 +82,9 @@ def dry_run_step(run: Run, micro_batch_size: int) -> None:
     except Exception:  # too little memory: a smaller size may be tried
         run.model.zero_grad()
         raise
-    FullState(accelerator, run.model, optimizer).check()
     reset_optimizer_state(accelerator, optimizer)
-    if scaler is not None:
-        set_scaler_state(accelerator, optimizer, scaler)
+    if scaler and scale:
+        scaler.load_state_dict(scale)
 
 
 def choose_micro_batch(run: Run, *, resume: bool = False) -> None:
@@ -114,13 +108,13 @@ def choose_micro_batch(run: Run, *, resume: bool = False) -> None:
     if size in sizes:
         dry_run_step(run, size)
     else:
-        # a checkpoint's copy is in host memory, and is allocated after the search
-        state = FullState(accelerator, run.model, run.optimizer)
-        reserved = state.saved_bytes() if accelerator.device.type == "cpu" else 0
+        # a checkpoint's copy, weights and at most AdamW's state, is allocated after the search
+        reserved = 0
+        if accelerator.device.type == "cpu":
+            for parameter in run.model.parameters():
+                reserved += local_part(parameter).numel() * (12 if parameter.requires_grad else 4)
         size = largest_micro_batch(accelerator, sizes, partial(dry_run_step, run), reserved)
     accelerator.gradient_accumulation_steps = sequences // size
-    if is_zero(accelerator):
-        set_batch_sizes(accelerator, run.model, size, sequences * run.mesh.dp_size)
     run.config = replace_knobs(config, {"train.micro_batch_size": size})
     run.batches = build_batches(run.config, accelerator, run.mesh, run.data.train, size)
 

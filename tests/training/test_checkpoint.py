@@ -1,14 +1,11 @@
 """Checkpoints: atomic, checked, compared with the model; the rules of the run folder."""
 
-import copy
 import errno
 import json
-import re
 
 import pytest
 import torch
 from accelerate import Accelerator
-from safetensors.torch import load_file, save_file
 
 from assertions import load_newest
 from nanogpt_hf.checkpoint import reader
@@ -87,51 +84,15 @@ def test_damaged_checkpoint_is_named_and_older_one_loaded(
         load_newest(run, *parts)
 
 
-def rewrite(folder, file: str, content) -> None:
-    """Replace a file of a checkpoint by tensors, JSON or text, with the right checksum."""
-    if file.endswith(".safetensors"):
-        save_file(content, folder / file)
-    else:
-        (folder / file).write_text(content if isinstance(content, str) else json.dumps(content))
+def rewrite(folder, file: str, content: dict) -> None:
+    """Replace a JSON file of a checkpoint, with the right checksum."""
+    (folder / file).write_text(json.dumps(content))
     sums = {
         path.name: reader.file_digest(path)
         for path in folder.iterdir()
         if path.name != "checksums.json"
     }
     (folder / "checksums.json").write_text(json.dumps(sums))
-
-
-CHANGES = {
-    "other shape": lambda tensors, name: tensors | {name: torch.zeros(*tensors[name].shape, 2)},
-    "missing": lambda tensors, name: {
-        other: tensor for other, tensor in tensors.items() if other != name
-    },
-    "additional": lambda tensors, name: tensors | {f"more.{name}": tensors[name].clone()},
-}
-
-
-@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors"])
-@pytest.mark.parametrize("change", CHANGES)
-def test_tensor_of_other_name_shape_or_dtype_is_refused(run, file, change, save_checkpoint):
-    parts = build_training()
-    save_checkpoint(*parts, TrainState(step=4), run, keep=2)
-    tensors = load_file(run.checkpoint(4) / file)
-    train_step(*parts)
-    before = (
-        [p.detach().clone() for p in parts[1].parameters()],
-        copy.deepcopy(parts[2].state_dict()["state"]),
-    )
-    assert len(tensors) >= 16
-    for name in tensors:
-        rewrite(run.checkpoint(4), file, CHANGES[change](tensors, name))
-        with pytest.raises(
-            RunFolderError, match=f"step_00000004: is of another model: .*{re.escape(name)} is "
-        ) as caught:
-            load_newest(run, *parts)
-        assert "\n" not in str(caught.value)
-    assert all(map(torch.equal, before[0], parts[1].parameters()))
-    for index, state in parts[2].state_dict()["state"].items():
-        assert all(torch.equal(state[key], before[1][index][key]) for key in state)
 
 
 def test_checkpoint_of_another_version_is_refused(run, save_checkpoint):
