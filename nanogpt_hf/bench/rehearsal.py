@@ -162,7 +162,7 @@ class _Replica(nn.Module):
         self.syncs = True
 
 
-def _environment(place: Placement, rank: int) -> dict[str, str]:
+def launch_environment(place: Placement, rank: int) -> dict[str, str]:
     """What a launcher would export to a process; compilation is left out."""
     given = {
         "ACCELERATE_MIXED_PRECISION": place.precision,
@@ -226,7 +226,7 @@ def _faked(place: Placement, meter: _Meter, rank: int, sent: dict[type, Any]) ->
         return chosen.new_empty(size, num_experts // size), each, each[:1] * size
 
     with ExitStack() as replaced:
-        replaced.enter_context(patch.dict(os.environ, _environment(place, rank)))
+        replaced.enter_context(patch.dict(os.environ, launch_environment(place, rank)))
 
         def replace(where: Any, name: str, value: Any) -> None:
             replaced.enter_context(patch.object(where, name, value))
@@ -298,7 +298,7 @@ def rehearse(config: Config, place: Placement) -> Rehearsal:
     is_plain = place.precision != "fp16" and not place.compresses
     if place.cp > 1 and needs_ring(planned_model(config).config, place.tp * place.cp):
         is_plain = False
-    if not is_plain or place.zero or place.offloads_weights:
+    if not is_plain or place.zero:
         kinds = "DDP, FSDP2, HSDP, TP, CP without a ring, PP and EP"
         raise UserError(f"--rehearse: {place} cannot be rehearsed; only {kinds} can")
     size, block_size = config.train.min_micro_batch_size, config.data.block_size

@@ -112,8 +112,6 @@ def _memory(estimate: Estimate, place: Placement) -> list[str]:
         f"{estimate.block_size:,} tokens{several}",
         *_table(rows),
     ]
-    if memory.offloaded:
-        lines.append(f"  and {format_bytes(memory.offloaded)} of host memory per process")
     if memory.host_copy:
         # torch rounds each pinned tensor up to a power of two
         low, high = format_bytes(memory.host_copy), format_bytes(2 * memory.host_copy)

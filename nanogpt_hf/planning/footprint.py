@@ -41,7 +41,6 @@ class Footprint:
     """Bytes on one device by part, in each phase of a step that can be the peak."""
 
     phases: dict[str, dict[str, float]]
-    offloaded: float  # bytes per process in host memory instead
     host_copy: float  # bytes per machine with GPUs, in host memory, for the copy of a checkpoint
 
     @property
@@ -132,7 +131,7 @@ def _footprint(
         share * _optimizer_bytes(rank, place.shards, optim.name, state)
         for state in (optim.state, "float32")
     )
-    state, offloaded = _state(held, place, optimizer)
+    state = _state(held, place, optimizer)
     checkpoint += 4 * held.total / place.shards
     # processes of a machine: of copies one is saved
     savers = min(place.per_machine, max(place.ep, place.processes // place.copies))
@@ -192,7 +191,7 @@ def _footprint(
         copies = update_bytes(model, place.on_cpu, shards, place.processes)
         phases[UPDATE] = {"gradients": gradients, "copies": copies}
     phases = {name: dict.fromkeys(PARTS, 0.0) | state | parts for name, parts in phases.items()}
-    return Footprint(phases, offloaded, host_copy)
+    return Footprint(phases, host_copy)
 
 
 def _loss(
@@ -239,12 +238,8 @@ def _optimizer_bytes(model: PreTrainedModel, shards: int, name: str, state: Any)
     return kind_of(OptimSection(name=name, state=state)).state_bytes(model, shards)
 
 
-def _state(
-    counts: Counts, place: Placement, optimizer_bytes: float
-) -> tuple[dict[str, float], float]:
-    """Bytes of weights, gradients and optimizer state on a device, and how many of them are in
-    host memory.
-    """
+def _state(counts: Counts, place: Placement, optimizer_bytes: float) -> dict[str, float]:
+    """Bytes of weights, gradients and optimizer state on a device."""
     state = {
         "weights": 4 * counts.total / place.shards,
         "gradients": 4 * counts.trainable / place.shards,
@@ -258,13 +253,7 @@ def _state(
     if place.pp > 1:
         # torch's pipelines reduce them after the last backward pass of a step
         state["gradients"] *= place.shards
-    offloaded_parts = []
-    if place.offloads_optimizer or place.offloads_weights:
-        offloaded_parts = ["gradients", "optimizer"]
-    if place.offloads_weights:
-        offloaded_parts.append("weights")
-    offloaded = sum(state[part] for part in offloaded_parts)
-    return state | dict.fromkeys(offloaded_parts, 0.0), offloaded
+    return state
 
 
 def _copies(counts: Counts, place: Placement, blocks: int, done: int | None = None) -> float:

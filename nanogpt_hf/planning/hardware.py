@@ -65,13 +65,11 @@ def bf16_peak(name: str) -> float | None:
 
 def free_memory(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
     """Bytes of host memory that are free, within the limits of this process's cgroups."""
-    folders = [root, root / "memory"]
-    with suppress(OSError, ValueError):
-        for line in own.read_text().splitlines():  # 0::/a/b of cgroup v2, 4:memory:/a/b of v1
-            _, controller, path = line.split(":", 2)
-            folder = root / controller / path.lstrip("/")
-            folders += [folder, *folder.parents]
-    return int(min(psutil.virtual_memory().available, *map(_below_limit, folders)))
+    folder = root
+    with suppress(OSError):
+        folder /= own.read_text().strip().rpartition("::/")[2]  # of 0::/a/b
+    limits = map(_below_limit, [folder, *folder.parents])
+    return int(min(psutil.virtual_memory().available, *limits))
 
 
 def _below_limit(cgroup: Path) -> float:
@@ -79,15 +77,11 @@ def _below_limit(cgroup: Path) -> float:
 
     Infinite without a limit.
     """
-    for limit, used, cache in (
-        ("memory.max", "memory.current", ""),
-        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
-    ):
-        with suppress(OSError, ValueError, KeyError):  # no such file; no limit, which is `max`
-            stat = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
-            cached = sum(int(stat[f"{cache}{kind}_file"]) for kind in ("active", "inactive"))
-            free = int((cgroup / limit).read_text()) - int((cgroup / used).read_text()) + cached
-            return max(0, free)
+    with suppress(OSError, ValueError):  # no such file; no limit, which is `max`
+        stat = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+        cached = int(stat["active_file"]) + int(stat["inactive_file"])
+        limit, used = (int((cgroup / f"memory.{name}").read_text()) for name in ("max", "current"))
+        return max(0, limit - used + cached)
     return math.inf
 
 

@@ -1,6 +1,5 @@
 """How a launch distributes a model: read from an accelerate config, and written as one."""
 
-import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,8 +34,6 @@ class Placement:
     checkpointing: str = ""  # a level of model/recompute.py
     reshard: bool = True  # FSDP2: gathered weights are freed after the forward pass
     on_cpu: bool = False
-    offloads_weights: bool = False  # to host memory, with gradients and optimizer state
-    offloads_optimizer: bool = False
     compiles: bool = False
     compresses: bool = False  # DDP: gradients are sent in 16 bits
 
@@ -112,8 +109,6 @@ class Placement:
         parts = [self.name, "float32" if self.precision == "no" else precision]
         if self.checkpointing:
             parts.append(f"activation checkpointing {self.checkpointing}".removesuffix(" true"))
-        if self.offloads_weights or self.offloads_optimizer:
-            parts.append("offload to host memory")
         return ", ".join([*parts, "on the CPU" if self.on_cpu else "on GPUs"])
 
     def check(self, config: Config, model: PreTrainedModel | None = None) -> None:
@@ -165,9 +160,10 @@ def _placement(path: str, config: Any) -> Placement:
     fsdp, deepspeed = config.fsdp_config or {}, config.deepspeed_config or {}
     parallelism = config.parallelism_config or {}
     mesh = {key.removeprefix("parallelism_config_"): value for key, value in parallelism.items()}
-    names = ("dp_replicate", "dp_shard", "tp", "cp", "pp")
+    names = ("dp_replicate", "tp", "cp", "pp")
     sizes: dict[str, Any] = {name: mesh.get(f"{name}_size") or 1 for name in names}
     is_fsdp, precision = "FSDP" in kind, str(config.mixed_precision)
+    offloads = "offload_optimizer_device", "offload_param_device"
     stage = deepspeed.get("zero_stage", 0 if "deepspeed_config_file" in deepspeed else 2)
     for name, value, estimated in (
         ("mixed_precision", precision, ("no", "bf16", "fp16")),
@@ -175,20 +171,15 @@ def _placement(path: str, config: Any) -> Placement:
         ("pp_schedule", mesh.get("pp_schedule", SCHEDULES[0]), SCHEDULES[:1]),
         ("fsdp_version", fsdp.get("fsdp_version", 1) if is_fsdp else 2, (2,)),
         ("zero_stage", stage, (2, 3)),
+        ("fsdp_offload_params", _true(fsdp.get("fsdp_offload_params")), (False,)),
+        *((name, deepspeed.get(name) or "none", ("none",)) for name in offloads),
     ):
         if value not in estimated:
             accepted = " or ".join(map(str, estimated))
             raise UserError(
                 f"--config_file {path}: {name} {value} is not estimated; set {accepted}"
             )
-    product = math.prod(sizes.values())
-    if processes % product or (sizes["dp_shard"] > 1 and processes != product):
-        shown = " × ".join(f"{name}_size {size}" for name, size in sizes.items() if size != 1)
-        raise UserError(
-            f"--config_file {path}: {shown} does not give {processes} processes; set sizes whose "
-            "product is num_processes"
-        )
-    copies, _ = sizes.pop("dp_replicate"), sizes.pop("dp_shard")
+    copies = sizes.pop("dp_replicate")
     place = Placement(
         processes=processes,
         **sizes,
@@ -206,20 +197,9 @@ def _placement(path: str, config: Any) -> Placement:
             kind="FSDP2",
             shards=place.dp * place.cp // copies,
             reshard=_true(fsdp.get("fsdp_reshard_after_forward", True)),
-            offloads_weights=_true(fsdp.get("fsdp_offload_params")),
         )
     if "DEEPSPEED" in kind:
-        offloads = {
-            part: deepspeed.get(f"offload_{part}_device") not in (None, "none")
-            for part in ("param", "optimizer")
-        }
-        return replace(
-            place,
-            kind=f"ZeRO-{stage}",
-            shards=processes,
-            offloads_weights=offloads["param"] and stage == 3,
-            offloads_optimizer=offloads["optimizer"],
-        )
+        return replace(place, kind=f"ZeRO-{stage}", shards=processes)
     return replace(place, kind="DDP") if place.dp > 1 else place
 
 

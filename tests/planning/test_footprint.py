@@ -249,26 +249,16 @@ def test_bytes_of_a_block(options, dropout, bytes_each):
 @pytest.mark.parametrize(
     ("placement", "state", "copied"),
     [
-        (Placement(), (4, 4, 8, 0), (0, 12)),
+        (Placement(), (4, 4, 8), (0, 12)),
         # one process saves
-        (Placement(kind="DDP", processes=16, per_machine=8), (4, 4, 8, 0), (0, 12)),
-        (Placement(kind="FSDP2", **FOUR), (1, 1, 2, 0), (0, 12)),
-        (Placement(kind="FSDP2", **FOUR, on_cpu=True), (1, 1, 2, 0), (3, 0)),
+        (Placement(kind="DDP", processes=16, per_machine=8), (4, 4, 8), (0, 12)),
+        (Placement(kind="FSDP2", **FOUR), (1, 1, 2), (0, 12)),
+        (Placement(kind="FSDP2", **FOUR, on_cpu=True), (1, 1, 2), (3, 0)),
         # those of one machine
-        (Placement(kind="FSDP2", processes=16, shards=16), (0.25, 0.25, 0.5, 0), (0, 6)),
-        (
-            Placement(kind="FSDP2", **FOUR, offloads_weights=True),
-            (0, 0, 0, 4),
-            (0, 12),
-        ),
+        (Placement(kind="FSDP2", processes=16, shards=16), (0.25, 0.25, 0.5), (0, 6)),
         # ZeRO keeps float32 weights with the optimizer state
-        (Placement(kind="ZeRO-2", precision="bf16", **FOUR), (2, 1, 3, 0), (0, 12)),
-        (Placement(kind="ZeRO-3", precision="bf16", **FOUR), (0.5, 1, 3, 0), (0, 12)),
-        (
-            Placement(kind="ZeRO-2", precision="bf16", offloads_optimizer=True, **FOUR),
-            (2, 0, 0, 4),
-            (0, 12),
-        ),
+        (Placement(kind="ZeRO-2", precision="bf16", **FOUR), (2, 1, 3), (0, 12)),
+        (Placement(kind="ZeRO-3", precision="bf16", **FOUR), (0.5, 1, 3), (0, 12)),
     ],
 )
 def test_bytes_per_parameter(placement, state, copied):
@@ -278,7 +268,7 @@ def test_bytes_per_parameter(placement, state, copied):
     copies = {phase[CHECKPOINT] for phase in estimate.phases.values()}
     parts = estimate.phases[LOSS]
     found = [parts[part] for part in ("weights", "gradients", "optimizer")]
-    found += [estimate.offloaded, *copies, estimate.host_copy]
+    found += [*copies, estimate.host_copy]
     each = [size / model.num_parameters() for size in found]
     assert each == pytest.approx([*state, *copied])
 

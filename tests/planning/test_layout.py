@@ -9,11 +9,11 @@ import pytest
 
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.errors import UserError
-from nanogpt_hf.planning.candidates import Cluster, candidates, propose, waiting_seconds
+from nanogpt_hf.planning.candidates import Cluster, candidates, propose
 from nanogpt_hf.planning.estimate import planned_model
 from nanogpt_hf.planning.footprint import LOSS
 from nanogpt_hf.planning.hardware import GPUS, gpu_of
-from nanogpt_hf.planning.placement import Placement, config_text, read_placement
+from nanogpt_hf.planning.placement import config_text, read_placement
 from nanogpt_hf.planning.transfers import all_gather_bytes, all_reduce_bytes
 
 ROOT = Path(__file__).parents[2]
@@ -195,14 +195,6 @@ def test_ring_bytes_are_those_of_a_ring_passed_around_by_hand():
     assert all_reduce_bytes(whole, size) == sent
     assert all_gather_bytes(whole, size) == sent / 2
     assert all_reduce_bytes(whole, 1) == 0
-
-
-@pytest.mark.parametrize(("stages", "micro_batches"), [(1, 4), (2, 1), (4, 16), (8, 9)])
-def test_bubble_is_the_idle_share_of_torchs_1f1b(stages, micro_batches):
-    busy = 3.0 * micro_batches
-    place = Placement(processes=stages, pp=stages)
-    _, bubble = waiting_seconds([], busy, cluster(8), place, micro_batches)
-    assert bubble / (busy + bubble) == pytest.approx((stages - 1) / (micro_batches + stages - 1))
 
 
 @pytest.mark.long

@@ -8,6 +8,7 @@ import os
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from torch._subclasses.fake_tensor import is_fake
 from allocations import peak_allocation
 from cpu_ring import allow_cpu_ring
 from nanogpt_hf.bench.clock import communicated_bytes, synthetic_data
+from nanogpt_hf.bench.rehearsal import launch_environment
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.distributed.accelerator import build_accelerator
@@ -47,74 +49,33 @@ VALUES = {
     "train.tokens_per_step": 16 * 2 * 2 * ACCUMULATION,
     "optim.warmup_steps": 0,
 }
-ON_CPU = {"ACCELERATE_USE_CPU": "true"}
-SHARDED = {
-    "ACCELERATE_TORCH_DEVICE": "cpu",
-    "ACCELERATE_USE_FSDP": "true",
-    "FSDP_VERSION": "2",
-    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
-    "FSDP_RESHARD_AFTER_FORWARD": "true",
-}
 
 
-def split(**sizes: int) -> dict[str, str]:
-    """The variables by which `accelerate launch` passes parallelism_config on."""
-    names = ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size")
-    stated = dict.fromkeys(names, 1) | sizes
-    variables = {f"PARALLELISM_CONFIG_{name.upper()}": str(size) for name, size in stated.items()}
-    return variables | {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}
+def on_cpus(processes: int, **options: Any) -> Placement:
+    return Placement(processes=processes, on_cpu=True, **options)
+
+
+def sharded(processes: int, shards: int, **options: Any) -> Placement:
+    return on_cpus(processes, kind="FSDP2", shards=shards, **options)
 
 
 LAYOUTS = {
-    "DDP": (Placement(kind="DDP", processes=2, on_cpu=True), ON_CPU),
-    "DDP in bf16": (
-        Placement(kind="DDP", processes=2, on_cpu=True, compresses=True),
-        ON_CPU | {"PARALLELISM_CONFIG_DDP_COMM_HOOK": "bf16"},
-    ),
-    "PP × TP": (
-        Placement(processes=4, pp=2, tp=2, on_cpu=True),
-        ON_CPU | split(tp_size=2) | {"PARALLELISM_CONFIG_PP_SIZE": "2"},
-    ),
-    "FSDP2": (Placement(kind="FSDP2", processes=2, shards=2, on_cpu=True), SHARDED),
-    "HSDP": (
-        Placement(kind="FSDP2", processes=4, shards=2, on_cpu=True),
-        SHARDED | split(dp_replicate_size=2, dp_shard_size=2),
-    ),
-    "TP": (Placement(processes=2, tp=2, on_cpu=True), ON_CPU | split(tp_size=2)),
-    "TP × FSDP2": (
-        Placement(kind="FSDP2", processes=4, shards=2, tp=2, on_cpu=True),
-        SHARDED | split(dp_shard_size=2, tp_size=2),
-    ),
-    "TP of gemma2": (Placement(processes=2, tp=2, on_cpu=True), ON_CPU | split(tp_size=2)),
-    "TP in bf16": (
-        Placement(processes=2, tp=2, precision="bf16", on_cpu=True),
-        ON_CPU | split(tp_size=2) | {"ACCELERATE_MIXED_PRECISION": "bf16"},
-    ),
-    "CP": (
-        Placement(kind="FSDP2", processes=2, shards=2, cp=2, on_cpu=True),
-        SHARDED | split(cp_size=2),
-    ),
-    "CP by ring": (
-        Placement(kind="FSDP2", processes=2, shards=2, cp=2, on_cpu=True),
-        SHARDED | split(cp_size=2),
-    ),
-    "PP": (Placement(processes=2, pp=2, on_cpu=True), ON_CPU | {"PARALLELISM_CONFIG_PP_SIZE": "2"}),
-    "PP × FSDP2": (
-        Placement(kind="FSDP2", processes=4, shards=2, pp=2, on_cpu=True),
-        SHARDED | split(dp_shard_size=2) | {"PARALLELISM_CONFIG_PP_SIZE": "2"},
-    ),
-    "EP": (
-        Placement(kind="DDP", processes=2, ep=2, on_cpu=True),
-        ON_CPU | {"PARALLELISM_CONFIG_EP_SIZE": "2"},
-    ),
-    "EP × DDP": (
-        Placement(kind="DDP", processes=4, ep=2, on_cpu=True),
-        ON_CPU | {"PARALLELISM_CONFIG_EP_SIZE": "2"},
-    ),
-    "EP × FSDP2": (
-        Placement(kind="FSDP2", processes=4, shards=4, ep=2, on_cpu=True),
-        SHARDED | split(dp_shard_size=4) | {"PARALLELISM_CONFIG_EP_SIZE": "2"},
-    ),
+    "DDP": on_cpus(2, kind="DDP"),
+    "DDP in bf16": on_cpus(2, kind="DDP", compresses=True),
+    "PP × TP": on_cpus(4, pp=2, tp=2),
+    "FSDP2": sharded(2, 2),
+    "HSDP": sharded(4, 2),
+    "TP": on_cpus(2, tp=2),
+    "TP × FSDP2": sharded(4, 2, tp=2),
+    "TP of gemma2": on_cpus(2, tp=2),
+    "TP in bf16": on_cpus(2, tp=2, precision="bf16"),
+    "CP": sharded(2, 2, cp=2),
+    "CP by ring": sharded(2, 2, cp=2),
+    "PP": on_cpus(2, pp=2),
+    "PP × FSDP2": sharded(4, 2, pp=2),
+    "EP": on_cpus(2, kind="DDP", ep=2),
+    "EP × DDP": on_cpus(4, kind="DDP", ep=2),
+    "EP × FSDP2": sharded(4, 4, ep=2),
 }
 REHEARSED = ("HSDP", "CP", "TP × FSDP2", "PP", "PP × FSDP2", "EP")
 SLOW = ("CP", "HSDP", "EP ×", "DDP in bf16", "TP in bf16", "TP of gemma2", "TP ×", "PP ×")
@@ -130,7 +91,7 @@ def config_of(kind: str) -> Config:
     heads = {"model.n_head": 1} if kind == "CP by ring" else EXPERTS if "EP" in kind else {}
     if "gemma2" in kind:  # with a scaled embedding
         heads = {"model.architecture": "gemma2"}
-    tokens = 16 * 2 * ACCUMULATION * max(2, LAYOUTS[kind][0].dp)
+    tokens = 16 * 2 * ACCUMULATION * max(2, LAYOUTS[kind].dp)
     return load_config(None, VALUES | heads | {"train.tokens_per_step": tokens}, name="tiny")
 
 
@@ -155,24 +116,13 @@ def on_rank(rank: int, port: int, kind: str, file: Path) -> None:
     torch.set_num_threads(1)
     # accelerate slices its mesh in a way that torch will not support for ever
     warnings.simplefilter("ignore")
-    world = LAYOUTS[kind][0].processes
-    ranks = {
-        "RANK": rank,
-        "LOCAL_RANK": rank,
-        "WORLD_SIZE": world,
-        "LOCAL_WORLD_SIZE": world,
-        "MASTER_PORT": port,
-    }
-    os.environ.update(
-        {name: str(value) for name, value in ranks.items()},
-        MASTER_ADDR="127.0.0.1",
-        **LAYOUTS[kind][1],
-    )
-    if "ACCELERATE_USE_FSDP" in LAYOUTS[kind][1]:
-        state.PartialState._prepare_backend = lambda self, *a, **k: (
-            "gloo",
-            DistributedType.MULTI_GPU,
-        )
+    os.environ.update(launch_environment(LAYOUTS[kind], rank), MASTER_PORT=str(port))
+    if LAYOUTS[kind].compresses:
+        os.environ["PARALLELISM_CONFIG_DDP_COMM_HOOK"] = "bf16"
+    os.environ["ACCELERATE_USE_CPU"] = str(LAYOUTS[kind].kind != "FSDP2")
+    if LAYOUTS[kind].kind == "FSDP2":  # which accelerate has not on CPUs
+        backend = "gloo", DistributedType.MULTI_GPU
+        state.PartialState._prepare_backend = lambda self, *_, **__: backend
     if kind == "CP by ring":
         allow_cpu_ring()
     config = config_of(kind)
@@ -211,7 +161,7 @@ def rehearsed(kind: str, file: Path) -> None:
     from nanogpt_hf.bench import rehearsal
 
     rehearsal.MICRO_BATCHES = 2 * ACCUMULATION  # all of a step
-    found = rehearsal.rehearse(config_of(kind), LAYOUTS[kind][0])
+    found = rehearsal.rehearse(config_of(kind), LAYOUTS[kind])
     file.write_text(json.dumps(dataclasses.asdict(found)))
 
 
@@ -227,7 +177,7 @@ def measured(request, tmp_path_factory):
         pytest.skip("needs fork")
     folder, kind = tmp_path_factory.mktemp("shards"), request.param
     port, files = get_free_port(), [folder / f"{rank}.json" for rank in range(4)]
-    tasks = [(on_rank, rank, port, kind, files[rank]) for rank in range(LAYOUTS[kind][0].processes)]
+    tasks = [(on_rank, rank, port, kind, files[rank]) for rank in range(LAYOUTS[kind].processes)]
     in_processes(*tasks)
     return kind, [json.loads(file.read_text()) for *_, file in tasks]
 
@@ -253,7 +203,7 @@ pytestmark = [
 
 def test_processes_hold_the_estimated_bytes(measured):
     kind, ranks = measured
-    place = LAYOUTS[kind][0]
+    place = LAYOUTS[kind]
     step = {"micro_batch_size": 2, "block_size": 16, "accumulation": 2 * ACCUMULATION}
     phase = footprint(planned_model(config_of(kind)), place, **step).phases[LOSS]
     of_peak = ranks[-1:] if place.pp > 1 else ranks  # here the last stage, which has the loss
@@ -272,7 +222,7 @@ def test_processes_hold_the_estimated_bytes(measured):
 
 def test_processes_send_the_estimated_bytes(measured):
     kind, ranks = measured
-    place = LAYOUTS[kind][0]
+    place = LAYOUTS[kind]
     model = planned_model(config_of(kind))
     accumulation = config_of(kind).train.tokens_per_step // (2 * 16 * place.dp)
     moved = transfers(model, place, micro_batch_size=2, block_size=16, accumulation=accumulation)
@@ -293,7 +243,7 @@ def test_a_rehearsal_needs_and_sends_what_processes_do(measured, tmp_path):
     kind, ranks = measured
     in_processes((rehearsed, kind, tmp_path / "rehearsal.json"))
     found = json.loads((tmp_path / "rehearsal.json").read_text())
-    if LAYOUTS[kind][0].pp > 1:  # the stage that needs the most
+    if LAYOUTS[kind].pp > 1:  # the stage that needs the most
         half = len(ranks) // 2
         ranks = ranks[half:] if "stage 2" in found["process"] else ranks[:half]
     # without the single numbers that processes agree on
