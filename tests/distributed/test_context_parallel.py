@@ -1,45 +1,12 @@
-"""Context parallelism: the parts of a sequence, ring attention on several processes, and what it
-refuses.
-"""
-
-from types import SimpleNamespace
+"""Context parallelism: what it refuses."""
 
 import pytest
-import torch
 from decoder_types import tiny_section
-from transformers import LlamaConfig
 
 from nanogpt_hf.config.load import load_config
-from nanogpt_hf.distributed.context_parallel import own_positions
 from nanogpt_hf.distributed.layout import Machine, check_layout
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import UserError
-
-SIZES = {
-    "num_hidden_layers": 2,
-    "num_attention_heads": 3,
-    "num_key_value_heads": 1,
-    "hidden_size": 24,
-}
-LLAMA = LlamaConfig(vocab_size=50, intermediate_size=32, max_position_embeddings=16, **SIZES)
-
-
-@pytest.mark.parametrize(
-    ("attention", "expected"),
-    [("ring", [[0, 1, 6, 7], [2, 3, 4, 5]]), ("exchange_of_heads", [[0, 1, 2, 3], [4, 5, 6, 7]])],
-)
-def test_own_positions_of_ring_and_exchange(attention, expected):
-    model = SimpleNamespace(config=SimpleNamespace(_attn_implementation=attention))
-    tokens = torch.arange(16).view(2, 8) + 100
-    parts = [
-        own_positions({"input_ids": tokens}, model, Mesh(rank, 2, cp_size=2)) for rank in range(2)
-    ]
-    assert [part["position_ids"].tolist() for part in parts] == [
-        [positions] for positions in expected
-    ]
-    for part in parts:
-        assert part["input_ids"].tolist() == tokens[:, part["position_ids"][0]].tolist()
-
 
 GPU = Machine("fsdp", "bf16", device="cuda")
 

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from assertions import CHUNKS, copy_at, held_by_ranks, tensor_files
+from arguments import argv
+from assertions import CHUNKS, column, copy_at, held_by_ranks, tensor_files
 from nanogpt_hf.checkpoint.reader import read_checkpoint
 from nanogpt_hf.commands import main
 from nanogpt_hf.runs.folder import RunFolder
@@ -42,23 +43,49 @@ LAYOUTS = {
     "ZeRO-3": ("deepspeed_zero3", 2),
     "ZeRO-3 on 3": ("deepspeed_zero3", 3),
     "TP": ("tp", 2),
+    "TP × CP × FSDP2": ("cp_fsdp2", 4),
     "PP": ("pp", 2),
+    "PP on 3, zero bubble": ("pp", 3),
     "PP × TP": ("pp_tp", 4),
+    "PP × FSDP2": ("pp_fsdp2", 4),
     "EP": ("ep", 2),
     "EP × FSDP2": ("ep_fsdp2", 4),
     "CP × FSDP2": ("cp_fsdp2", 2),
     "CP × FSDP2 on 4": ("cp_fsdp2", 4),
+    "CP by ring × FSDP2": ("cp_fsdp2", 4),
+    "DDP in bf16": ("cpu_ddp", 2),
+    "DDP in fp16": ("cpu_ddp", 2),
 }
 # what `cli.py launch` passes on, and the rest of a config for GPUs
-VARIABLES = {layout: {"PARALLELISM_CONFIG_PP_SIZE": "2"} for layout in ("PP", "PP × TP")}
+PP = ("PP", "PP × TP", "PP × FSDP2")
+VARIABLES = {layout: {"PARALLELISM_CONFIG_PP_SIZE": "2"} for layout in PP}
+VARIABLES |= {
+    "PP on 3, zero bubble": {
+        "PARALLELISM_CONFIG_PP_SIZE": "3",
+        "PARALLELISM_CONFIG_PP_SCHEDULE": "zero_bubble",
+    },
+    "DDP in bf16": {"PARALLELISM_CONFIG_DDP_COMM_HOOK": "bf16"},
+    "DDP in fp16": {"PARALLELISM_CONFIG_DDP_COMM_HOOK": "fp16"},
+    "CP by ring × FSDP2": {"CPU_RING": "true"},
+    "TP × CP × FSDP2": {"CPU_RING": "true"},
+}
 VARIABLES |= {layout: {"PARALLELISM_CONFIG_EP_SIZE": "2"} for layout in ("EP", "EP × FSDP2")}
 OPTIONS = {
     "EP × FSDP2": ["--num_machines=1", "--parallelism_config_dp_shard_size=4"],
     "PP × TP": ["--parallelism_config_dp_replicate_size=1"],
     "CP × FSDP2 on 4": ["--parallelism_config_dp_shard_size=2"],
+    "CP by ring × FSDP2": [
+        "--parallelism_config_cp_size=4",
+        "--parallelism_config_cp_comm_strategy=alltoall",
+    ],
+    "TP × CP × FSDP2": ["--parallelism_config_tp_size=2"],
 }
 # all others are forks of a process that has imported torch: warm.py
 REAL_LAUNCHER = ("FSDP2, recomputed", "ZeRO-2")
+needs_torchao = pytest.mark.skipif(
+    importlib.util.find_spec("torchao") is None or shutil.which("g++") is None,
+    reason="torchao or g++ (to compile its CPU step) is not installed",
+)
 needs_deepspeed = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None or shutil.which("g++") is None,
     reason="DeepSpeed or g++ (to compile its CPU operations) is not installed",
@@ -130,8 +157,21 @@ FEATURES = {
             "optim.name": "muon",
             "optim.rates": "{tokens: 0.5, mlp_out: 2}",
         },
-        *(("TP", "PP × TP"), ("FSDP2",), ("DDP",)),
+        *(("TP", "PP × TP"), ("FSDP2",), ("DDP", "TP × CP × FSDP2")),
     ),
+    # four processes do not divide the heads
+    "ring": Feature(
+        LAYERS | {"model.n_head": 6, "model.n_embd": 24},
+        slow=("CP by ring × FSDP2", "one process"),
+        exhaustive=("TP × CP × FSDP2",),
+    ),
+    "uneven stages": Feature(
+        LAYERS | SAMPLES | {"model.n_layer": 3, "train.micro_batch_size": "auto"},
+        slow=("PP on 3, zero bubble", "one process"),
+        exhaustive=("PP × FSDP2",),
+    ),
+    "tasks": Feature({}, slow=("PP × TP", "one process")),
+    "dropout": Feature(DROPOUT),
     "conversations": Feature(
         DROPOUT
         | {
@@ -175,7 +215,6 @@ FEATURES = {
     "rollback": Feature(
         {
             "train.rollback_ratio": 1.003,
-            "train.micro_batch_size": "auto",
             "train.tokens_per_step": 64,
             "optim.learning_rate": 1e-4,
             "optim.min_learning_rate": 0,
@@ -216,6 +255,8 @@ FEATURES = {
 RESUMED = {
     ("AdamW", "DDP on 3"): False,
     ("AdamW", "ZeRO-3 on 3"): True,
+    ("ring", "CP by ring × FSDP2"): True,
+    ("uneven stages", "PP on 3, zero bubble"): True,
     ("Muon", "FSDP2 on 3"): False,
     ("mixture", "PP × TP"): False,
     ("documents", "CP × FSDP2"): True,
@@ -253,7 +294,7 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def words_of(
-    folder, make_recipe, text_file, chat_file, byte_tokenizer, tiny_base
+    folder, make_recipe, text_file, chat_file, byte_tokenizer, tiny_base, request
 ) -> Callable[..., list[str]]:
     """The command line of a feature's run: (feature, folder, steps, flags)."""
     recipe = make_recipe(folder / "recipe.yaml")
@@ -290,6 +331,10 @@ def words_of(
         if name == "distillation":
             knobs |= {"distill.teacher": tiny_base, "data.tokenizer": tiny_base}
             knobs["data.dir"], knobs["train.tokens_per_step"] = folder / name, 192
+        if name == "tasks":
+            tasks = request.getfixturevalue("letter_tasks")
+            knobs |= {"eval.tasks": tasks[0], "data.tokenizer": byte_tokenizer}
+            knobs["data.dir"] = folder / name
         sources["stages"] = sources["mixture"]
         if kind := sources.get(name.partition(",")[0]):
             knobs |= {"data.source": json.dumps(kind), "data.tokenizer": byte_tokenizer}
@@ -448,6 +493,61 @@ def test_resumed_run_equals_uninterrupted(
         ]
         contents.append(numbers)
     assert contents[:2] == contents[2:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout",
+    [
+        *("CP × FSDP2", "DDP in bf16", "PP × FSDP2"),
+        *(pytest.param(layout, marks=pytest.mark.exhaustive) for layout in ("DDP in fp16", "PP")),
+    ],
+)
+def test_run_with_dropout_resumes_exactly_and_compresses(train, alone, tmp_path, layout):
+    whole, last = RunFolder(tmp_path / "whole"), 2 * STEPS
+    train("dropout", layout, whole.path, last, "--overwrite")
+    resumed = copy_at(whole, STEPS, tmp_path / "resumed")
+    train("dropout", layout, resumed.path, last, "--resume")
+    assert tensor_files(resumed, last) == tensor_files(whole, last)
+    if "DDP" in layout:  # gradients of one process, rounded
+        norm, rounded = (column(run, "train/grad_norm")[1] for run in (alone("dropout"), whole))
+        assert rounded == pytest.approx(norm, rel=1e-3)
+        assert rounded != pytest.approx(norm, rel=1e-7)
+
+
+@pytest.mark.exhaustive
+@needs_torchao
+def test_8bit_state_resumes_exactly_and_moves(train, tmp_path):
+    flags = argv(
+        "--optim.state 8bit --model.n_embd 128 --model.n_positions 128 "
+        "--model.pad_vocab_to_multiple_of 128"
+    )
+    names, last = ("whole", "resumed", "moved"), 2 * STEPS
+    whole, resumed, moved = runs = [RunFolder(tmp_path / name) for name in names]
+    held = []
+    for run, layout in zip(runs, ("FSDP2", "FSDP2", "DDP"), strict=True):
+        if run is not whole:
+            copy_at(whole, STEPS, run.path)
+        start = "--overwrite" if run is whole else "--resume"
+        held.append(train("dropout", layout, run.path, last, *flags, start))
+    assert tensor_files(resumed, last) == tensor_files(whole, last)
+    assert column(moved, "val/loss") == pytest.approx(column(whole, "val/loss"), abs=1e-3)
+    for sharded, copied in zip(held[0], held[2], strict=True):
+        assert 0.48 < sharded["optimizer_state"] / copied["optimizer_state"] < 0.52
+        # one byte each and the blocks' scales; LayerNorms stay float32
+        for process in (sharded, copied):
+            assert 1 < process["optimizer_state_bytes"] / process["optimizer_state"] < 1.03
+
+
+@pytest.mark.slow
+def test_gradient_that_is_not_finite_skips_the_step_on_all_stages(train, tmp_path):
+    skipped = []
+    for layout in ("one process", "PP × TP"):
+        run = RunFolder(tmp_path / layout)
+        train("tasks", layout, run.path, 6, "--optim.learning_rate=1e20", "--eval.tasks=[]")
+        skipped.append(column(run, "train/skipped_steps"))
+    assert len(skipped[0]) > 2
+    assert skipped[0] == skipped[1]
 
 
 @pytest.mark.parametrize(

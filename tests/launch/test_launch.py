@@ -24,6 +24,8 @@ pytestmark = pytest.mark.long
 LAUNCH = [sys.executable, str(ROOT / "cli.py"), "launch"]
 CPU = ["--config_file", str(ROOT / "accelerate_configs" / "cpu.yaml")]
 CPU_DDP = ["--config_file", str(ROOT / "accelerate_configs" / "cpu_ddp.yaml")]
+STAGES = ["--config_file", str(ROOT / "accelerate_configs" / "pp.yaml"), "--mixed_precision=no"]
+STAGES += ["--parallelism_config_pp_schedule=zero_bubble"]
 needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="signals as on Linux clusters")
 
 
@@ -63,8 +65,14 @@ def tool(folder: Path, name: str, text: str) -> Path:
         (CPU, signal.SIGTERM, False),
         pytest.param(CPU_DDP, signal.SIGHUP, False, marks=pytest.mark.slow),
         pytest.param(CPU_DDP, signal.SIGUSR1, True, marks=pytest.mark.slow),
+        pytest.param(STAGES, signal.SIGTERM, False, marks=pytest.mark.slow),
     ],
-    ids=["SIGTERM to the launcher", "SIGHUP to the launcher of two", "SIGUSR1 to every process"],
+    ids=[
+        "SIGTERM to the launcher",
+        "SIGHUP to the launcher of two",
+        "SIGUSR1 to every process",
+        "SIGTERM to the launcher of two stages",
+    ],
 )
 def test_signal_saves_and_same_command_resumes(
     tmp_path, write_recipe, capsys, machine, number, to_all
@@ -84,6 +92,7 @@ def test_signal_saves_and_same_command_resumes(
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 75, out
     assert "continue with --resume" in out
+    assert ("2-way pipeline-parallel (zero_bubble)" in out) == (machine is STAGES)
     assert "Traceback" not in out
     assert "exitcode" not in out  # from torch's table of failures
     saved = int(run.newest_checkpoint().name.removeprefix("step_"))

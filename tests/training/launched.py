@@ -6,7 +6,6 @@ checkpoint, since losses alone do not distinguish sharding from DDP.
 """
 
 import errno
-import hashlib
 import itertools
 import json
 import os
@@ -17,7 +16,6 @@ from pathlib import Path
 os.environ["DS_ACCELERATOR"] = "cpu"  # read by DeepSpeed when it is imported
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import torch
 from accelerate import state
 from accelerate.utils import DistributedType
 
@@ -69,10 +67,6 @@ def local_bytes(tensor) -> int:
     )
 
 
-def bytes_of(tensor) -> bytes:
-    return tensor.detach().clone().cpu().flatten().view(torch.uint8).numpy().tobytes()
-
-
 def recording(writer, model, optimizer, state):
     accelerator = writer.accelerator
     states = (
@@ -84,17 +78,12 @@ def recording(writer, model, optimizer, state):
         value for state in states.values() for key, value in state.items() if key != "step"
     ]
     parameters = full_state.named_tensors(accelerator, model)
-    parts = ("_local_tensor", "ds_tensor")
-    whole = [
-        p for p in parameters.values() if not (p.is_meta or any(hasattr(p, name) for name in parts))
-    ]
     sizes = {
         "weights": {
             name: [type(p).__name__, local_size(p), full_state.full_shape(p).numel()]
             for name, p in parameters.items()
         },
         "verified": verified,
-        "whole": hashlib.sha256(b"".join(map(bytes_of, whole))).hexdigest(),
         "optimizer_state": sum(
             getattr(value, "_local_tensor", value).numel() for value in optimizer_state
         ),
