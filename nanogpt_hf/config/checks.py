@@ -18,6 +18,7 @@ from nanogpt_hf.config.schema import (
 )
 from nanogpt_hf.config.sources import sources_of
 from nanogpt_hf.config.stages import stage_problem, stages_of
+from nanogpt_hf.errors import UserError
 
 # user/name on the Hub
 REPO_ID = re.compile(
@@ -248,14 +249,14 @@ def accumulation_steps(config: Config, num_processes: int) -> int:
     """Micro-batches that each of `num_processes` data-parallel processes runs in one optimizer
     step; auto counts as 1.
 
-    Raises ValueError, with the product and the nearest tokens_per_step that divide, if the
+    Raises UserError, with the product and the nearest tokens_per_step that divide, if the
     result is not whole, and if processes have unequal shares of the gradient groups.
     """
     if message := _uneven_step(config, num_processes):
-        raise ValueError(f"train.tokens_per_step: {message}")
+        raise UserError(f"train.tokens_per_step: {message}")
     train = config.train
     if (groups := train.gradient_groups) and groups % num_processes:
-        raise ValueError(
+        raise UserError(
             f"train.gradient_groups: {num_processes} processes do not divide {groups} groups; start"
             " 1, 2, 4, ... up to that many"
         )

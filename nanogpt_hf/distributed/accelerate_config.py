@@ -55,10 +55,7 @@ def check_launch(config: Config, mesh: Mesh) -> int:
                 f"tracking.trackers: {tracker!r}: accelerate has no such tracker, or it is not "
                 f"installed{near}"
             )
-    try:
-        accumulation = accumulation_steps(config, mesh.dp_size)
-    except ValueError as error:
-        raise UserError(str(error)) from None
+    accumulation = accumulation_steps(config, mesh.dp_size)
     stated = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "auto")
     if stated not in ("auto", str(accumulation)):
         raise UserError(

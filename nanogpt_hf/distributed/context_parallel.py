@@ -128,13 +128,13 @@ def _enter_ring(mesh: DeviceMesh, rotation: str) -> partial[DTensor]:
     """Let torch compute attention of tensors whose positions are split over `mesh` in a ring;
     returns the split.
 
-    From here on, in all of this process; but no other attention has such tensors.
+    From here on, in all of this process; but no other attention has such tensors. By default its
+    load is balanced as own_positions cuts.
     """
     from torch.distributed.tensor.experimental import _attention as ring
 
     ring._enable_context_parallel_dispatcher()
     ring.set_rotate_method(rotation)
-    ring._cp_options.enable_load_balance = True  # as own_positions cuts
     return partial(DTensor.from_local, device_mesh=mesh, placements=[Shard(2)], run_check=False)
 
 

@@ -146,12 +146,6 @@ def full_state_tensors(
         yield f"{name}.step", steps.clone()
 
 
-def state_shapes(trained: Mapping[str, torch.nn.Parameter]) -> dict[str, torch.Size]:
-    """The shapes of the tensors of `full_state_tensors`, by name."""
-    shapes = {f"{n}.{key}": full_shape(p) for n, p in trained.items() for key in ADAMW_STATE}
-    return shapes | {f"{name}.step": torch.Size(()) for name in trained}
-
-
 def set_state(
     optimizer: AcceleratedOptimizer, parameter: torch.Tensor, key: str, value: torch.Tensor
 ) -> None:

@@ -112,13 +112,16 @@ class FullState:
         boxes = {name: box_of(parameter) for name, parameter in self.parameters.items()}
         owners: dict[tuple[str, Box], int] = {}
         if self.is_zero:
-            by_size = sorted(boxes, key=lambda name: -math.prod(boxes[name].shape))
-            for number, name in enumerate(by_size):
-                owners[name, boxes[name]] = number % self.accelerator.num_processes
-            for name, shape in deepspeed.state_shapes(self.trained).items():
-                parameter = name.rpartition(".")[0]
-                boxes[name] = Box((0,) * len(shape), tuple(shape))
-                owners[name, boxes[name]] = owners[parameter, boxes[parameter]]
+            loads = [0] * self.accelerator.num_processes
+            sizes = {name: math.prod(box.shape) for name, box in boxes.items()}
+            for name in sorted(sizes, key=lambda name: -sizes[name]):
+                owners[name, boxes[name]] = rank = loads.index(min(loads))
+                loads[rank] += sizes[name]
+            for name in self.trained:
+                for key in (*deepspeed.ADAMW_STATE, "step"):
+                    box = Box((), ()) if key == "step" else boxes[name]
+                    boxes[f"{name}.{key}"] = box
+                    owners[f"{name}.{key}", box] = owners[name, boxes[name]]
         else:
             boxes |= {name: box_of(item.tensor) for name, item in self._items().items()}
             for rank, others in enumerate(gather_object([boxes])):

@@ -18,7 +18,7 @@ from nanogpt_hf.distributed.context_parallel import (
 )
 from nanogpt_hf.distributed.expert_parallel import experts_problem, split_experts
 from nanogpt_hf.distributed.mesh import Mesh
-from nanogpt_hf.distributed.stages import check_stages, tiny_model
+from nanogpt_hf.distributed.stages import stages_problem, tiny_model
 from nanogpt_hf.distributed.tensor_parallel import split_matrices, split_vocabulary
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.formatting import plural
@@ -75,10 +75,8 @@ def check_layout(
     if mesh.pp_size > 1:
         if problem := _micro_batches_problem(config, mesh):
             raise UserError(problem)
-        try:
-            check_stages(config.model)
-        except ValueError as error:
-            named = f"model.architecture {config.model.architecture} ({error})"
+        if problem := stages_problem(config.model):
+            named = f"model.architecture {config.model.architecture} ({problem})"
             check_combination(settings | {"blocks that are no stages": named})
     if mesh.tp_size * mesh.cp_size * mesh.ep_size > 1:
         model = model or model_of_run(config, vocab_size=256)

@@ -75,22 +75,17 @@ class Pipeline(Links):
         """
         if not self.is_main_of_stage:
             return {}
-        stages: list[dict[str, tuple[torch.Size, torch.dtype]]] = [{}] * self.count
-        own = {name: (weight.shape, weight.dtype) for name, weight in weights.items()}
-        dist.all_gather_object(stages, own, group=self.pp_group)
-        first, *others = stages
-        for index, stage in enumerate(others, 1):
-            for name, (shape, dtype) in stage.items():
-                if name in first:
-                    continue  # a tied head, of which the first stage has the other copy
-                if self.index == index:
-                    sent = weights[name].to(self.device).contiguous()
-                    dist.send(sent, group=self.pp_group, group_dst=0)
-                elif self.index == 0:
-                    received = torch.empty(shape, dtype=dtype, device=self.device)
-                    dist.recv(received, group=self.pp_group, group_src=index)
-                    weights[name] = received.cpu()
-        return {} if self.index else weights
+        if self.index:  # one by one, since a device may hold what is sent
+            for item in (*weights.items(), None):
+                dist.send_object_list([item], group=self.pp_group, group_dst=0)
+            return {}
+        for source in range(1, self.count):
+            received: list[Any] = [True]
+            while received[0]:
+                dist.recv_object_list(received, group=self.pp_group, group_src=source)
+                if received[0]:
+                    weights.setdefault(*received[0])  # a tied head is here already
+        return weights
 
     def _shard(self, model: PreTrainedModel) -> None:
         """Shard each block, and the rest, over the data-parallel ranks of this stage by FSDP2."""
@@ -100,7 +95,7 @@ class Pipeline(Links):
             "mp_policy": plugin.mixed_precision_policy or MixedPrecisionPolicy(),
             "offload_policy": plugin.cpu_offload,
         }
-        for block in own_blocks(architecture_of(model).blocks(model)).values():
+        for block in own_blocks(architecture_of(model).blocks(model)):
             fully_shard(block, reshard_after_forward=plugin.reshard_after_forward, **options)
         fully_shard(model, **options)
 
@@ -197,10 +192,9 @@ class Pipeline(Links):
 
         DDP would overlap this with the last backward pass only.
         """
-        gradients = [local_part(p.grad) for p in self.model.parameters() if p.grad is not None]
-        group = self.dp_mesh.get_group()
-        for work in [dist.all_reduce(g, group=group, async_op=True) for g in gradients]:
-            cast(dist.Work, work).wait()
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                dist.all_reduce(local_part(parameter.grad), group=self.dp_mesh.get_group())
 
     def _add_tied_gradient(self, parameter: nn.Parameter) -> None:
         """Add the gradients of the two copies of a tied matrix, on first and last stage; both

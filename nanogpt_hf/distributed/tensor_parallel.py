@@ -54,7 +54,7 @@ def split_matrices(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     place. Parameters keep their names.
     """
     architecture = architecture_of(model)
-    for block in own_blocks(architecture.blocks(model)).values():
+    for block in own_blocks(architecture.blocks(model)):
         frozen = [
             name for name, parameter in block.named_parameters() if not parameter.requires_grad
         ]

@@ -131,10 +131,7 @@ class Placement:
             reshards=sharding == "fsdp" and self.reshard,
         )
         check_layout(config, mesh, machine, model)
-        try:
-            accumulation_steps(config, self.dp)
-        except ValueError as error:
-            raise UserError(str(error)) from None
+        accumulation_steps(config, self.dp)
 
 
 def read_placement(path: str) -> Placement:

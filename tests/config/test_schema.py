@@ -12,6 +12,7 @@ from nanogpt_hf.config.schema import (
     replace_knobs,
 )
 from nanogpt_hf.config.values import convert
+from nanogpt_hf.errors import UserError
 
 
 def test_knobs_have_a_meaning_and_a_default_of_their_type():
@@ -50,7 +51,7 @@ def test_accumulation_gives_tokens_per_step(config, processes, steps):
 
 
 def test_fractional_accumulation_shows_sum_and_nearest_values(config):
-    with pytest.raises(ValueError, match="nearest") as raised:
+    with pytest.raises(UserError, match="nearest") as raised:
         accumulation_steps(config, 3)
     assert str(raised.value) == (
         "train.tokens_per_step: 491,520 is not a multiple of train.micro_batch_size 12 × "
