@@ -6,8 +6,7 @@ Data, tensor, context, pipeline and expert parallelism, and sharding.
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 from transformers import PreTrainedModel
 
@@ -95,7 +94,7 @@ def _placements(config: Config, model: PreTrainedModel, cluster: Cluster) -> Ite
     gpus, per_machine = cluster.gpus, cluster.per_machine
     smallest = replace_knobs(config, {"train.micro_batch_size": 1})
     shares = divisors(math.gcd(gpus, *(experts.num_experts for experts in experts_of(model))))
-    shared: dict[str, Any] = {"processes": gpus, "precision": "bf16", "per_machine": per_machine}
+    one = Placement(gpus, precision="bf16", per_machine=per_machine)
 
     def fits(place: Placement) -> bool:
         try:
@@ -107,19 +106,19 @@ def _placements(config: Config, model: PreTrainedModel, cluster: Cluster) -> Ite
     for tp, cp, pp in itertools.product(divisors(gpus), repeat=3):
         if gpus % (tp * cp * pp) or per_machine % (tp * cp):
             continue
-        dp, inside, plain = gpus // (tp * cp * pp), per_machine // tp, tp == cp == pp == 1
-        ranks = dp * cp
-        each: dict[str, Any] = shared | {"tp": tp, "cp": cp, "pp": pp}
-        if not fits(Placement(**each, **({"kind": "FSDP2", "shards": ranks} if ranks > 1 else {}))):
+        inside, plain = per_machine // tp, tp == cp == pp == 1
+        place = replace(one, tp=tp, cp=cp, pp=pp, compiles=plain)  # others compile with limits
+        ranks, kinds = place.dp * cp, [place]
+        if ranks > 1:
+            kinds = [replace(place, kind="FSDP2", shards=ranks)]
+            if pp == 1 and ranks > inside > 1 and ranks % inside == 0 and inside % cp == 0:
+                kinds.insert(0, replace(place, kind="FSDP2", shards=inside))  # HSDP
+            if tp == cp == 1:
+                kinds.insert(0, replace(place, kind="DDP"))
+        if not fits(kinds[-1]):
             continue
-        sharded = {ranks} if ranks > 1 else set()
-        if pp == 1 and ranks > inside > 1 and ranks % inside == 0 and inside % cp == 0:
-            sharded.add(inside)  # HSDP
-        kinds: list[dict[str, Any]] = [{}] if ranks == 1 else [{"kind": "DDP"}] * (tp == cp == 1)
-        kinds += [{"kind": "FSDP2", "shards": shards} for shards in sorted(sharded)]
         for ep, level, kind in itertools.product(shares if plain else [1], ("", "true"), kinds):
-            # others compile with limits
-            place = Placement(**each, **kind, ep=ep, checkpointing=level, compiles=plain)
+            place = replace(kind, ep=ep, checkpointing=level)
             if ep == 1 or fits(place):
                 yield place
 
