@@ -150,28 +150,18 @@ def encode_chat(
     dropped as possible; a system message and the last question are kept. Raises ValueError if
     those alone are more.
     """
-    first = 1 if messages[0]["role"] == "system" else 0
-
-    def encode(dropped: int) -> tuple[list[int], list[dict[str, str]]]:
-        kept = messages[:first] + messages[first + 2 * dropped :]
-        return encode_messages(chat, kept), kept
-
-    high = max((len(messages) - first - 1) // 2, 0)
-    low = min(max((len(messages) - max_tokens) // 2, 0), high)  # a message is a token at least
-    encoded = encode(low)
-    if len(encoded[0]) <= max_tokens:
-        return encoded
-    encoded, low = encode(high), low + 1
-    if len(encoded[0]) > max_tokens:
-        raise ValueError(f"{len(encoded[0])} tokens are more than {max_tokens}")
-    while low < high:
-        middle = (low + high) // 2
-        fewer = encode(middle)
-        if len(fewer[0]) <= max_tokens:
-            encoded, high = fewer, middle
-        else:
-            low = middle + 1
-    return encoded
+    system = messages[:1] if messages[0]["role"] == "system" else []
+    others = messages[len(system) :]
+    # a message has at least one token
+    others = others[max(len(messages) - max_tokens, 0) // 2 * 2 :] or others[-1:]
+    while True:
+        kept = system + others
+        ids = encode_messages(chat, kept)
+        if len(ids) <= max_tokens:
+            return ids, kept
+        if len(others) < 3:
+            raise ValueError(f"{len(ids)} tokens are more than {max_tokens}")
+        others = others[2:]
 
 
 class TextStream:

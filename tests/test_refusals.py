@@ -25,7 +25,6 @@ PLACES = {
     "BASE": lambda fixture, folder: fixture("tiny_base"),
     "RUN": lambda fixture, folder: write_run(folder / "run", fixture("write_recipe")()),
     "MACHINES": lambda fixture, folder: fixture("root") / "accelerate_configs",
-    "BAD": lambda fixture, folder: write_llama(folder / "bad", attention_dropout=-1.0),
     "LONG": lambda fixture, folder: "a" * 300,
     "LOOP": lambda fixture, folder: write_loop(folder / "loop"),
 }
@@ -37,18 +36,6 @@ FILES = {
     "recipe_of_gpt2.yaml": b"finetune: {model: gpt2}\ndata: {source: x}\n",
     "questions.jsonl": b'{"question": "ab?", "answer": "c"}\n',
 }
-
-
-def write_llama(path, **fields):
-    """A model folder that opens, and that cannot take a step with these fields of its config."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    sizes = {"vocab_size": 9, "hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1}
-    model = LlamaForCausalLM(LlamaConfig(**sizes, intermediate_size=8))
-    for name, value in fields.items():
-        setattr(model.config, name, value)
-    model.save_pretrained(path)
-    return path
 
 
 def write_loop(path):

@@ -63,11 +63,10 @@ def run_export(arguments: Namespace) -> None:
         tokenizer = load_tokenizer(source)
         card = Path(source) / "README.md"
         card = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else None
-        as_gelu_new = None
         if kind == "gguf":
             from nanogpt_hf.export.gguf import export_gguf
 
-            difference, as_gelu_new = export_gguf(folder, model, tokenizer, arguments.dtype)
+            difference = export_gguf(folder, model, tokenizer, arguments.dtype)
         elif kind == "onnx":
             from nanogpt_hf.export.onnx import export_onnx
 
@@ -81,11 +80,6 @@ def run_export(arguments: Namespace) -> None:
         f"  opened again with {_READERS[kind]}: logits up to {largest:.3g} differ by at most "
         f"{difference:.2g}"
     )
-    if as_gelu_new is not None:
-        show(
-            "  readers of GGUF compute the tanh form of GELU, this model has the exact one: "
-            f"with theirs the logits differ by at most {as_gelu_new:.2g}"
-        )
 
 
 def add_import_nanogpt_arguments(parser: ArgumentParser) -> None:
@@ -120,7 +114,6 @@ def import_model(source: Path, out: Path, meta: Path | None, activation_function
     """A checkpoint -> a model folder, and print what it is."""
     from transformers.utils import logging
 
-    from nanogpt_hf.export.card import render_card
     from nanogpt_hf.export.model_folder import new_folder, write_model_folder
     from nanogpt_hf.export.nanogpt import load_nanogpt
     from nanogpt_hf.model.architecture import count_parameters
@@ -129,9 +122,7 @@ def import_model(source: Path, out: Path, meta: Path | None, activation_function
     with new_folder(out) as folder:
         found = load_nanogpt(source, meta, activation_function)
         config = found.config
-        origin = "trained by nanoGPT and imported with nanogpt_hf"
-        card = render_card(out.resolve().name, config, origin, facts=found.facts)
-        write_model_folder(folder, config, found.weights, found.tokenizer.hf, card)
+        write_model_folder(folder, config, found.weights, found.tokenizer.hf)
     show(f"{out}: a GPT-2 with {count_parameters(config):,} parameters")
     show(f"next: python cli.py sample {shlex.quote(str(out))}")
 
@@ -183,13 +174,11 @@ def run_push(arguments: Namespace) -> None:
 
     if not shows_bars():
         disable_progress_bars()
-    pushed = push(
+    url = push(
         folder,
         arguments.repo_id,
         private=arguments.private,
         revision=arguments.revision,
         message=arguments.message,
     )
-    if pushed.skipped:
-        show(f"skipped (not model files): {', '.join(pushed.skipped)}")
-    show(f"{folder} -> {pushed.url} ({len(pushed.files)} files)")
+    show(f"{folder} -> {url}")

@@ -45,13 +45,28 @@ def model_card(
         PreparedSource(*source, manifest) for source in sources_of(config.data)
     )
     start = f"fine-tuned from {base_model}" if base_model else "trained from scratch"
-    on_hub = [source.data.one_source for source in sources if _is_on_hub(source)] or None
     versioned = versions() | {"nanogpt_hf": code_version()}
-    return render_card(
-        config.name,
-        model_config,
-        f"{start} on {source_text(config.data)} with nanogpt_hf",
-        ModelCardData(license=config.hub.license, base_model=base_model, datasets=on_hub),
+    architecture = architecture_of(model_config)
+    metadata = ModelCardData(
+        license=config.hub.license,
+        base_model=base_model,
+        datasets=[source.data.one_source for source in sources if _is_on_hub(source)] or None,
+        library_name="peft" if adapter else "transformers",
+        tags=["lora" if adapter else architecture.name, "nanogpt_hf"],
+        pipeline_tag="text-generation",
+    )
+    card = ModelCard.from_template(
+        metadata,
+        str(Path(__file__).with_name("card.md")),
+        placeholder=PLACEHOLDER,
+        escape=escape,
+        n="{:,}".format,
+        number=format_number,
+        name=config.name,
+        title=architecture.title,
+        origin=f"{start} on {source_text(config.data)} with nanogpt_hf",
+        model=model_config,
+        parameters=count_parameters(model_config),
         adapter=adapter,
         config=config,
         manifest=manifest,
@@ -66,26 +81,6 @@ def model_card(
         recipe=_fenced(config_to_yaml(config)),
         **_score(config, state),
     )
-
-
-def render_card(
-    name: str,
-    model: PreTrainedConfig,
-    origin: str,
-    metadata: ModelCardData | None = None,
-    adapter: bool = False,
-    **values: Any,
-) -> str:
-    """The card of a model whose training `origin` states in words; `facts` may state more."""
-    architecture, metadata = architecture_of(model), metadata or ModelCardData()
-    metadata.library_name = "peft" if adapter else "transformers"
-    metadata.tags = ["lora" if adapter else architecture.name, "nanogpt_hf"]
-    metadata.pipeline_tag = "text-generation"
-    values |= {"name": name, "model": model, "origin": origin, "adapter": adapter}
-    values |= {"title": architecture.title, "parameters": count_parameters(model)}
-    values |= {"escape": escape, "n": "{:,}".format, "number": format_number}
-    template = str(Path(__file__).with_name("card.md"))
-    card = ModelCard.from_template(metadata, template, placeholder=PLACEHOLDER, **values)
     return redact(f"{card}\n")
 
 

@@ -1,7 +1,6 @@
 """Export a model to GGUF for llama.cpp, with the tensor names of the package `gguf`.
 
-GGUF's gpt2 has one activation function, the tanh form of GELU; for a model with exact GELU the
-difference is reported.
+GGUF's gpt2 has one activation function, the tanh form of GELU, also for a model with exact GELU.
 """
 
 import contextlib
@@ -15,14 +14,10 @@ import gguf
 import torch
 import transformers
 from torch import Tensor
-from transformers.activations import ACT2FN
 
 from nanogpt_hf.data.bpe import GPT4_PATTERN, QWEN_PATTERN
 from nanogpt_hf.data.chat_template import ChatFormat, chat_template
-from nanogpt_hf.data.tokenizer import (
-    save_tokenizer,
-    start_of_text_id_of,
-)
+from nanogpt_hf.data.tokenizer import save_tokenizer, start_of_text_id_of
 from nanogpt_hf.errors import DataError, UserError
 from nanogpt_hf.export.model_folder import cast_weights, logits_of, max_difference
 from nanogpt_hf.model.architecture import architecture_of
@@ -68,22 +63,20 @@ def export_gguf(
     model: transformers.PreTrainedModel,
     tokenizer: transformers.PreTrainedTokenizerBase,
     dtype: str,
-) -> tuple[float, float | None]:
+) -> float:
     """Write `model` as GGUF with config.json, tokenizer and Modelfile, and read it again.
 
     `dtype` is float32, fp16, bf16, or q8_0: 8 bits a value and a scale for each 32 of them.
 
-    Returns the largest difference of the logits with the model's activation function, and, if
-    that is not the tanh GELU of GGUF's gpt2, with theirs. Raises UserError if GGUF has no format
-    for the model or the tokenizer.
+    Returns the largest difference of the logits, with the model's own activation function.
+    Raises UserError if GGUF has no format for the model or the tokenizer.
     """
     plain: Any = architecture_of(model).standard_config(model.config)
-    name = plain.model_type
     _check_format(plain, model)
     cast_to, matrix_type, file_type = _TYPES[dtype]
     original = logits_of(model)
     cast_weights(model, cast_to)  # raises if a weight is too large
-    writer = gguf.GGUFWriter(folder / FILE, name)
+    writer = gguf.GGUFWriter(folder / FILE, plain.model_type)
     _write_metadata(writer, plain, file_type)
     _write_tokenizer(writer, plain, tokenizer)
     for tensor_name, weight in _tensors(plain, model):
@@ -107,12 +100,7 @@ def export_gguf(
     opened: Any = transformers.AutoModelForCausalLM.from_pretrained(
         folder, gguf_file=FILE, config=plain, dtype=torch.float32, trust_remote_code=False
     )
-    difference = max_difference(logits_of(opened), original, exact=dtype == "float32")
-    if name != "gpt2" or plain.activation_function == "gelu_new":
-        return difference, None
-    for layer in range(plain.n_layer):
-        opened.get_submodule(f"transformer.h.{layer}.mlp").act = ACT2FN["gelu_new"]
-    return difference, max_difference(logits_of(opened), original, exact=False)
+    return max_difference(logits_of(opened), original, exact=dtype == "float32")
 
 
 def _check_format(config: Any, model: transformers.PreTrainedModel) -> None:
@@ -145,8 +133,6 @@ def _tensors(config: Any, model: transformers.PreTrainedModel) -> Iterator[tuple
         weights.pop("lm_head.weight", None)
     for name, weight in weights.items():
         tensor_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        if not tensor_name:
-            raise UserError(f"--format gguf: its {config.model_type} has no {name}")
         yield tensor_name, _rotation(config, name, weight.T if name.endswith(_LINEAR) else weight)
     if (factors := _rope_factors(model)) is not None:
         yield "rope_freqs.weight", factors

@@ -12,7 +12,6 @@ import threading
 import time
 import warnings
 from pathlib import Path
-from typing import NamedTuple
 
 import huggingface_hub
 from huggingface_hub import CommitOperationAdd, HfApi, constants
@@ -40,14 +39,6 @@ _SECRET = re.compile(rb"hf_[A-Za-z0-9]{30,}|-----BEGIN [A-Z ]*PRIVATE KEY-----")
 logger = logging.getLogger(__name__)
 
 
-class Pushed(NamedTuple):
-    """The result of a push."""
-
-    url: str  # the commit's
-    files: list[str]
-    skipped: list[str]  # files of the folder that are not model files
-
-
 def check_login(repo_id: str) -> str | None:
     """Check before a run that pushes to `repo_id` can work.
 
@@ -71,8 +62,9 @@ def push(
     private: bool = False,
     revision: str | None = None,
     message: str | None = None,
-) -> Pushed:
-    """Push a model folder to the model repository `repo_id` (user/name).
+) -> str:
+    """Push a model folder to the model repository `repo_id` (user/name), and return the commit's
+    URL.
 
     With best/ or final/ go the recipe, the metrics and the loss plot of its run. A missing
     repository or branch `revision` is created; nothing is ever deleted. Raises UserError, before
@@ -86,19 +78,20 @@ def push(
     try:
         token = _login(repo_id)
         with tempfile.TemporaryDirectory(prefix=".push-", dir=beside) as links:
-            files, skipped = _snapshot(folder, Path(links))
             place = f'"{repo_id}"' + (f", revision={json.dumps(revision)}" if revision else "")
-            contents = {path: _content(file, place) for path, file in files.items()}
-            for path, text in (contents | {"--message": (message or "").encode()}).items():
+            contents = _contents(folder, Path(links), place)
+            for path, text in contents.items():
                 if isinstance(text, bytes) and (token.encode() in text or _SECRET.search(text)):
                     raise RunFolderError(f"{path}: contains a token of the Hub or a private key")
             api = HfApi(token=token)
             api.create_repo(repo_id, private=private or None, exist_ok=True)
             if private and not api.model_info(repo_id).private:
                 raise UserError("it is public; change its settings, or push without --private")
-            if revision and not revision.startswith("refs/"):
+            if revision:
                 api.create_branch(repo_id, branch=revision, exist_ok=True)
-            additions = [CommitOperationAdd(path.name, contents[path]) for path in contents]
+            additions = [
+                CommitOperationAdd(path.name, content) for path, content in contents.items()
+            ]
             # Weights one by one, in this thread: a process that is asked to end would wait for the
             # threads of huggingface_hub's pool until all files have been sent.
             for addition in additions:
@@ -112,7 +105,7 @@ def push(
         where = "" if isinstance(error, RunFolderError) else f"{repo_id}: "
         outcome = "nothing was pushed" if isinstance(error, HfHubHTTPError) else outcome
         raise UserError(f"{where}{_reason(error)}; {outcome}") from error
-    return Pushed(commit.commit_url, sorted(path.name for path in files), skipped)
+    return commit.commit_url
 
 
 def _login(repo_id: str) -> str:
@@ -135,50 +128,43 @@ def _reason(error: Exception) -> str:
     return explain(error) or one_line(error) or type(error).__name__
 
 
-def _snapshot(folder: Path, links: Path) -> tuple[dict[Path, Path], list[str]]:
-    """Link or copy the files to push into `links`; also return the names that are not pushed.
+def _contents(folder: Path, links: Path, place: str) -> dict[Path, bytes | Path]:
+    """The files to push: their content, of weights a link or copy in `links`.
 
-    All files are of one model, although a training run may replace its folder at any time.
+    Raises RunFolderError if a training run replaces the folder meanwhile: all files are of one
+    model.
     """
     run = RunFolder(folder.parent)
     of_run = folder in (run.best, run.final) and run.recipe.is_file()
     extra = [run.recipe, run.metrics, run.loss_plot] if of_run else []
-    for _ in range(10):
-        with contextlib.suppress(FileNotFoundError):  # a newer model has just replaced the folder
-            inode, names = folder.stat().st_ino, sorted(os.listdir(folder))
-            paths = [folder / name for name in names if _MODEL_FILE.fullmatch(name)]
-            if not any(path.suffix in _WEIGHTS for path in paths):
-                raise RunFolderError(f"{folder}: has no weights as safetensors, GGUF or ONNX")
-            files = [path for path in (*paths, *extra) if path.is_file()]
-            found = {path: link_or_copy(path, links) for path in files}
-            if folder.stat().st_ino == inode:
-                return found, [name for name in names if folder / name not in found]
-    raise RunFolderError(f"{folder}: is replaced again and again; try again later")
+    inode = folder.stat().st_ino
+    paths = [path for path in sorted(folder.iterdir()) if _MODEL_FILE.fullmatch(path.name)]
+    if not any(path.suffix in _WEIGHTS for path in paths):
+        raise RunFolderError(f"{folder}: has no weights as safetensors, GGUF or ONNX")
+    found = {path: _content(path, links, place) for path in (*paths, *extra) if path.is_file()}
+    if folder.stat().st_ino != inode:
+        raise RunFolderError(f"{folder}: a newer model has just replaced it; push again")
+    return found
 
 
-def link_or_copy(path: Path, folder: Path) -> Path:
-    """Link a file into `folder`; its content stays if the original is removed."""
-    target, original = folder / path.name, path.resolve()
+def _content(path: Path, links: Path, place: str) -> bytes | Path:
+    """The content of a file as other people get it."""
+    original = path.resolve()
     if not original.is_relative_to(path.parent.resolve()):
         raise RunFolderError(f"{path}: is a link to {original}, outside its folder")
-    target.unlink(missing_ok=True)
-    try:
-        os.link(original, target)
-    except OSError:  # another disk, or a file system without links
-        shutil.copyfile(original, target)
-    return target
-
-
-def _content(file: Path, place: str) -> bytes | Path:
-    """The content of a file as other people get it: of weights the path."""
-    if file.suffix in _WEIGHTS:
-        return file
-    content = file.read_bytes()
-    if file.name == "README.md":
+    if path.suffix in _WEIGHTS:
+        target = links / path.name
+        try:
+            os.link(original, target)
+        except OSError:  # another disk, or a file system without links
+            shutil.copyfile(original, target)
+        return target
+    content = original.read_bytes()
+    if path.name == "README.md":
         return content.replace(f'"{PLACEHOLDER}"'.encode(), place.encode())
-    if file.name == "metrics.jsonl":  # a run may be writing its next line
+    if path.name == "metrics.jsonl":  # a run may be writing its next line
         return content[: content.rfind(b"\n") + 1]
-    if file.name.endswith(("config.json", "recipe.yaml")):
+    if path.name.endswith(("config.json", "recipe.yaml")):
         return redact(content.decode()).encode()
     return content
 
@@ -226,8 +212,8 @@ class BackgroundPush:
         while True:
             self._models.get()
             try:
-                pushed = push(self.folder, str(self.hub.repo), private=self.hub.private)
-                logger.info(f"hub: {self.folder} -> {pushed.url}")
+                url = push(self.folder, str(self.hub.repo), private=self.hub.private)
+                logger.info(f"hub: {self.folder} -> {url}")
             except Exception as error:  # the next model tries again
                 logger.warning(f"hub: {one_line(error)}; training continues; {self._by_hand}")
             self._models.task_done()

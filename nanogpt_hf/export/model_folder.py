@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
-import safetensors
 import torch
 import transformers
 from torch import Tensor
@@ -55,7 +54,7 @@ def write_model_folder(
     config: transformers.PreTrainedConfig,
     weights: dict[str, Tensor],
     tokenizer: transformers.PreTrainedTokenizerBase | None,
-    card: str | None,
+    card: str | None = None,
 ) -> None:
     """Write `weights` (our names, dtype unchanged) as plain GPT-2 into `folder`, with tokenizer
     and card if given; of an adapter, which has no weights of its own here, those alone.
@@ -74,24 +73,13 @@ def new_folder(out: Path) -> Iterator[Path]:
     """Yield a hidden folder that becomes `out` when the block succeeds, and is removed when it
     fails.
 
-    An `out` that exists and is empty gets the content. Raises RunFolderError if `out` is not
-    empty or not writable.
+    An `out` that exists and is empty gets the content. Raises RunFolderError if it is not empty.
     """
     out = out.resolve()  # no folder can be renamed over a link
     if not is_vacant(out):
         raise RunFolderError(f"{out}: exists already; choose another OUT, or remove it first")
-    new_parents = [folder for folder in out.parents if not folder.exists()]
-    try:
-        with filled_folder(out) as partial:
-            yield partial
-    except (OSError, safetensors.SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise RunFolderError(f"{out}: cannot be written: {reason}") from error
-    finally:
-        # the first one that is not empty stops this: the block succeeded
-        with contextlib.suppress(OSError):
-            for folder in new_parents:
-                folder.rmdir()
+    with filled_folder(out) as partial:
+        yield partial
 
 
 def fixed_input(config: transformers.PreTrainedConfig) -> Tensor:
@@ -133,7 +121,7 @@ def export_gpt2(
     folder: Path,
     model: transformers.PreTrainedModel,
     tokenizer: transformers.PreTrainedTokenizerBase,
-    card: str | None,
+    card: str | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> float:
     """Write `model` as plain GPT-2, load it with transformers alone, and return the largest

@@ -28,12 +28,10 @@ from nanogpt_hf.data.tokenizer import (
     vocabulary_hash,
 )
 from nanogpt_hf.errors import DataError, RunFolderError, UserError, one_line
-from nanogpt_hf.model.architecture import GPT2
 from nanogpt_hf.model.configuration_gpt import GPTConfig
 from nanogpt_hf.model.layout_gpt import GPT2_LAYOUT
 from nanogpt_hf.model.modeling_gpt import GPTForCausalLM
 
-_SIZES = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")
 _GPT2_ROWS = (GPT2_VOCAB_SIZE, 50304)  # GPT-2's vocabulary, and as nanoGPT pads it
 _MATRICES = tuple(f".{layer}.weight" for layer in GPT2_LAYOUT)
 BINS = {"train": "train.bin", "validation": "val.bin"}
@@ -47,7 +45,6 @@ class NanoGPT:
     config: GPTConfig
     weights: dict[str, torch.Tensor]  # our names
     tokenizer: Tokenizer
-    facts: dict[str, str]  # about its training, for the card
 
 
 def load_nanogpt(
@@ -61,9 +58,9 @@ def load_nanogpt(
     try:
         # memory-mapped, since two thirds of the file are optimizer state
         saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        if missing := [name for name in _SIZES if name not in saved["model_args"]]:
-            raise ValueError(f"its model_args have no {', '.join(missing)}")
-        sizes = saved["model_args"]
+        arguments = saved["model_args"]
+        sizes = {name: arguments[name] for name in ("vocab_size", "n_embd", "n_layer", "n_head")}
+        sizes["n_positions"] = arguments["block_size"]
         tokenizer = _tokenizer(path, sizes["vocab_size"], meta)
         # without torch.compile's prefix and causal masks
         state = {
@@ -74,16 +71,14 @@ def load_nanogpt(
         embedding = state["transformer.wte.weight"]
         head = state.setdefault("lm_head.weight", embedding)
         config = GPTConfig(
-            **{name: sizes[name] for name in ("vocab_size", "n_embd", "n_layer", "n_head")},
-            n_positions=sizes["block_size"],
+            **sizes,
             activation_function=activation_function,
-            bias=sizes.get("bias", True),
-            dropout=sizes.get("dropout", 0.0),
+            bias=arguments.get("bias", True),
+            dropout=arguments.get("dropout", 0.0),
             tie_word_embeddings=torch.equal(head, embedding),
             bos_token_id=tokenizer.end_of_text_id,
             eos_token_id=tokenizer.end_of_text_id,
         )
-        GPT2.check_sizes(config)
         with torch.device("meta"):
             model = GPTForCausalLM(config)
         model.load_state_dict(state, assign=True)  # raises if they do not fit the sizes
@@ -96,10 +91,7 @@ def load_nanogpt(
         raise RunFolderError(f"{path}: not a checkpoint of nanoGPT: {reason}") from None
     if config.vocab_size > tokenizer.vocab_size:
         config.padded_vocab_size, config.vocab_size = config.vocab_size, tokenizer.vocab_size
-    facts = {"trained with": "nanoGPT"}
-    if "iter_num" in saved:
-        facts["steps"] = f"{saved['iter_num']:,}"
-    return NanoGPT(config, model.float().state_dict(), tokenizer, facts)
+    return NanoGPT(config, model.float().state_dict(), tokenizer)
 
 
 def _tokenizer(path: Path, rows: int, meta: Path | None) -> Tokenizer:
@@ -130,7 +122,6 @@ def load_meta(path: Path) -> Tokenizer:
         with path.open("rb") as file:
             meta = _PlainUnpickler(file).load()
         characters = [meta["itos"][i] for i in range(meta["vocab_size"])]
-        "".join(characters).encode()  # fails on half a surrogate pair
         ids = [meta["stoi"][character] for character in characters]
         if ids != [*range(len(ids))] or set(map(len, characters)) != {1}:
             raise ValueError("its itos, stoi and vocab_size do not describe characters")
@@ -175,10 +166,7 @@ def _write_rows(
 
     Also returns whether documents end with the end-of-text token. The file is read in pieces.
     """
-    try:
-        tokens = np.memmap(path, dtype=np.uint16, mode="r")
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path}: cannot be read: {error}; give train.bin and val.bin") from None
+    tokens = np.memmap(path, dtype=np.uint16, mode="r")
     writer, sizes, end = ShardWriter(folder), bytes_of_tokens(tokenizer), tokenizer.end_of_text_id
     begin = row = 0  # of the first document that is not written
     for start in tqdm(range(0, len(tokens), TOKENS_PER_READ), path.name, disable=None):

@@ -2,7 +2,6 @@
 fine-tuning.
 """
 
-import logging
 import math
 import pickle
 import re
@@ -21,18 +20,15 @@ from nanogpt_hf.config.finetune import frozen_layers_at
 from nanogpt_hf.config.names import folder_or_hub_id
 from nanogpt_hf.config.schema import Config, ModelSection
 from nanogpt_hf.config.seeds import derive_seed
-from nanogpt_hf.errors import UserError, explain, is_out_of_memory, one_line
-from nanogpt_hf.formatting import plural
+from nanogpt_hf.errors import UserError, explain, one_line
 from nanogpt_hf.model.architecture import (
     GPT2,
     architecture_of,
     architecture_of_type,
     architecture_on_disk,
-    count_parameters,
 )
+from nanogpt_hf.model.experts import experts_of
 from nanogpt_hf.model.look_back import check_look_back, look_back
-
-logger = logging.getLogger(__name__)
 
 
 def build_config(
@@ -98,8 +94,6 @@ def load_model(name: str, revision: str | None = None, **options: Any) -> PreTra
 
                 return load_merged(name)
             architecture = architecture_on_disk(name, revision)
-            if Path(name).exists():
-                _check_enough_weights(Path(name))
             return architecture.read_model(name, revision, **options)
     except Exception as error:  # a damaged file, a config with nonsense in it, the network, ...
         raise _cannot_load(name, error) from error
@@ -118,25 +112,10 @@ def _find(name: str) -> tuple[str, bool]:
 
 
 def _cannot_load(name: str, error: Exception) -> UserError:
-    hint = (
-        "" if Path(name).exists() else ("; there is no such folder, so it was looked up on the Hub")
-    )
+    hint = ""
+    if not Path(name).exists():
+        hint = "; there is no such folder, so it was looked up on the Hub"
     return UserError(f"{name}: cannot be loaded as a language model{hint}: {_reason(error)}")
-
-
-def _check_enough_weights(folder: Path) -> None:
-    """Raises ValueError if config.json describes a far larger model than the weights beside it.
-
-    from_pretrained allocates memory for the whole model before it compares them.
-    """
-    parameters = count_parameters(architecture_on_disk(str(folder)).read_config(str(folder), None))
-    size = sum(
-        file.stat().st_size for kind in ("*.safetensors", "*.bin") for file in folder.glob(kind)
-    )
-    if size and parameters > size:  # less than a byte per parameter
-        raise ValueError(
-            f"its config.json describes {parameters:,} parameters, its weights have {size:,} bytes"
-        )
 
 
 def _reason(error: Exception) -> str:
@@ -146,9 +125,7 @@ def _reason(error: Exception) -> str:
             "its weights are a damaged pickle, or one that holds more than tensors, and were "
             "not opened"
         )
-    if isinstance(error, KeyError):
-        return f"a part of it is missing or unknown: {error}"
-    return (explain(error) if is_out_of_memory(error) else None) or one_line(error)
+    return explain(error) or one_line(error)
 
 
 def start_model(
@@ -179,16 +156,16 @@ def start_model(
         if vocab_size > model.config.vocab_size:
             extend_vocabulary(model, vocab_size)
         _prepare_for_finetuning(model, config, step)
-    parameters = dict(model.named_parameters())
-    idle: list[str] = []
-    for name, twin in meta_model(config, model.config, step).named_parameters():
-        if parameters[name].requires_grad and not twin.requires_grad:
-            parameters[name].requires_grad_(False)
-            idle.append(name)
-    if idle:
-        more = f" and {plural(len(idle) - 1, 'other')}" if len(idle) > 1 else ""
-        logger.info(f"frozen, since the loss gives no gradient: {idle[0]}{more}")
+    _freeze_idle(model)
     return model
+
+
+def _freeze_idle(model: PreTrainedModel) -> None:
+    """Freeze what the loss gives no gradient, such as scores that only choose."""
+    idle = architecture_of(model).check_one_step(model.config)
+    for name, parameter in model.named_parameters():
+        if re.sub(r"\.lora_[AB]\.default", "", name) in idle:
+            parameter.requires_grad_(False)
 
 
 def check_causal(model: PreTrainedModel, *, packs: bool) -> None:
@@ -232,14 +209,13 @@ def check_balance(config: Config, model_config: PreTrainedConfig) -> None:
     if not config.optim.balance_loss:
         return
     architecture = architecture_of(model_config)
-    problem = "has no experts to choose from"
-    if architecture.idle_parameters(model_config):
-        with torch.device("meta"):
-            model = architecture.model_class(model_config)
-        if getattr(architecture.output_shapes(model), "routing", None) is not None:
-            return
-        problem = "does not show the logits of its routers"
-    raise UserError(f"optim.balance_loss: {architecture.name} {problem}; leave it out")
+    with torch.device("meta"):
+        model = architecture.model_class(model_config)
+    if not experts_of(model) or getattr(architecture.output_shapes(model), "routing", None) is None:
+        raise UserError(
+            f"optim.balance_loss: {architecture.name} has no experts whose routers show their "
+            "logits; leave it out"
+        )
 
 
 def extend_vocabulary(model: PreTrainedModel, tokens: int) -> None:
@@ -272,18 +248,12 @@ def _prepare_for_finetuning(model: PreTrainedModel, config: Config, step: int) -
 
 
 def meta_model(config: Config, base: PreTrainedConfig, step: int = 0) -> PreTrainedModel:
-    """The model that a run has at `step`, on the meta device, with what is frozen: also what the
-    loss gives no gradient, such as scores that only choose.
-    """
-    architecture = architecture_of(base)
+    """The model that a run has at `step`, on the meta device, with what is frozen."""
     with torch.device("meta"):
-        model = architecture.model_class(base)
+        model = architecture_of(base).model_class(base)
         if config.finetune.model:
             _prepare_for_finetuning(model, config, step)
-    idle = () if architecture is GPT2 else architecture.check_one_step(base)
-    for name, parameter in model.named_parameters():
-        if re.sub(r"\.lora_[AB]\.default", "", name) in idle:
-            parameter.requires_grad_(False)
+    _freeze_idle(model)
     return model
 
 
@@ -311,8 +281,7 @@ def load_base_config(name: str, revision: str | None) -> tuple[PreTrainedConfig,
     try:
         architecture = architecture_on_disk(name, revision)
         config = architecture.read_config(name, revision)
-        if architecture is not GPT2:
-            architecture.check_one_step(config)
+        architecture.check_one_step(config)
         is_folder = Path(name).exists()
         file = None if is_folder else cached_file(name, CONFIG_NAME, revision=revision)
         commit = file and extract_commit_hash(file, None)
@@ -325,19 +294,7 @@ def load_base_config(name: str, revision: str | None) -> tuple[PreTrainedConfig,
     return config, commit
 
 
-def describe_trainable(model: PreTrainedModel, config: Config, step: int = 0) -> str:
-    """A line such as `trains 100,864 of 211,712 parameters; frozen: the embeddings and blocks 1
-    to 2`.
-    """
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    layers = frozen_layers_at(step, config.finetune)
-    if config.lora.rank:
-        frozen = (
-            f"; frozen: all but adapters of rank {config.lora.rank} on "
-            f"{', '.join(config.lora.targets)}"
-        )
-    elif layers > 0:
-        frozen = f"; frozen: the embeddings and block{'s 1 to' if layers > 1 else ''} {layers}"
-    else:
-        frozen = "; frozen: the embeddings" if layers == 0 else ""
-    return f"trains {trained:,} of {model.num_parameters():,} parameters{frozen}"
+def describe_trainable(model: PreTrainedModel) -> str:
+    """A line such as `trains 100,864 of 211,712 parameters`."""
+    trained = model.num_parameters(only_trainable=True)
+    return f"trains {trained:,} of {model.num_parameters():,} parameters"

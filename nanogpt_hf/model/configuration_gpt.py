@@ -58,14 +58,8 @@ class GPTConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs):
         super().__post_init__(**kwargs)
-        if not 0 <= self.dropout <= 1:
-            raise ValueError(f"dropout must be from 0 to 1, got {self.dropout}")
         if self.n_head < 1 or self.n_embd % self.n_head:
             raise ValueError(f"n_embd {self.n_embd} is not a multiple of n_head {self.n_head}")
-        if self.padded_vocab_size is not None and self.padded_vocab_size < self.vocab_size:
-            raise ValueError(
-                f"padded_vocab_size {self.padded_vocab_size} is below vocab_size {self.vocab_size}"
-            )
 
     @property
     def inner_size(self) -> int:

@@ -17,7 +17,6 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from nanogpt_hf.config.checks import wrong_dropout
 from nanogpt_hf.config.schema import ModelSection
 from nanogpt_hf.errors import one_line
 from nanogpt_hf.model.config_fields import (
@@ -131,7 +130,7 @@ class Architecture(ConfigFields):
         """The parameters that the loss gives no gradient, found by a step on the meta device, which
         computes shapes only; none if that device cannot tell.
 
-        Raises ValueError for a dropout outside [0, 1), or if the model fails in a step.
+        Raises ValueError if the model fails in a step.
         """
         key = config.to_json_string(use_diff=False)
         if key not in self._stepped:
@@ -141,25 +140,12 @@ class Architecture(ConfigFields):
         return self._stepped[key]
 
     def _idle_in_a_step(self, model: Any, config: Any) -> list[str]:
-        # the meta device computes no dropout
-        for name in (field.name for field in self._fields):
-            if wrong := wrong_dropout(name, size_of(config, name)):
-                raise ValueError(wrong)
-        window = size_of(config, "sliding_window")
-        slides = "sliding_attention" in (getattr(config, "layer_types", None) or ())
-        if slides and window is not None and window < 1:
-            raise ValueError(f"sliding_window must be at least 1, got {window}")
-        if experts := experts_of(model):
-            if active_experts(config) < 1:  # its gradients would be nan
+        for p in (p for experts in experts_of(model) for p in experts.parameters()):
+            if p.dim() > 2 and any(size % _EXPERT_MULTIPLE for size in p.shape[1:]):
                 raise ValueError(
-                    f"num_experts_per_tok must be at least 1, got {active_experts(config)}"
+                    f"{self.name}'s experts are matrices of {p.shape[1]} × {p.shape[2]}; their "
+                    f"sizes must be multiples of {_EXPERT_MULTIPLE}"
                 )
-            for p in experts[0].parameters():
-                if p.dim() > 2 and any(size % _EXPERT_MULTIPLE or not size for size in p.shape[1:]):
-                    raise ValueError(
-                        f"{self.name}'s experts are matrices of {p.shape[1]} × {p.shape[2]}; their "
-                        f"sizes must be multiples of {_EXPERT_MULTIPLE}"
-                    )
         if len(self.blocks(model)) != config.num_hidden_layers:
             raise ValueError(f"{self.name} has not one block per layer, and is not supported")
         try:
@@ -214,22 +200,14 @@ class Architecture(ConfigFields):
         check_loaded(name, self.title, info)
         return model
 
-    def write_model(
-        self,
-        folder: Path,
-        config: Any,
-        weights: dict[str, torch.Tensor],
-    ) -> None:
+    def write_model(self, folder: Path, config: Any, weights: dict[str, torch.Tensor]) -> None:
         """Write `weights` (in the dtype they have) as what they are: a model of transformers."""
         with torch.device("meta"):
             model: Any = self.model_class(self.standard_config(config))
             model = model.to(next(iter(weights.values())).dtype)
-        layers = (model.get_input_embeddings(), model.get_output_embeddings())
-        padded = {id(parameter) for layer in layers for parameter in layer.parameters()}
-        named = model.named_parameters(remove_duplicate=False)
-        for name in [name for name, parameter in named if id(parameter) in padded]:
-            if name in weights:
-                weights = weights | {name: weights[name][: config.vocab_size].contiguous()}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            if name in weights and weights[name].shape != parameter.shape:  # padded rows
+                weights = weights | {name: weights[name][: len(parameter)].contiguous()}
         model.save_pretrained(folder, state_dict=weights)
 
     def standard_config(self, config: Any) -> PreTrainedConfig:
@@ -368,32 +346,24 @@ class Architecture(ConfigFields):
         """Parameter name -> its kind in optim.rates, or `other`."""
         tokens: Any = model.get_input_embeddings()
         head: Any = model.get_output_embeddings()
-        modules = {
-            "tokens": [tokens],
-            "positions": [module for module in self.embeddings(model) if module is not tokens],
-        }
+        of_modules = [("positions", module) for module in self.embeddings(model)]
         # the last pipeline stage has a copy of a tied head
-        modules.setdefault("tokens" if model.config.tie_word_embeddings else "head", []).append(
-            head
-        )
+        tied = model.config.tie_word_embeddings
+        of_modules += [("tokens", tokens), ("tokens" if tied else "head", head)]
         for block in self.blocks(model):
             if not any(True for _ in block.parameters()):  # of another pipeline stage
                 continue
             kinds = ("query_key_value", "attention_output"), ("mlp_in", "mlp_out")
             for (first, last), layers in zip(kinds, self.linear_layers(block), strict=True):
-                for number, layer in enumerate(layers.values(), 1):
-                    name = last if number == len(layers) else first
-                    modules.setdefault(name, []).append(layer)
-        found: dict[int, str] = {}
-        for name, members in modules.items():
-            for p in (p for module in members for p in module.parameters()):
-                found[id(p)] = "vectors" if p.dim() < 2 else name
+                families = [*[first] * (len(layers) - 1), last]
+                of_modules += zip(families, layers.values(), strict=False)
+        found = {id(p): family for family, module in of_modules for p in module.parameters()}
         for experts in experts_of(model):
             for name, p in experts.named_parameters():
                 inner = "mlp_out" if name.startswith("down") else "mlp_in"
                 found[id(p)] = inner if p.dim() > 2 else "vectors"  # biases of all experts
         return {
-            name: found.get(id(p), "vectors" if p.dim() < 2 else "other")
+            name: "vectors" if p.dim() < 2 else found.get(id(p), "other")
             for name, p in model.named_parameters()
         }
 
@@ -406,10 +376,6 @@ class Architecture(ConfigFields):
         if layers >= 0:
             for module in [*self.embeddings(model), *self.blocks(model)[:layers]]:
                 module.requires_grad_(False)
-
-    def check_positions(self, config: Any, length: int, theta: float | None) -> None:
-        """Raises ValueError if `resize_positions` cannot do that to a model of `config`."""
-        self.resized_rope(config, length, theta)
 
     def resize_positions(self, model: Any, length: int, theta: float | None) -> None:
         """Give a model a context of `length` tokens, and another base of its rotary wavelengths."""

@@ -41,6 +41,9 @@ class GPT2Architecture(Architecture):
             **{name: getattr(section, name) for name in _KNOBS},
         )
 
+    def check_one_step(self, config: Any) -> list[str]:
+        return []  # its loss gives all parameters gradients
+
     def recipe_knobs(self, config: GPTConfig) -> dict[str, Any]:
         """The knobs `model.*` that describe a model, without dropout.
 
@@ -56,10 +59,7 @@ class GPT2Architecture(Architecture):
         return {"model.architecture": self.name, **knobs}
 
     def write_model(
-        self,
-        folder: Path,
-        config: GPTConfig,
-        weights: dict[str, torch.Tensor],
+        self, folder: Path, config: GPTConfig, weights: dict[str, torch.Tensor]
     ) -> None:
         """Write `weights` (our names, in the dtype they have) as a plain GPT-2."""
         with torch.device("meta"):
@@ -69,7 +69,7 @@ class GPT2Architecture(Architecture):
     def standard_config(self, config: GPTConfig) -> GPT2Config:
         return config.to_gpt2()
 
-    def check_positions(self, config: GPTConfig, length: int, theta: float | None) -> None:
+    def resized_rope(self, config: GPTConfig, length: int, theta: float | None) -> None:
         if theta is not None:
             raise ValueError("finetune.rope_theta: GPT-2 has no rotary positions; leave it out")
 
@@ -84,6 +84,3 @@ class GPT2Architecture(Architecture):
         weight = known.repeat(-(-length // len(known)), 1)[:length].clone()
         model.transformer.wpe = nn.Embedding.from_pretrained(weight, freeze=False)
         model.config.n_positions = length
-
-    def lookup_parameters(self, config: GPTConfig) -> int:
-        return config.n_positions * config.n_embd

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import GPT2LMHeadModel, PreTrainedModel
+from transformers import GPT2LMHeadModel, PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import (
     Chunk,
@@ -136,18 +136,8 @@ class GPT2Files(PreTrainedModel if TYPE_CHECKING else object):
 
         With output_loading_info it is in the information, and the caller checks it.
         """
-        keys = (
-            "revision",
-            "token",
-            "cache_dir",
-            "local_files_only",
-            "subfolder",
-            "force_download",
-            "proxies",
-        )
-        where = {key: kwargs[key] for key in keys if key in kwargs}
         kwargs["trust_remote_code"] = False  # None would ask on a terminal
-        raw, _ = super(GPTConfig, GPTConfig).get_config_dict(pretrained_model_name_or_path, **where)
+        raw, _ = PreTrainedConfig.get_config_dict(pretrained_model_name_or_path, **kwargs)
         # A GPT-2 on disk has biases, perhaps all zero: load them, then remove them if they are.
         zeros_for_no_bias = raw.get("model_type") == "gpt2" and raw.get("bias") is False
         if zeros_for_no_bias and isinstance(kwargs.get("config"), GPTConfig):
@@ -169,19 +159,14 @@ class GPT2Files(PreTrainedModel if TYPE_CHECKING else object):
         return super().load_state_dict(from_gpt2_state_dict(state_dict), *args, **kwargs)
 
     def save_pretrained(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, save_directory, state_dict=None, save_original_format=True, **kwargs
+        self, save_directory, state_dict=None, **kwargs
     ) -> Any:
-        """Write a plain GPT-2, or with save_original_format=False our names and layout.
+        """Write a plain GPT-2; of a model with peft's adapters, those alone.
 
         `state_dict` has our names.
         """
-        if not save_original_format or getattr(self, "_hf_peft_config_loaded", False):
-            return super().save_pretrained(
-                save_directory,
-                state_dict=state_dict,
-                save_original_format=save_original_format,
-                **kwargs,
-            )
+        if getattr(self, "_hf_peft_config_loaded", False):
+            return super().save_pretrained(save_directory, state_dict=state_dict, **kwargs)
         weights = gpt2_state_dict(
             self.config, self.state_dict() if state_dict is None else state_dict
         )

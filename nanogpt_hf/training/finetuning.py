@@ -73,7 +73,7 @@ def finetune_config(
         experts = "; experts get no adapters" if architecture.idle_parameters(base) else ""
         wrong.append(f"lora.targets: expected some of {', '.join(targets)}{experts}")
     try:
-        architecture.check_positions(base, config.model.n_positions, config.finetune.rope_theta)
+        architecture.resized_rope(base, config.model.n_positions, config.finetune.rope_theta)
     except ValueError as error:
         wrong.append(f"model.n_positions: {error}")
     if wrong:

@@ -51,7 +51,6 @@ def test_import_checkpoint_and_sample(capsys, nanogpt):
         f"next: python cli.py sample {out}",
     ]
     assert [path.name for path in out.parent.iterdir()] == ["model"]
-    assert "trained by nanoGPT" in (out / "README.md").read_text()
     status, text, _ = run(capsys, "sample {} --max-new-tokens 20 --prompt ab", out)
     assert status == 0
     assert len(text) == 23
@@ -80,9 +79,9 @@ def test_import_data_and_pretrain_on_it(capsys, nanogpt, write_recipe):
         ("out/ckpt.pt full --meta data/meta.pkl", "full: exists already"),
         ("data full", "full: exists already"),
         ("out/ckpt.pt data/meta.pkl --meta data/meta.pkl", "meta.pkl: exists already"),
-        ("out/ckpt.pt data/meta.pkl/x --meta data/meta.pkl", "cannot be written: Not a directory"),
-        ("out/ckpt.pt deep/x", "has 4 tokens, the vocabulary of GPT-2 50,257"),
-        ("full deep/x", "train.bin: cannot be read"),
+        ("out/ckpt.pt data/meta.pkl/x --meta data/meta.pkl", "Not a directory"),
+        ("out/ckpt.pt x", "has 4 tokens, the vocabulary of GPT-2 50,257"),
+        ("full x", "train.bin: No such file"),
         ("out/ckpt.pt x --train.seed 3", "has no knobs"),
         ("out/ckpt.pt", "OUT"),
     ],

@@ -9,7 +9,7 @@ from huggingface_hub import ModelCard
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.schema import replace_knobs
 from nanogpt_hf.data.manifest import Manifest, SplitFacts
-from nanogpt_hf.export.card import model_card, render_card
+from nanogpt_hf.export.card import model_card
 from nanogpt_hf.model import GPTConfig
 from nanogpt_hf.runs.state import MeasuredLoss, TrainState
 
@@ -80,12 +80,9 @@ def test_metadata_is_read_by_huggingface_hub_and_unknown_facts_are_left_out(writ
     assert "mit, as stated" in card.text
     assert "The terms of gpt2 apply" in card.text
     unknown = card_of(load_config(write_recipe()), state=TrainState())
-    plain = ModelCard(render_card("name", MODEL, "whose training is unknown"))
     assert "Not measured." in unknown.text
-    assert "whose training is unknown" in plain.text
-    for card in (unknown, plain):
-        assert card.data.to_dict() == always | {"tags": card.data.tags}
-        assert "Not stated." in card.text
+    assert "Not stated." in unknown.text
+    assert unknown.data.to_dict() == always | {"tags": unknown.data.tags}
 
 
 HOSTILE = (
@@ -103,25 +100,19 @@ def test_cards_escape_html_and_markdown_in_strings(write_recipe):
     )
     config = dataclasses.replace(load_config(recipe), name=f"r{HOSTILE}\n---\nlicense: mit")
     config = replace_knobs(config, {"data.validation_split": HOSTILE})
-    facts = {"trained with": f"{HOSTILE}\n| c | d |"}
-    cards = [
-        card_of(config, base_model=f"{HOSTILE}\n# heading"),
-        ModelCard(render_card(config.name, MODEL, "by nanoGPT", facts=facts)),
-    ]
+    card = card_of(config, base_model=f"{HOSTILE}\n# heading")
     parser = markdown_it.MarkdownIt("commonmark", {"html": True}).enable("table")
-    for card in cards:
-        tokens = parser.parse(card.text)
-        kinds = [token.type for token in tokens]
-        inside = [token for block in tokens for token in block.children or ()]
-        allowed = {"text", "softbreak", "code_inline", "text_special"}
-        assert {token.type for token in inside} <= allowed
-        assert not {"html_block", "hr"} & set(kinds)
-        headings = [tokens[i + 1].content for i, kind in enumerate(kinds) if kind == "heading_open"]
-        assert headings[1:] == [name for name in SECTIONS if f"## {name}\n" in card.text]
-        rows = kinds.count("tr_open") - 1 - ("Evaluation" in headings)
-        assert kinds.count("td_open") == 2 * rows
-        shown = [token.content for token in inside if token.type in ("text", "text_special")]
-        assert "<svg onload=alert(1)> <img src=x onerror=alert(2)> !" in "".join(shown)
-    assert "license" not in cards[0].data.to_dict()
-    recipe = yaml.safe_load(cards[0].text.split("````yaml\n")[1].split("````")[0])
+    tokens = parser.parse(card.text)
+    kinds = [token.type for token in tokens]
+    inside = [token for block in tokens for token in block.children or ()]
+    allowed = {"text", "softbreak", "code_inline", "text_special"}
+    assert {token.type for token in inside} <= allowed
+    assert not {"html_block", "hr"} & set(kinds)
+    headings = [tokens[i + 1].content for i, kind in enumerate(kinds) if kind == "heading_open"]
+    assert headings[1:] == [*SECTIONS]
+    assert kinds.count("td_open") == 2 * (kinds.count("tr_open") - 2)  # two tables
+    shown = [token.content for token in inside if token.type in ("text", "text_special")]
+    assert "<svg onload=alert(1)> <img src=x onerror=alert(2)> !" in "".join(shown)
+    assert "license" not in card.data.to_dict()
+    recipe = yaml.safe_load(card.text.split("````yaml\n")[1].split("````")[0])
     assert recipe["eval"]["samples"] == config.eval.samples

@@ -83,7 +83,7 @@ def fake_push(tmp_path, monkeypatch, caplog):
 
     def push(folder, repo_id, private):
         pushed.append((folder / "model").read_text())
-        return SimpleNamespace(url=orders.get())
+        return orders.get()
 
     monkeypatch.setattr(module, "push", push)
     caplog.set_level("INFO", "nanogpt_hf")

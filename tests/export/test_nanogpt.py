@@ -71,7 +71,7 @@ def meta(tmp_path) -> Path:
 
 def opened(folder: Path, imported):
     """The imported model and tokenizer, loaded with transformers alone."""
-    write_model_folder(folder, imported.config, imported.weights, imported.tokenizer.hf, "")
+    write_model_folder(folder, imported.config, imported.weights, imported.tokenizer.hf)
     model = AutoModelForCausalLM.from_pretrained(folder)
     return model.eval(), AutoTokenizer.from_pretrained(folder)
 
@@ -89,7 +89,6 @@ def test_load_nanogpt_keeps_the_weights(tmp_path, meta, bias, prefix):
     state = make_checkpoint(tmp_path / "ckpt.pt", bias=bias, prefix=prefix)
     imported = load_nanogpt(tmp_path / "ckpt.pt", meta)
     assert imported.config.bias is bias
-    assert imported.facts == {"trained with": "nanoGPT", "steps": "2,000"}
     model, tokenizer = opened(tmp_path / "out", imported)
     ids = torch.tensor([tokenizer("decade éa!\nb")["input_ids"]])
     assert ids[0].tolist() == [CHARACTERS.index(character) for character in "decade éa!\nb"]
@@ -113,7 +112,7 @@ def test_untied_heads_and_older_checkpoints(tmp_path, meta):
     sizes = SMALL | {"vocab_size": len(CHARACTERS)}
     torch.save({"model": state | masks, "model_args": sizes}, tmp_path / "ckpt.pt")
     imported = load_nanogpt(tmp_path / "ckpt.pt", meta)
-    assert (imported.config.bias, imported.facts) == (True, {"trained with": "nanoGPT"})
+    assert imported.config.bias is True
     assert_equal_weights(opened(tmp_path / "out", imported)[0], state)
     older = load_nanogpt(tmp_path / "ckpt.pt", meta, "gelu_new")
     assert older.config.activation_function == "gelu_new"
@@ -147,9 +146,7 @@ C_ATTN = "transformer.h.0.attn.c_attn.weight"
     ("key", "value", "message"),
     [
         ("model_args/n_head", None, "n_head"),
-        ("model_args/n_layer", 10**9, "n_layer must be from 1 to 1,000, got 1000000000"),
         ("model_args/bias", False, "transformer.h.0.attn.q_proj.bias"),
-        (f"model/{C_ATTN}", None, "transformer.h.0.attn.q_proj.weight"),
         (f"model/{C_ATTN}", torch.zeros(16, 48), "transformer.h.0.attn.q_proj.weight"),
         ("model/extra.weight", torch.zeros(2), "extra.weight"),
     ],
@@ -175,8 +172,8 @@ def test_load_nanogpt_refuses_truncated_and_other_files(tmp_path, shared):
     for length in (0, 1000, -30):
         (tmp_path / "ckpt.pt").write_bytes(content[:length])
         assert f"{tmp_path / 'ckpt.pt'}: " in refused(load_nanogpt, tmp_path / "ckpt.pt")
-    message = refused(load_nanogpt, shared / "models" / "not-a-nanogpt-ckpt.pt")
-    assert "n_layer, n_head, n_embd, block_size" in message
+    foreign = shared / "models" / "not-a-nanogpt-ckpt.pt"
+    assert "not a checkpoint of nanoGPT" in refused(load_nanogpt, foreign)
 
 
 def test_load_nanogpt_needs_the_matching_meta_pkl(tmp_path):
@@ -192,7 +189,6 @@ def test_load_nanogpt_needs_the_matching_meta_pkl(tmp_path):
     [
         {"itos": {0: "ab", 1: "c"}, "stoi": {"ab": 0, "c": 1}, "vocab_size": 2},
         {"itos": {0: "a", 1: "a"}, "stoi": {"a": 1}, "vocab_size": 2},
-        {"itos": {0: "\ud800"}, "stoi": {"\ud800": 0}, "vocab_size": 1},
         None,
     ],
 )
@@ -276,14 +272,7 @@ def test_import_bins_writes_one_row_per_document(tmp_path, out, monkeypatch):
 UNKNOWN_TOKEN = np.array([*[0] * 321, 999, *[0] * 178], dtype=np.uint16).tobytes()
 
 
-@pytest.mark.parametrize(
-    ("content", "value"), [(None, ""), (b"", ""), (b"abc", ""), (UNKNOWN_TOKEN, "token 999 ")]
-)
-def test_import_bins_refuses_unknown_tokens_and_malformed_files(
-    out, characters, monkeypatch, content, value
-):
+def test_import_bins_refuses_unknown_tokens(out, characters, monkeypatch):
     monkeypatch.setattr(module, "TOKENS_PER_READ", 100)
-    (characters / "val.bin").unlink()
-    if content is not None:
-        (characters / "val.bin").write_bytes(content)
-    assert f"val.bin: {value}" in refusal(import_bins, characters, out)
+    (characters / "val.bin").write_bytes(UNKNOWN_TOKEN)
+    assert "val.bin: token 999 " in refusal(import_bins, characters, out)

@@ -36,18 +36,6 @@ def test_initial_weights_follow_the_seed_without_global_state():
     assert not torch.equal(first.lm_head.weight, other.lm_head.weight)
 
 
-def test_zero_residual_zeroes_only_residual_projections():
-    config = build_config(SECTION, 61)
-    plain, zeroed = (
-        dict(build_model(config, 1, init).named_parameters()) for init in ("gpt2", "zero_residual")
-    )
-    differ = {name for name in plain if not torch.equal(plain[name], zeroed[name])}
-    assert differ == {
-        name for name in plain if name.endswith(("attn.o_proj.weight", "mlp.proj.weight"))
-    }
-    assert not any(zeroed[name].any() for name in differ)
-
-
 def test_folder_without_model_is_one_line(tmp_path):
     with pytest.raises(UserError, match="not a model folder"):
         load_model(str(tmp_path))
@@ -78,32 +66,13 @@ def refusal(folder) -> str:
     ("name", "value"),
     [
         ("n_layer", 10**9),
-        ("n_layer", 0),
         ("n_positions", 0),
-        ("n_positions", 10**10),
-        ("n_embd", 2**31 - 2),
-        ("dropout", 2.0),
     ],
 )
 def test_invalid_sizes_are_refused_before_building(folder, name, value):
     config = json.loads((folder / "config.json").read_text())
-    names = ["resid_pdrop"] if name == "dropout" else [name]
-    (folder / "config.json").write_text(json.dumps(config | dict.fromkeys(names, value)))
-    assert refusal(folder).startswith(f"{name} must be from ")
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("n_embd", 20_000),
-        ("vocab_size", 10**7),
-        pytest.param("n_layer", 900, marks=pytest.mark.slow),
-    ],
-)
-def test_config_of_huge_model_takes_no_memory(folder, name, value):
-    config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {name: value}))
-    assert "its config.json describes " in refusal(folder)
+    assert refusal(folder).startswith(f"{name} must be from ")
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from nanogpt_hf.config.schema import ModelSection
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.model import loss_gpt
 from nanogpt_hf.model.architecture import architecture_of, count_parameters, part_of
-from nanogpt_hf.model.build import build_config, build_model, check_causal, load_model
+from nanogpt_hf.model.build import build_config, build_model, check_causal
 
 DECODERS = ["qwen3", "llama", "nanochat", "olmo2", "smollm3"]
 
@@ -70,28 +70,6 @@ def test_loss_and_gradients_are_those_of_transformers(
     model.eval()
     logits = model(input_ids=ids, shift_labels=labels, skip_logits=False).logits
     torch.testing.assert_close(logits, standard.eval()(ids).logits, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("architecture", DECODERS)
-def test_saved_folder_opens_in_transformers(architecture, tmp_path):
-    model = model_of(architecture, n_kv_head=2).eval()
-    row = architecture_of(model)
-    row.write_model(tmp_path, model.config, model.state_dict())
-    standard = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert type(standard) is not type(model)
-    assert type(standard).__name__ == type(model).__name__ == standard.config.architectures[0]
-    ids = batch()["input_ids"]
-    assert torch.equal(standard(ids).logits, model(ids).logits)
-    again = load_model(str(tmp_path)).eval()
-    assert type(again) is type(model)
-    assert torch.equal(again(ids).logits, model(ids).logits)
-    knobs = row.recipe_knobs(again.config)
-    assert knobs["model.architecture"] == architecture
-    assert (knobs["model.n_layer"], knobs["model.n_kv_head"], knobs["model.n_positions"]) == (
-        2,
-        2,
-        32,
-    )
 
 
 @pytest.mark.parametrize("architecture", DECODERS)
@@ -163,11 +141,9 @@ def test_default_inner_width_costs_the_same_gated_or_not():
         ({"architecture": "t5"}, "model.architecture: t5 is not a causal language model"),
         ({"architecture": "gemma3"}, "several models"),
         ({"architecture": "bert"}, "has an encoder, is one"),
-        ({"architecture": "bart"}, "has an encoder, is one"),
         ({"architecture": "openai-gpt"}, "has no single list of blocks"),
         ({"architecture": "mamba"}, "model.n_head: mamba's config has 1; set it so"),
         ({"architecture": "gptj", "n_kv_head": 2}, "config has no num_key_value_heads; leave it"),
-        ({"architecture": "longcat_flash"}, "model.n_layer: longcat_flash's config has 56"),
         (
             {"architecture": "llama", "extra": {"atention_bias": True}},
             "no such field; did you mean attention_bias",
@@ -180,8 +156,6 @@ def test_default_inner_width_costs_the_same_gated_or_not():
             {"architecture": "llama", "extra": {"hidden_size": 7}},
             "model.extra.hidden_size: is model.n_embd",
         ),
-        ({"architecture": "llama", "extra": {"hidden_act": "selu2"}}, "selu2"),
-        ({"architecture": "qwen3", "extra": {"layer_types": ["full_attention"]}}, "layer_types"),
     ],
 )
 def test_build_config_refuses_what_does_not_fit(knobs, message):
@@ -275,10 +249,6 @@ def test_freeze_and_depths_of_a_decoder(tied):
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     assert frozen == {name for name, depth in depths.items() if depth < 2}
     assert model.lm_head.weight.requires_grad != tied
-    model.train()(**batch()).loss.backward()
-    assert {
-        name for name, parameter in model.named_parameters() if parameter.grad is not None
-    } == depths.keys() - frozen
 
 
 def test_flops_count_the_head_but_not_what_is_only_looked_up():

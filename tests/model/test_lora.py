@@ -7,33 +7,12 @@ import pytest
 import torch
 from decoder_types import tiny
 from peft import AutoPeftModelForCausalLM
-from safetensors.torch import load_file
-from transformers import GPT2LMHeadModel
 
-from assertions import run_without_this_package
 from nanogpt_hf.config.schema import LORA_TARGETS, FinetuneSection, LoraSection, ModelSection
 from nanogpt_hf.model import GPTConfig
 from nanogpt_hf.model.architecture import GPT2, architecture_of
 from nanogpt_hf.model.build import build_config, build_model, load_model
 from nanogpt_hf.model.lora import add_adapters, merged_weights, save_adapter
-
-# Blocks our package, opens an adapter with peft and a merged model with transformers, and saves
-# their logits.
-OTHER_PROCESS = """
-import json, sys
-sys.modules["nanogpt_hf"] = None
-import torch
-from peft import AutoPeftModelForCausalLM
-from safetensors.torch import save_file
-logits = {}
-for name, folder in json.loads(sys.argv[1]).items():
-    model = AutoPeftModelForCausalLM.from_pretrained(folder).eval()
-    assert type(model.base_model.model).__name__ == "GPT2LMHeadModel"
-    with torch.no_grad():
-        logits[name] = model(input_ids=torch.arange(24)[None] % 20).logits
-save_file(logits, sys.argv[2])
-assert sys.modules["nanogpt_hf"] is None
-"""
 
 
 def base_with_adapters(base: Path, section: LoraSection):
@@ -58,33 +37,13 @@ SECTIONS = {
 TOKENS = torch.arange(24)[None] % 20
 
 
-@pytest.mark.slow
-@pytest.mark.long
-def test_adapters_open_without_this_package(tiny_base, tmp_path):
-    expected, folders = {}, {}
-    for name, section in SECTIONS.items():
-        model = base_with_adapters(tiny_base, section)
-        folders[name] = str(tmp_path / name)
-        with torch.no_grad():
-            expected[name] = model(input_ids=TOKENS).logits
-        start = FinetuneSection(model=str(tiny_base))
-        save_adapter(tmp_path / name, model.config, section, start, model.state_dict())
-    run_without_this_package(
-        OTHER_PROCESS, tmp_path, json.dumps(folders), str(tmp_path / "logits.safetensors")
-    )
-    logits = load_file(tmp_path / "logits.safetensors")
-    reference = GPT2LMHeadModel.from_pretrained(tiny_base).eval()(input_ids=TOKENS).logits
-    for name in SECTIONS:
-        assert (expected[name] - reference).abs().max() > 1e-4, f"{name}: the adapter does nothing"
-        torch.testing.assert_close(logits[name], expected[name], atol=2e-6, rtol=0)
-
-
 @pytest.mark.parametrize("name", SECTIONS)
 def test_merged_weights_have_equal_logits(tiny_base, tmp_path, name):
     section = SECTIONS[name]
     model = base_with_adapters(tiny_base, section)
     expected = model(input_ids=TOKENS).logits
     merged = load_model(str(tiny_base)).eval()
+    assert (expected - merged(input_ids=TOKENS).logits).abs().max() > 1e-4
     merged.load_state_dict(merged_weights(model.state_dict(), section))
     torch.testing.assert_close(merged(input_ids=TOKENS).logits, expected, atol=2e-6, rtol=0)
     save_adapter(
@@ -106,23 +65,6 @@ def test_adapter_folder_names_base_and_revision(tiny_base, tmp_path):
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     assert (config["base_model_name_or_path"], config["revision"]) == ("someone/gpt2", "abc")
     assert (config["r"], config["lora_alpha"], config["peft_type"]) == (3, 6, "LORA")
-    saved = load_file(tmp_path / "adapter_model.safetensors")
-    assert len(saved) == 4 * 4 * 2
-    assert all(".lora_" in name for name in saved)
-    assert saved["base_model.model.transformer.h.0.attn.c_attn.lora_A.weight"].shape == (9, 16)
-
-
-def test_adapters_follow_the_seed_without_global_state(tiny_base):
-    torch.manual_seed(5)
-    before = torch.get_rng_state()
-    drawn = []
-    for seed in (1, 1, 2):
-        model = load_model(str(tiny_base))
-        add_adapters(model, LoraSection(rank=2), seed)
-        drawn.append(model.state_dict()["transformer.h.0.attn.q_proj.lora_A.default.weight"])
-    assert torch.equal(torch.get_rng_state(), before)
-    assert torch.equal(drawn[0], drawn[1])
-    assert not torch.equal(drawn[0], drawn[2])
 
 
 def test_every_linear_layer_of_gpt2_is_a_target():
@@ -166,8 +108,6 @@ def test_adapters_of_decoders_open_with_peft(architecture, tmp_path):
         opened = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter").eval()
         assert type(opened.base_model.model) is not type(base)
         torch.testing.assert_close(opened(input_ids=TOKENS).logits, expected, atol=2e-6, rtol=0)
-        base.load_state_dict(merged_weights(model.state_dict(), lora))
-        torch.testing.assert_close(base(TOKENS).logits, expected, atol=2e-6, rtol=0)
         torch.testing.assert_close(
             load_model(str(tmp_path / "adapter")).eval()(TOKENS).logits, expected, atol=2e-6, rtol=0
         )
