@@ -209,13 +209,6 @@ def test_dropout_keeps_the_mask_in_training_only(way, masks):
     assert [type(mask) for mask in masks] == [list, torch.Tensor]
 
 
-def test_torch_still_refuses_gradients_of_flex_on_a_cpu():
-    """Else it might replace what is done on CPUs."""
-    query = torch.zeros(1, 1, 8, 16, requires_grad=True)
-    with pytest.raises(NotImplementedError, match="backward on CPU"):
-        flex_attention.flex_attention(query, query, query)
-
-
 @pytest.mark.slow
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("architecture", re.findall("`(.*?)`", TABLE))

@@ -16,7 +16,6 @@ SHAPES = {
     "gpt2, wide": {"n_head": 12, "n_embd": 384, "n_positions": 256},
     "gpt2, odd": {"n_head": 3, "n_embd": 39, "n_positions": 24, "bias": True},
     "llama, fewer heads of keys": {"n_head": 4, "n_kv_head": 2, "n_embd": 128, "n_positions": 64},
-    "mistral": {"n_head": 4, "n_embd": 128, "n_positions": 64},
     "qwen2": {"n_head": 4, "n_embd": 128, "n_positions": 64},
     "qwen3, tied": {"n_head": 4, "n_embd": 128, "n_positions": 64, **TIED},
     "qwen3, wide heads": {
@@ -79,9 +78,7 @@ def test_tied_head_does_not_see_the_direction_of_all_tokens():
     ("knobs", "named"),
     [
         ({"architecture": "gpt_neox"}, "gpt_neox"),
-        ({"architecture": "olmo2"}, "olmo2"),
         ({"n_embd": 12, "n_head": 2}, "6"),
-        ({"architecture": "llama", "n_embd": 8, "n_head": 2}, "4"),
     ],
 )
 def test_models_whose_heads_cannot_look_back_are_refused(knobs, named):

@@ -75,15 +75,8 @@ def test_other_calls_take_the_fused_kernel(fused_calls):
 
 
 def test_dropout_keeps_the_mean_of_attention():
-    query, key, value = torch.randn(3, 1, 2, 16, 8).bfloat16().unbind()
-    module = torch.nn.Module()
-    exact, _ = attend_written_out(module, query, key, value, None)
-    torch.manual_seed(0)
-    drawn = torch.stack(
-        [
-            attend_written_out(module, query, key, value, None, dropout=0.3)[0].float()
-            for _ in range(400)
-        ]
-    )
-    assert not drawn[0].equal(drawn[1])
-    assert (drawn.mean(0) - exact).abs().max() < 0.25
+    query, key = torch.randn(2, 1, 2, 64, 8).bfloat16().unbind()
+    ones = torch.ones_like(key)
+    drawn, _ = attend_written_out(torch.nn.Module(), query, key, ones, None, dropout=0.3)
+    assert drawn.std() > 0.05
+    assert drawn.float().mean().item() == pytest.approx(1, abs=0.1)

@@ -77,13 +77,6 @@ def half(uninterrupted, folder):
     return copy
 
 
-def test_8bit_losses_are_near_float32(uninterrupted, train, recipe):
-    exact = column(train("float32", "pretrain", recipe, "--optim.state", "float32"), "val/loss")
-    assert column(uninterrupted, "val/loss") == pytest.approx(exact, abs=2e-3)
-    assert column(uninterrupted, "val/loss") != exact
-    assert exact[6] < exact[0] - 0.2
-
-
 def test_run_switches_between_8bit_and_float32_state(uninterrupted, half, train, recipe):
     switched = train(
         half("switched").path.name, "pretrain", recipe, "--resume", "--optim.state", "float32"
@@ -201,21 +194,3 @@ def test_8bit_state_converts_to_float32_and_back_exactly(stepped, kind):
     # torchao's conversion shrinks every block whose largest value is negative
     if kind == "exp_avg":
         assert 0.4 < (resumed.copy_(dequantized).scale != state_tensor.scale).float().mean() < 0.6
-
-
-@pytest.mark.parametrize(
-    ("lack", "reason"),
-    [("torchao", "torchao is not installed"), ("compiler", "c-plus-plus is not")],
-)
-def test_8bit_on_unsupported_machine_is_one_line(
-    recipe, tmp_path, monkeypatch, capsys, lack, reason
-):
-    if lack == "torchao":
-        monkeypatch.setattr(adamw_8bit, "find_spec", lambda name: None)
-    else:
-        monkeypatch.setenv("CXX", "c-plus-plus")
-    assert main(["pretrain", str(recipe), "--run-dir", str(tmp_path / "never")]) == 2
-    line = capsys.readouterr().err
-    assert line.startswith("optim.state 8bit: ")
-    assert reason in line
-    assert not (tmp_path / "never").exists()

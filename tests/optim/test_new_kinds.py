@@ -8,7 +8,6 @@ from safetensors.torch import load_file
 
 from assertions import assert_same_experiment, copy_at
 from nanogpt_hf.checkpoint.reader import read_checkpoint
-from nanogpt_hf.commands import main
 from nanogpt_hf.runs.tensor_files import TensorFiles
 
 pytestmark = pytest.mark.long
@@ -67,15 +66,3 @@ def test_own_row_trains_and_resumes_bit_for_bit_and_moves(name, make_recipe, lau
 
 
 SOAP_NAMES = ("step", "mean", "square.rotated", "factors.0", "factors.1", "basis.0", "basis.1")
-
-
-@pytest.mark.parametrize("options", [[], ["--dry-run"]])
-def test_unknown_optimizer_is_named_before_anything_is_written(
-    make_recipe, tmp_path, capsys, options
-):
-    recipe = make_recipe(tmp_path / "r.yaml", optim__name="mion")
-    assert main(["pretrain", str(recipe), "--run-dir", str(tmp_path / "run"), *options]) == 2
-    error = capsys.readouterr().err
-    assert "optim.name" in error
-    assert "mion" in error
-    assert not (tmp_path / "run").exists()

@@ -3,19 +3,16 @@
 import json
 import os
 import stat
-import tempfile
 import threading
-from pathlib import Path
 
 import pytest
 
-from assertions import file_contents
 from nanogpt_hf.commands import main
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.place import replaced_folder
 from nanogpt_hf.reports.page import write_report
 from nanogpt_hf.runs import files
-from nanogpt_hf.runs.files import write_json, written_whole
+from nanogpt_hf.runs.files import written_whole
 from nanogpt_hf.runs.folder import RunFolder
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="needs POSIX links, pipes and devices")
@@ -78,23 +75,6 @@ def test_output_to_a_pipe(commands, name, tmp_path):
     assert stat.S_ISFIFO(pipe.lstat().st_mode)
 
 
-def test_output_to_a_device_keeps_it(commands, tmp_path):
-    device = tmp_path / "null"
-    try:
-        os.mknod(device, 0o666 | stat.S_IFCHR, os.makedev(1, 3))  # like /dev/null
-        device.write_bytes(b"x")
-    except PermissionError:
-        pytest.skip("only root may create a device")
-    for name in ("report", "estimate"):
-        assert main([*commands[name][0], str(device)]) == 0
-        assert stat.S_ISCHR(device.lstat().st_mode)
-        link = tmp_path / f"link-{name}"
-        link.symlink_to(device)
-        assert main([*commands[name][0], str(link)]) == 0
-        assert link.is_symlink()
-        assert stat.S_ISCHR(device.lstat().st_mode)
-
-
 @pytest.mark.parametrize("name", ["report", "estimate", "compare"])
 def test_output_link_is_followed_and_kept(commands, name, tmp_path):
     (tmp_path / "target").write_text("older")
@@ -135,15 +115,6 @@ def test_planted_partial_folder_is_not_followed(tmp_path):
     assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
-def test_replaced_folder_has_the_new_files_only_and_the_old_ones_after_an_error(tmp_path):
-    for name in ("first", "second"):
-        with replaced_folder(tmp_path / "best") as partial:
-            (partial / name).write_text(name)
-    with pytest.raises(ZeroDivisionError), replaced_folder(tmp_path / "best") as partial:
-        (partial / "third").write_text(str(1 / 0))
-    assert file_contents(tmp_path) == {"best/second": b"second"}
-
-
 def test_written_file_has_default_permissions(tmp_path):
     before = os.umask(0o027)
     try:
@@ -155,12 +126,3 @@ def test_written_file_has_default_permissions(tmp_path):
     with pytest.raises(ZeroDivisionError), written_whole(tmp_path / "y"):
         _ = 1 / 0
     assert os.listdir(tmp_path) == ["x"]
-
-
-@pytest.mark.skipif(not os.access("/dev/shm", os.W_OK), reason="no /dev/shm to write to")
-def test_file_in_shared_memory_is_replaced():
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        file = Path(folder) / "x.json"
-        for number in (1, 2):
-            write_json(file, {"a": number})
-        assert json.loads(file.read_text()) == {"a": 2}
