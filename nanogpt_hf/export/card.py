@@ -45,12 +45,18 @@ def model_card(
         PreparedSource(*source, manifest) for source in sources_of(config.data)
     )
     start = f"fine-tuned from {base_model}" if base_model else "trained from scratch"
+    on_hub = [
+        source.data.one_source
+        for source in sources
+        # the revision of files is a checksum
+        if not source.manifest.revision.startswith("sha256:") and source.data.source not in BUILT_IN
+    ]
     versioned = versions() | {"nanogpt_hf": code_version()}
     architecture = architecture_of(model_config)
     metadata = ModelCardData(
         license=config.hub.license,
         base_model=base_model,
-        datasets=[source.data.one_source for source in sources if _is_on_hub(source)] or None,
+        datasets=on_hub or None,
         library_name="peft" if adapter else "transformers",
         tags=["lora" if adapter else architecture.name, "nanogpt_hf"],
         pipeline_tag="text-generation",
@@ -82,12 +88,6 @@ def model_card(
         **_score(config, state),
     )
     return redact(f"{card}\n")
-
-
-def _is_on_hub(source: PreparedSource) -> bool:
-    """Whether the text is a data set on the Hub: the revision of files is a checksum."""
-    is_file = source.manifest.revision.startswith("sha256:")
-    return not is_file and source.data.source not in BUILT_IN
 
 
 def _score(config: Config, state: TrainState) -> dict[str, Any]:

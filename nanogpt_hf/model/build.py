@@ -2,6 +2,7 @@
 fine-tuning.
 """
 
+import logging
 import math
 import pickle
 import re
@@ -30,6 +31,8 @@ from nanogpt_hf.model.architecture import (
 from nanogpt_hf.model.experts import experts_of
 from nanogpt_hf.model.look_back import check_look_back, look_back
 
+logger = logging.getLogger(__name__)
+
 
 def build_config(
     section: ModelSection, vocab_size: int, end_of_text_id: int | None = None
@@ -47,10 +50,7 @@ def build_config(
     except ValueError as error:
         raise UserError(one_line(error)) from None
     if section.init == "look_back":
-        try:
-            check_look_back(config)
-        except ValueError as error:
-            raise UserError(f"model.init: {error}") from None
+        check_look_back(config)
     return config
 
 
@@ -156,16 +156,18 @@ def start_model(
         if vocab_size > model.config.vocab_size:
             extend_vocabulary(model, vocab_size)
         _prepare_for_finetuning(model, config, step)
-    _freeze_idle(model)
+    if idle := _freeze_idle(model):
+        logger.info(f"frozen, since the loss gives no gradient: {', '.join(idle)}")
     return model
 
 
-def _freeze_idle(model: PreTrainedModel) -> None:
-    """Freeze what the loss gives no gradient, such as scores that only choose."""
+def _freeze_idle(model: PreTrainedModel) -> list[str]:
+    """Freeze what the loss gives no gradient, such as scores that only choose; return its names."""
     idle = architecture_of(model).check_one_step(model.config)
     for name, parameter in model.named_parameters():
         if re.sub(r"\.lora_[AB]\.default", "", name) in idle:
             parameter.requires_grad_(False)
+    return idle
 
 
 def check_causal(model: PreTrainedModel, *, packs: bool) -> None:
@@ -236,7 +238,7 @@ def extend_vocabulary(model: PreTrainedModel, tokens: int) -> None:
         model.vocab_size = tokens
 
 
-def _prepare_for_finetuning(model: PreTrainedModel, config: Config, step: int) -> PreTrainedModel:
+def _prepare_for_finetuning(model: PreTrainedModel, config: Config, step: int) -> None:
     architecture = architecture_of(model)
     architecture.resize_positions(model, config.model.n_positions, config.finetune.rope_theta)
     architecture.freeze(model, frozen_layers_at(step, config.finetune))
@@ -244,7 +246,6 @@ def _prepare_for_finetuning(model: PreTrainedModel, config: Config, step: int) -
         from nanogpt_hf.model.lora import add_adapters
 
         add_adapters(model, config.lora, config.train.seed)
-    return model
 
 
 def meta_model(config: Config, base: PreTrainedConfig, step: int = 0) -> PreTrainedModel:
@@ -285,12 +286,9 @@ def load_base_config(name: str, revision: str | None) -> tuple[PreTrainedConfig,
         is_folder = Path(name).exists()
         file = None if is_folder else cached_file(name, CONFIG_NAME, revision=revision)
         commit = file and extract_commit_hash(file, None)
+        architecture.recipe_knobs(config)
     except Exception as error:  # a config with nonsense in it, the network, ...
         raise _cannot_load(name, error) from error
-    try:
-        architecture.recipe_knobs(config)
-    except ValueError as error:
-        raise UserError(f"{name}: {error}") from None
     return config, commit
 
 

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from nanogpt_hf.errors import UserError
 from nanogpt_hf.model.configuration_gpt import GPTConfig
 
 ROTARY = ("llama", "mistral", "qwen2", "qwen3")  # with whole heads turned in halves, as in Llama
@@ -34,13 +35,15 @@ _ROTARY_PEAK = 12.0  # with rotary positions
 
 
 def check_look_back(config: PreTrainedConfig) -> None:
-    """Raises ValueError if heads cannot look back in such a model."""
+    """Raises UserError if heads cannot look back in such a model."""
     kind = config.model_type
     if kind not in (GPTConfig.model_type, *ROTARY):
-        raise ValueError(f"look_back is written for gpt2, {', '.join(ROTARY)}, not for {kind}")
+        known = ", ".join(ROTARY)
+        raise UserError(f"model.init: look_back is written for gpt2, {known}, not for {kind}")
     if _head_size(config) < 8:
-        raise ValueError(
-            f"look_back needs heads of 8 dimensions or more, and these have {_head_size(config)}"
+        raise UserError(
+            "model.init: look_back needs heads of 8 dimensions or more, and these have "
+            f"{_head_size(config)}"
         )
 
 

@@ -168,8 +168,10 @@ def test_a_balance_loss_needs_experts_whose_routers_show_logits():
     check_balance(recipe, tiny("qwen3_moe").config)
 
 
-def test_what_only_chooses_tokens_is_frozen():
-    model = start_model(Config(model=tiny_section("deepseek_v32")), VOCAB, None)
+def test_what_only_chooses_tokens_is_frozen_with_a_line_in_the_log(caplog):
+    with caplog.at_level("INFO"):
+        model = start_model(Config(model=tiny_section("deepseek_v32")), VOCAB, None)
+    assert "frozen, since the loss gives no gradient: model.layers.0." in caplog.text
     frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
     assert frozen == {name for name, _ in model.named_parameters() if ".indexer." in name}
     assert frozen
