@@ -133,6 +133,8 @@ def _tensors(config: Any, model: transformers.PreTrainedModel) -> Iterator[tuple
         weights.pop("lm_head.weight", None)
     for name, weight in weights.items():
         tensor_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        if not tensor_name:
+            raise UserError(f"--format gguf: its {config.model_type} has no {name}")
         yield tensor_name, _rotation(config, name, weight.T if name.endswith(_LINEAR) else weight)
     if (factors := _rope_factors(model)) is not None:
         yield "rope_freqs.weight", factors

@@ -24,7 +24,7 @@ def nanogpt(tmp_path):
         for name, shape in shapes.items()
     }
     sizes = {"n_layer": 1, "n_head": 2, "n_embd": width, "block_size": 16, "vocab_size": rows}
-    saved = {"model": state, "model_args": sizes | {"bias": False}, "iter_num": 7}
+    saved = {"model": state, "model_args": sizes | {"bias": False}}
     (tmp_path / "out").mkdir()
     torch.save(saved, tmp_path / "out" / "ckpt.pt")
     data = tmp_path / "data"

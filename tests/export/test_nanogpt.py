@@ -50,7 +50,6 @@ def make_checkpoint(path: Path, *, bias: bool = True, prefix: str = "", **change
     saved = {
         "model": {prefix + name: weight for name, weight in state.items()},
         "model_args": sizes,
-        "iter_num": 2000,
     }
     torch.save(saved, path)
     return state
