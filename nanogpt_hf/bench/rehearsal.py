@@ -249,7 +249,6 @@ def _faked(place: Placement, meter: _Meter, rank: int, sent: dict[type, Any]) ->
         replace(schedules._PipelineSchedule, "_warmup_p2p", _infer_shapes)
         replace(PipelineStage, "_send_meta", lambda self, meta, _: sent.update({type(meta): meta}))
         replace(PipelineStage, "_recv_meta", received)
-        replace(dist, "all_gather_object", _gather)
         for where, name in (
             (build, "build_config"),
             (build, "meta_model"),
@@ -276,10 +275,6 @@ def _faked(place: Placement, meter: _Meter, rank: int, sent: dict[type, Any]) ->
             replaced.callback(dist.destroy_process_group)
             replaced.callback(debug._clear_sharding_prop_cache)  # it has the groups of a mesh
         yield
-
-
-def _gather(found: list[Any], own: Any, group: Any = None) -> None:
-    found[:] = [own] * len(found)
 
 
 def _infer_shapes(schedule: Any, stages: list[Any], *_: Any) -> None:
