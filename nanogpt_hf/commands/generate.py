@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from nanogpt_hf.commands.arguments import add_option
 from nanogpt_hf.config.values import bounded
 from nanogpt_hf.console import show, show_text
-from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import DataError, UserError
 from nanogpt_hf.runs.folder import find_model
 
@@ -47,24 +46,6 @@ def _sampling_options(arguments: Namespace) -> dict[str, Any]:
     return {name: getattr(arguments, name) for name in ("temperature", "top_k", "top_p")}
 
 
-def _build_accelerator(mesh: Mesh) -> "Accelerator":
-    """The Accelerator of a command whose main process generates text with a whole model."""
-    from accelerate import Accelerator
-
-    from nanogpt_hf.distributed.accelerate_config import (
-        check_device,
-        default_to_cpu,
-        ignore_layout,
-        one_line_of_accelerate,
-    )
-
-    check_device()
-    ignore_layout()
-    default_to_cpu(mesh)  # otherwise each of several CPU processes takes itself for the main one
-    with one_line_of_accelerate():
-        return Accelerator()
-
-
 def _autocast(accelerator: "Accelerator") -> "torch.autocast":
     """A new context for forward passes in the precision of the accelerate config, but in float32
     instead of fp16.
@@ -72,9 +53,7 @@ def _autocast(accelerator: "Accelerator") -> "torch.autocast":
     import torch
 
     return torch.autocast(
-        accelerator.device.type,
-        torch.bfloat16,
-        enabled=accelerator.mixed_precision in ("bf16", "fp8"),
+        accelerator.device.type, torch.bfloat16, enabled=accelerator.mixed_precision == "bf16"
     )
 
 
@@ -107,9 +86,10 @@ def run_sample(arguments: Namespace) -> None:
     as it is generated.
     """
     from nanogpt_hf.data.tokenizer import prompt_ids, start_of_text_id_of
+    from nanogpt_hf.distributed.accelerator import build_evaluation_accelerator
     from nanogpt_hf.generate import TextStream, generate_tokens
 
-    accelerator = _build_accelerator(arguments.mesh)
+    accelerator = build_evaluation_accelerator(arguments.mesh)
     model, tokenizer = open_model(arguments.model)
     model.to(accelerator.device)
     prompt = arguments.prompt
@@ -169,65 +149,6 @@ def questions() -> Iterator[str]:
                 yield line
 
 
-class Chat:
-    """A conversation with a model, and the options of sampling its answers."""
-
-    def __init__(self, model, tokenizer, arguments: Namespace):
-        from nanogpt_hf.data.chat_template import ChatFormat
-        from nanogpt_hf.generate import answer_end_ids
-
-        self.model, self.tokenizer, self.arguments = model, tokenizer, arguments
-        # kept free for an answer
-        self.room = min(arguments.max_new_tokens, model.config.max_position_embeddings // 2)
-        self.answers = 0
-        self.format = ChatFormat(tokenizer)
-        self.end_ids = answer_end_ids(model, self.format)
-        self.reset()
-
-    def reset(self) -> None:
-        self.messages = (
-            [{"role": "system", "content": self.arguments.system}] if self.arguments.system else []
-        )
-
-    def answer(self, question: str) -> None:
-        """Print the answer to `question`, and keep both as context; Ctrl-C ends it early."""
-        from nanogpt_hf.generate import TextStream, encode_chat, generate_tokens
-
-        arguments, context = self.arguments, self.model.config.max_position_embeddings
-        messages = [*self.messages, {"role": "user", "content": question}]
-        try:
-            ids, kept = encode_chat(self.format, messages, context - self.room)
-        except (ValueError, DataError) as error:
-            show_note(f"no answer: with the messages before it {error}; shorten it")
-            return
-        if len(kept) < len(messages):
-            show_note(
-                f"the context is full: the oldest {len(messages) - len(kept)} messages were dropped"
-            )
-        stream, text, length = TextStream(self.tokenizer), "", 0
-        limit = min(arguments.max_new_tokens, context - len(ids))
-        with contextlib.suppress(KeyboardInterrupt):
-            for (token,) in generate_tokens(
-                self.model,
-                ids,
-                max_new_tokens=limit,
-                seed=arguments.seed + self.answers,
-                end_ids=self.end_ids,
-                **_sampling_options(arguments),
-            ):
-                length += 1
-                assert token is not None  # `generate_tokens` ends with its only sample
-                new = stream.add(token)
-                text += new
-                show_text(new)
-        rest = stream.end()
-        show_text(rest, end="\n")
-        if length == limit:
-            show_note(f"cut off after {limit} tokens")
-        self.messages = [*kept, {"role": "assistant", "content": text + rest}]
-        self.answers += 1
-
-
 def run_chat(arguments: Namespace) -> None:
     """Chat with a model that was trained on conversations: a run folder, a model folder, or a model
     on the Hub.
@@ -236,7 +157,11 @@ def run_chat(arguments: Namespace) -> None:
     conversation, /quit exits. Ctrl-C ends an answer, Ctrl-D exits. Lines can be piped in: answers
     go to stdout, all other output to stderr.
     """
-    accelerator = _build_accelerator(arguments.mesh)
+    from nanogpt_hf.data.chat_template import ChatFormat
+    from nanogpt_hf.distributed.accelerator import build_evaluation_accelerator
+    from nanogpt_hf.generate import TextStream, answer_end_ids, encode_chat, generate_tokens
+
+    accelerator = build_evaluation_accelerator(arguments.mesh)
     model, tokenizer = open_model(arguments.model)
     if not tokenizer.chat_template:
         raise UserError(
@@ -246,18 +171,51 @@ def run_chat(arguments: Namespace) -> None:
         )
     if not accelerator.is_main_process:
         return
-    chat = Chat(model.to(accelerator.device), tokenizer, arguments)
+    model.to(accelerator.device)
+    chat_format = ChatFormat(tokenizer)
+    options: Any = _sampling_options(arguments)
+    options |= {"end_ids": answer_end_ids(model, chat_format)}
+    context = model.config.max_position_embeddings
+    longest_prompt = context - min(arguments.max_new_tokens, context // 2)
+    first = [{"role": "system", "content": arguments.system}] if arguments.system else []
+    messages, answers = first, 0
     if sys.stdin.isatty():
         show_note("/reset clears the conversation, /quit exits, Ctrl-C ends an answer")
-    with _autocast(accelerator):
-        for line in questions():
-            if line == "/quit":
-                return
-            if line == "/reset":
-                chat.reset()
-                show_note("the conversation was cleared")
-            else:
-                chat.answer(line)
+    for line in questions():
+        if line == "/quit":
+            return
+        if line == "/reset":
+            messages = first
+            show_note("the conversation was cleared")
+            continue
+        asked = [*messages, {"role": "user", "content": line}]
+        try:
+            ids, kept = encode_chat(chat_format, asked, longest_prompt)
+        except (ValueError, DataError) as error:
+            show_note(f"no answer: with the messages before it {error}; shorten it")
+            continue
+        if len(kept) < len(asked):
+            show_note(
+                f"the context is full: the oldest {len(asked) - len(kept)} messages were dropped"
+            )
+        limit = min(arguments.max_new_tokens, context - len(ids))
+        stream, text, length = TextStream(tokenizer), "", 0
+        tokens = generate_tokens(
+            model, ids, max_new_tokens=limit, seed=arguments.seed + answers, **options
+        )
+        with _autocast(accelerator), contextlib.suppress(KeyboardInterrupt):
+            for (token,) in tokens:
+                assert token is not None  # `generate_tokens` ends with its only sample
+                length += 1
+                new = stream.add(token)
+                text += new
+                show_text(new)
+        rest = stream.end()
+        show_text(rest, end="\n")
+        if length == limit:
+            show_note(f"cut off after {limit} tokens")
+        messages = [*kept, {"role": "assistant", "content": text + rest}]
+        answers += 1
 
 
 def add_serve_arguments(parser: ArgumentParser) -> None:
@@ -281,9 +239,10 @@ def run_serve(arguments: Namespace) -> None:
             f"serve: {' and '.join(missing)} not installed; run `pip install 'nanogpt_hf[serve]'`"
         )
 
+    from nanogpt_hf.distributed.accelerator import build_evaluation_accelerator
     from nanogpt_hf.serving.app import Server, is_loopback, listen
 
-    accelerator = _build_accelerator(arguments.mesh)
+    accelerator = build_evaluation_accelerator(arguments.mesh)
     if not accelerator.is_main_process:
         return
     with listen(arguments.host, arguments.port) as listener:

@@ -70,8 +70,7 @@ def run_compare(arguments: Namespace) -> None:
         show(f"  {name}: {verdict.sentence}")
         for number, cause in enumerate(verdict.causes, 1):
             show(f"    check {number}: {cause}")
-    if arguments.json:
-        write_json(arguments.json, {"metric": metric, "runs": runs, "knobs": knobs})
+    write_json(arguments.json, {"metric": metric, "runs": runs, "knobs": knobs})
     by = "seconds" if arguments.by == "time" else arguments.by
     same_reference = len({reference and reference.name for reference in references.values()}) == 1
     band = next(iter(references.values())) if same_reference else None
@@ -187,6 +186,5 @@ def run_evaluate(arguments: Namespace, overrides: Overrides) -> None:
                 results |= found.figures
                 if is_main and found.lines:
                     show(*found.lines, sep="\n")
-    if arguments.json and is_main:
+    if is_main:
         write_json(arguments.json, results)
-        show(f"written: {arguments.json}")

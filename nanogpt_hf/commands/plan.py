@@ -101,8 +101,7 @@ def run_estimate(arguments: Namespace, overrides: Overrides) -> None:
         figures["rehearsal"] = dataclasses.asdict(rehearsal)
         lines += ["", *rehearsal.lines()]
     show(*lines, sep="\n")
-    if arguments.json:
-        write_json(arguments.json, figures)
+    write_json(arguments.json, figures)
 
 
 def _check_options(arguments: Namespace) -> None:
@@ -209,7 +208,7 @@ def run_bench(arguments: Namespace, overrides: Overrides) -> None:
         with output_target(arguments.profile) as target:
             write_trace(work, target)
         log(f"trace       {arguments.profile}: open it at https://ui.perfetto.dev")
-    if arguments.json and accelerator.is_main_process:
+    if accelerator.is_main_process:
         write_json(arguments.json, figures)
 
 
@@ -244,6 +243,5 @@ def run_knobs(arguments: Namespace) -> None:
 
     `--json FILE` writes the schema: types, choices, default, bounds and meaning of each knob.
     """
-    if arguments.json:
-        write_json(arguments.json, knob_schema())
+    write_json(arguments.json, knob_schema())
     show(*knob_lines(), sep="\n")

@@ -138,8 +138,7 @@ def run_inspect(arguments: Namespace) -> None:
             for row in found:
                 place = ", ".join(f"{key} {row[key]}" for key in list(row)[1:-1])
                 show(f"{row['loss']:.4f}  {place}  {row['text'][:_SHOWN]!r}")
-    if arguments.json:
-        write_json(arguments.json, tree)
+    write_json(arguments.json, tree)
 
 
 def add_branch_arguments(parser: ArgumentParser) -> None:

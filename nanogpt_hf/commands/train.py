@@ -4,7 +4,7 @@ import gc
 import logging
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ from nanogpt_hf.config.load import Overrides, config_to_yaml
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.config.stages import naming, planned_tokens, stage_lines, stages_of
 from nanogpt_hf.console import show
+from nanogpt_hf.data.manifest import find_manifest
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import DataError, UserError
 from nanogpt_hf.formatting import plural
@@ -32,8 +33,6 @@ from nanogpt_hf.training.finetuning import check_tokenizer, finetune_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
-
-    from nanogpt_hf.data.manifest import Manifest
 
 logger = logging.getLogger(__name__)
 
@@ -139,23 +138,16 @@ def _run_from_model(
     """Train a model further, on text or by a method."""
     config, base = finetune_config(arguments.recipe, overrides, method)
     vocabulary = check_tokenizer(config, base)
-
-    def check(manifest: "Manifest") -> None:
-        if method is None and manifest.tokenizer_hash != vocabulary:
-            raise DataError(
-                f"{config.data.dir}: prepared with another tokenizer than "
-                f"{config.data.tokenizer}; prepare it again"
-            )
-
-    _run(config, arguments, base, check)
+    manifest = None if method else find_manifest(config.data)
+    if manifest and manifest.tokenizer_hash != vocabulary:
+        raise DataError(
+            f"{config.data.dir}: prepared with another tokenizer than {config.data.tokenizer}; "
+            "prepare it again"
+        )
+    _run(config, arguments, base)
 
 
-def _run(
-    config: Config,
-    arguments: Namespace,
-    base: "PreTrainedConfig | None" = None,
-    check: Callable[["Manifest"], None] = lambda manifest: None,
-) -> None:
+def _run(config: Config, arguments: Namespace, base: "PreTrainedConfig | None" = None) -> None:
     """Train `config` as the options of `_add_run_arguments` state; `base` is the configuration of
     the model that it starts from.
     """
@@ -167,7 +159,7 @@ def _run(
         from nanogpt_hf.training.start import prepare_run
 
     options = ("run_dir", "resume", "overwrite", "auto_resume", "mesh")
-    train(prepare_run(config, check=check, **{name: getattr(arguments, name) for name in options}))
+    train(prepare_run(config, **{name: getattr(arguments, name) for name in options}))
 
 
 @contextmanager
@@ -191,7 +183,6 @@ def _dry_run(config: Config, mesh: Mesh, base: "PreTrainedConfig | None") -> Non
 
     In processes of a launcher, raises UserError if the recipe does not fit the accelerate config.
     """
-    from nanogpt_hf.data.manifest import find_manifest
     from nanogpt_hf.data.tokenizer import known_vocab_size
     from nanogpt_hf.model.architecture import count_parameters
     from nanogpt_hf.model.build import describe_trainable, meta_model, model_of_run
@@ -267,6 +258,5 @@ def run_sweep(arguments: Namespace, overrides: Overrides) -> int:
             )
         lines.append(f"{folder}: sweep.png, sweep.json")
     show("\n".join(lines))
-    if arguments.json:
-        write_json(arguments.json, tree)
+    write_json(arguments.json, tree)
     return exit_status

@@ -191,8 +191,7 @@ def _step_rules(config: Config) -> Rules:
     yield (
         "train.gradient_groups",
         uneven_tree,
-        f"{groups} is no power of two; nearest: "
-        f"{2 ** (groups.bit_length() - 1)} or {2 ** groups.bit_length()}",
+        f"{groups} is no power of two",
     )
     yield (
         "train.gradient_groups train.tokens_per_step train.micro_batch_size",
@@ -277,10 +276,6 @@ def _uneven_step(config: Config, processes: int = 1) -> str:
     below = tokens // unit * unit
     shared = f" × {processes} processes" if processes > 1 else ""
     nearest = f"{below:,} or {below + unit:,}" if below else f"{unit:,}"
-    sequences, remainder = divmod(tokens, block * processes)
-    smaller = [size for size in divisors(sequences) if size < micro and not remainder]
-    if smaller:
-        nearest += f", or train.micro_batch_size {smaller[-1]}"
     return (
         f"{tokens:,} is not a multiple of train.micro_batch_size {micro} × data.block_size {block}"
         f"{shared} = {unit:,}; nearest: {nearest}"

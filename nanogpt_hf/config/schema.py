@@ -407,19 +407,19 @@ class Config:
     `name` is the recipe's name, the default name of its run folder and data folder.
     """
 
-    model: ModelSection = field(default_factory=ModelSection)
-    data: DataSection = field(default_factory=DataSection)
-    optim: OptimSection = field(default_factory=OptimSection)
-    train: TrainSection = field(default_factory=TrainSection)
-    eval: EvalSection = field(default_factory=EvalSection)
-    checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
-    tracking: TrackingSection = field(default_factory=TrackingSection)
-    finetune: FinetuneSection = field(default_factory=FinetuneSection)
-    lora: LoraSection = field(default_factory=LoraSection)
-    rl: RlSection = field(default_factory=RlSection)
-    align: AlignSection = field(default_factory=AlignSection)
-    distill: DistillSection = field(default_factory=DistillSection)
-    hub: HubSection = field(default_factory=HubSection)
+    model: ModelSection = ModelSection()
+    data: DataSection = DataSection()
+    optim: OptimSection = OptimSection()
+    train: TrainSection = TrainSection()
+    eval: EvalSection = EvalSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    tracking: TrackingSection = TrackingSection()
+    finetune: FinetuneSection = FinetuneSection()
+    lora: LoraSection = LoraSection()
+    rl: RlSection = RlSection()
+    align: AlignSection = AlignSection()
+    distill: DistillSection = DistillSection()
+    hub: HubSection = HubSection()
     name: str = "run"
     dial: tuple[Choice, ...] = ()  # what model.depth chose, for display; not part of the recipe
     # of a recipe that holds in a later stage (config/stages.py): the whole one, and its first step
@@ -444,7 +444,7 @@ class Knob:
     high: float | None  # for integers, None means LARGEST
 
 
-SECTIONS = tuple(f.name for f in fields(Config) if is_dataclass(f.default_factory))
+SECTIONS = tuple(f.name for f in fields(Config) if is_dataclass(f.default))
 
 
 def _knobs() -> dict[str, Knob]:

@@ -59,8 +59,8 @@ def _integer_weights(sources: list[dict[str, Any]]) -> list[int]:
     fractions = [Fraction(str(source["weight"])) for source in sources]
     unit = math.lcm(*(fraction.denominator for fraction in fractions))
     counts = [int(fraction * unit) for fraction in fractions]
-    if not any(counts):
-        raise ValueError("the weights of all sources are 0; raise one of them")
+    if not any(counts) or min(counts) < 0:
+        raise ValueError("the weights of all sources are 0, or one is negative")
     counts = [count // math.gcd(*counts) for count in counts]
     if sum(counts) > _LONGEST_PERIOD:
         raise ValueError(

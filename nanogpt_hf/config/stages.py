@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from nanogpt_hf.config.schema import KNOBS, Config, Knob, get_value, replace_knobs
 from nanogpt_hf.config.sources import sources_of
-from nanogpt_hf.config.values import convert, convert_entries
+from nanogpt_hf.config.values import convert_entries
 from nanogpt_hf.errors import UserError, did_you_mean
 
 _WEIGHTS = "weights"  # of the sources of a mixture, by name; those left out stay as they are
@@ -18,7 +18,6 @@ _KINDS = ("optim.name", "optim.state")  # decide what a checkpoint holds
 # What may change at a step. The text, the model and the seed may not.
 CHANGING = ("data.block_size", "train.tokens_per_step", "train.micro_batch_size")
 CHANGING += tuple(key for key in KNOBS if key.startswith("optim.") and key not in _KINDS)
-_WEIGHT = Knob("weight", int | float, None, "", 0, None)
 _KEYS = {
     "at": Knob("at", int, None, "steps before the stage", 1, None),
     _WEIGHTS: Knob(_WEIGHTS, dict[str, Any], None, "", None, None),
@@ -49,11 +48,6 @@ def read_stages(entries: list[Any]) -> list[dict[str, Any]]:
             raise ValueError(f"entry {number}: at {at} is not after at {last} of the one before")
         if not any(stage[key] != {} for key in stage.keys() - {"at"}):
             raise ValueError(f"entry {number}: at {at}: changes no knob, as in {_EXAMPLE}")
-        for name, weight in stage.get(_WEIGHTS, {}).items():
-            try:
-                stage[_WEIGHTS][name] = convert(_WEIGHT, weight)
-            except ValueError as error:
-                raise ValueError(f"entry {number}: {_WEIGHTS}: {name}: {error}") from None
         last = at
     return stages
 

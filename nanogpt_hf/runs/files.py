@@ -43,8 +43,7 @@ def write_whole(path: Path, text: str) -> None:
 def output_target(path: Path) -> Iterator[Path]:
     """Yield the path to write (by `written_whole`) for the output `path`, which the user named.
 
-    A link is followed: its target is replaced. Output for stdout, a device or a pipe is written to
-    a private folder and copied if the block ends without an error.
+    A link is followed. Output for stdout, a device or a pipe is copied there at the end.
     """
     if path != STDOUT and (path.is_file() or not path.exists()):
         yield Path(os.path.realpath(path))
@@ -57,8 +56,10 @@ def output_target(path: Path) -> Iterator[Path]:
                 out.write(file.read_bytes())
 
 
-def write_json(path: Path, tree: Any) -> None:
-    """Write `tree` as JSON, URLs redacted, to the output `path`, which the user named."""
+def write_json(path: Path | None, tree: Any) -> None:
+    """Write `tree` as JSON, URLs redacted, to the output `path` if the user named one."""
+    if path is None:
+        return
     with output_target(path) as target:
         write_whole(target, f"{redact_urls(json.dumps(tree, indent=2))}\n")
 
@@ -78,7 +79,6 @@ def redact_urls(text: str) -> str:
 
 def redact(text: str) -> str:
     """`text` for other people: `redact_urls`, and the user's home folder as ~."""
-    home = os.path.expanduser("~").rstrip("/")
-    if home:
+    if home := os.path.expanduser("~").rstrip("/"):
         text = re.sub(rf"(?<![\w.~/-]){re.escape(home)}(?![\w.-])", "~", text)
     return redact_urls(text)

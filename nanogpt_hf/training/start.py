@@ -8,7 +8,7 @@ import os
 import secrets
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from nanogpt_hf.config.schema import Config
 from nanogpt_hf.config.sources import packs, sources_of
 from nanogpt_hf.config.stages import config_at, naming, stages_of
 from nanogpt_hf.cpu import share_threads
-from nanogpt_hf.data.manifest import Manifest, identity
+from nanogpt_hf.data.manifest import identity
 from nanogpt_hf.data.prepared import PreparedData, load_prepared
 from nanogpt_hf.distributed.accelerate_config import check_launch, requested_machine
 from nanogpt_hf.distributed.accelerator import (
@@ -79,14 +79,12 @@ def prepare_run(
     auto_resume: bool = False,
     trackers: Sequence[GeneralTracker] = (),
     mesh: Mesh | None = None,
-    check: Callable[[Manifest], None] = lambda manifest: None,
 ) -> Run:
     """Lock the run folder, by default runs/<its name>, prepare the data of `config`, and build the
     run, with the newest checkpoint if it resumes. Then call `train`, which unlocks the folder.
 
     With several processes, each of them calls it. `trackers` are objects of accelerate's class,
-    which get what the trackers of the recipe get. `check` is called on every process with the
-    manifest of its data, and may raise UserError. `mesh` is read from the environment if it is not
+    which get what the trackers of the recipe get. `mesh` is read from the environment if it is not
     given. Raises UserError if recipe, data, folder and machine do not fit; then no file of the run
     was changed.
     """
@@ -107,7 +105,6 @@ def prepare_run(
         for stage in stages_of(config)[1:]:
             with naming(stage):
                 load_prepared(stage.config)  # whose blocks may be too long for the text
-        check(data.manifest)
         return data, decision | identity(config, data.manifest)
 
     try:
