@@ -159,7 +159,7 @@ def save_chat_model(byte_tokenizer):
         tokenizer = AutoTokenizer.from_pretrained(byte_tokenizer)
         tokenizer.chat_template = chat_template(tokenizer)
         torch.manual_seed(0)
-        options |= {"n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2}
+        options = {"n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2} | options
         end = {"bos_token_id": tokenizer.eos_token_id, "eos_token_id": tokenizer.eos_token_id}
         model = GPTForCausalLM(GPTConfig(**options, **end, vocab_size=len(tokenizer)))
         with torch.no_grad():
@@ -417,26 +417,17 @@ def letter_tasks(tmp_path_factory) -> list[str]:
 
 
 @pytest.fixture(scope="session")
-def chat_model(tmp_path_factory, byte_tokenizer) -> Path:
+def chat_model(tmp_path_factory, save_chat_model) -> Path:
     """A model folder with a chat template; its answers are letters without sense."""
     import torch
-    from transformers import AutoTokenizer
 
-    from nanogpt_hf.data.chat_template import chat_format
-    from nanogpt_hf.model import GPTConfig, GPTForCausalLM
-
-    folder = tmp_path_factory.mktemp("chat") / "parrot"
-    sizes = {"vocab_size": 257, "n_positions": 256, "n_embd": 16, "n_layer": 2, "n_head": 2}
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = GPTForCausalLM(GPTConfig(**sizes, bos_token_id=256, eos_token_id=256))
+    def change(model, tokenizer):
         for parameter in model.parameters():
             if parameter.dim() == 2:
                 torch.nn.init.normal_(parameter, std=0.4)
-    model.save_pretrained(folder)
-    tokenizer = AutoTokenizer.from_pretrained(byte_tokenizer)
-    chat_format(tokenizer, "bytes")
-    tokenizer.save_pretrained(folder)
+
+    folder = tmp_path_factory.mktemp("chat") / "parrot"
+    save_chat_model(folder, change, n_positions=256, n_embd=16)
     return folder
 
 

@@ -17,13 +17,11 @@ is left out.
 """
 
 import argparse
-import contextlib
 import hashlib
 import importlib.metadata
 import importlib.util
 import json
 import os
-import platform
 import random
 import shutil
 import string
@@ -91,49 +89,12 @@ FINETUNE = {
     "tracking.every": 1,
 }
 
-# accelerate's config for each way to share a run out over two processes, and what it has to make of
-# it on a CPU.
+# Ways to share a run out over two processes: the shipped accelerate config, and what accelerate has
+# to make of it on a CPU.
 MACHINES = {
-    "ddp": ({"distributed_type": "MULTI_GPU", "use_cpu": True}, "MULTI_CPU"),
-    "fsdp2": (
-        {
-            "distributed_type": "FSDP",
-            "fsdp_config": {
-                "fsdp_version": 2,
-                "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-                "fsdp_reshard_after_forward": True,
-                "fsdp_cpu_ram_efficient_loading": False,
-                "fsdp_offload_params": False,
-                "fsdp_activation_checkpointing": False,
-            },
-        },
-        "FSDP",
-    ),
-    "zero3": (
-        {
-            "distributed_type": "DEEPSPEED",
-            "deepspeed_config": {
-                "deepspeed_config_file": "zero3_config.json",
-                "zero3_init_flag": False,
-            },
-        },
-        "DEEPSPEED",
-    ),
-}
-ALL_MACHINES = {
-    "compute_environment": "LOCAL_MACHINE",
-    "num_machines": 1,
-    "num_processes": 2,
-    "machine_rank": 0,
-    "main_process_port": 0,
-    "use_cpu": False,
-}
-ZERO_3 = {
-    # else small tensors are not sharded
-    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
-    "gradient_accumulation_steps": "auto",
-    "gradient_clipping": "auto",
-    "train_micro_batch_size_per_gpu": "auto",
+    "ddp": ("cpu_ddp", "MULTI_CPU"),
+    "fsdp2": ("fsdp2", "FSDP"),
+    "zero3": ("deepspeed_zero3", "DEEPSPEED"),
 }
 
 
@@ -175,7 +136,6 @@ class Bench:
         write_text(folder / "text.txt", 0, "the cat sat on a mat and saw two rats")
         write_text(folder / "other.txt", 1, "tom saw a rat on the stone tower")
         write_chat(folder / "chat.jsonl")
-        (folder / "zero3_config.json").write_text(json.dumps(ZERO_3), encoding="utf-8")
 
     def facts(self, name: str) -> Facts:
         """The facts of the run `name`. Raises RunError if it failed."""
@@ -187,34 +147,19 @@ class Bench:
         self, words: list[object], environment: dict[str, str] | None = None, status: int = 0
     ) -> str:
         """Run Python with these words; return what it printed to stdout."""
-        with (self.folder / "stderr.txt").open("w+", encoding="utf-8") as errors:
-            process = subprocess.Popen(
-                [sys.executable, *map(str, words)],
-                cwd=self.folder,
-                env=self._environment | (environment or {"ACCELERATE_USE_CPU": "true"}),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                encoding="utf-8",
-                errors="replace",
-            )
-            try:
-                printed, _ = process.communicate(timeout=TIME_LIMIT)
-            except BaseException:
-                # not kill: a launcher has to end its processes, for which it takes 30 s at most
-                process.terminate()
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(60)
-                process.kill()
-                process.wait()
-                raise
-            if process.returncode != status:
-                errors.seek(0)
-                # without what the launcher adds
-                trace, _, _ = errors.read().partition("torch/distributed/elastic")
-                ended = f"exit status {process.returncode} instead of {status}: {words}"
-                raise RunError(f"{ended}\n{(printed + trace)[-3000:]}")
-        return printed
+        done = subprocess.run(
+            [sys.executable, *map(str, words)],
+            cwd=self.folder,
+            env=self._environment | (environment or {"ACCELERATE_USE_CPU": "true"}),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            encoding="utf-8",
+            timeout=TIME_LIMIT,
+        )
+        if done.returncode != status:
+            ended = f"exit status {done.returncode} instead of {status}: {words}"
+            raise RunError(f"{ended}\n{(done.stdout + done.stderr)[-3000:]}")
+        return done.stdout
 
     def command(self, *words: object) -> str:
         """Run `python cli.py` with these words; return what it printed to stdout."""
@@ -222,11 +167,10 @@ class Bench:
 
     def launch(self, machine: str, *words: object) -> None:
         """Run a command as two processes by `accelerate launch`."""
-        options, kind = MACHINES[machine]
-        config = self.folder / f"accelerate_{machine}.json"
-        config.write_text(json.dumps(ALL_MACHINES | options), encoding="utf-8")
+        config, kind = MACHINES[machine]
         launcher = ["-m", "accelerate.commands.launch", "--num_cpu_threads_per_process=1"]
-        launcher.append(f"--config_file={config}")
+        launcher += [f"--config_file={ROOT}/accelerate_configs/{config}.yaml", "--num_processes=2"]
+        launcher += ["--main_process_port=0", "--mixed_precision=no", "--dynamo_backend=no"]
         self.run([*launcher, PROCESS, *words], {"DIGEST_DISTRIBUTED_TYPE": kind})
 
     def start(self, command: str, name: str, changes: dict[str, Any]) -> list[object]:
@@ -465,13 +409,6 @@ def shown(changed: list[tuple[str, Any, Any]]) -> list[str]:
     return lines + [f"  and {len(changed) - len(lines)} more"] * (len(lines) < len(changed))
 
 
-def environment() -> dict[str, str]:
-    """What digests depend on besides the code."""
-    packages = ("torch", "transformers", "accelerate", "datasets", "numpy", "peft")
-    versions = {package: importlib.metadata.version(package) for package in packages}
-    return {"machine": platform.platform(), "python": platform.python_version(), **versions}
-
-
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__.partition("\n")[0], epilog=f"Runs: {', '.join(RUNS)}."
@@ -480,12 +417,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="write digests and values")
     parser.add_argument("--against", type=Path, help="compare with what --json wrote")
     parsed = parser.parse_args(arguments)
-    results, before, ok = {"environment": environment(), "runs": {}}, None, True
+    results, before, ok = {"runs": {}}, None, True
     if parsed.against:
         before = json.loads(parsed.against.read_text(encoding="utf-8"))
-        if changed := differences(before["environment"], results["environment"]):
-            print("warning: other machine or versions, where digests may differ:")
-            print(*shown(changed), sep="\n")
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="digests_") as folder:
         bench = Bench(Path(folder).resolve())
@@ -499,9 +433,7 @@ def main(arguments: list[str] | None = None) -> int:
                 continue
             results["runs"][name] = {"digest": digest(facts), "facts": facts}
             line, changed = f"{name:<12} {digest(facts)}", []
-            if before and name not in before["runs"]:
-                line += "  not compared: the file has no such run"
-            elif before:
+            if before and name in before["runs"]:
                 changed = differences(before["runs"][name]["facts"], facts)
                 line += f"  {len(changed)} of {len(facts)} values differ" if changed else "  equal"
             print(line, *shown(changed), sep="\n", flush=True)

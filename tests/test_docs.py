@@ -13,7 +13,7 @@ from types import ModuleType
 import pytest
 import yaml
 
-from nanogpt_hf.commands import COMMANDS, add_logging_options, functions_of, main
+from nanogpt_hf.commands import COMMANDS, add_logging_options, functions_of
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.schema import KNOBS, SECTIONS
 
@@ -126,64 +126,6 @@ def test_yaml_examples_are_parts_of_recipes(name, tmp_path):
         load_config(path)
 
 
-# page, first words of the quoted output, command
-QUOTES = [
-    (
-        "recipes.md",
-        "--optim.learning_rat: unknown",
-        "pretrain recipes/quickstart.yaml --optim.learning_rat 3 --train.tokens_per_step 1000",
-    ),
-    (
-        "machines.md",
-        "gpt2_124m: 124,",
-        "estimate recipes/gpt2_124m.yaml --config_file accelerate_configs/ddp.yaml",
-    ),
-    (
-        "data.md",
-        "data/mine: prepared",
-        "prepare recipes/quickstart.yaml --data.source my.txt --data.dir data/mine",
-    ),
-    ("evaluation.md", "models/shakespeare on", "evaluate models/shakespeare --data validation.txt"),
-]
-
-
-def quoted_lines(page: str, command: str, start: str) -> list[str]:
-    """The lines of a page from `start` to the end of its block, without those that the page
-    leaves out.
-    """
-    text = TEXTS[page][TEXTS[page].index(f"cli.py {command}") :]
-    text = text[: text.index(start)].rpartition("\n")[2] + text[text.index(start) :]
-    end = r"^\S" if text.startswith(" ") else r"^```|^\$ "
-    lines = re.split(end, text, maxsplit=1, flags=re.MULTILINE)[0].splitlines()
-    return [line for line in lines if line.strip() not in ("", "...")]
-
-
-def shape(line: str) -> str:
-    """A line without its numbers and spacing."""
-    return re.sub(r"\d[\d.,]*(e[+-]?\d+)?", "#", " ".join(line.split()))
-
-
-@pytest.mark.parametrize(("page", "start", "command"), QUOTES, ids=[page for page, _, _ in QUOTES])
-def test_quoted_output_has_the_shape_of_the_command(
-    page, start, command, tmp_path, monkeypatch, capsys, letter_model
-):
-    monkeypatch.chdir(tmp_path)
-    Path("models").mkdir()
-    Path("models/shakespeare").symlink_to(letter_model)
-    for folder in ("recipes", "accelerate_configs"):
-        Path(folder).symlink_to(ROOT / folder)
-    Path("my.txt").write_text("some text " * 200)
-    Path("validation.txt").write_text("abc abd\n" * 50)
-    status = main(command.split())
-    output, error = capsys.readouterr()
-    assert status == (2 if start.startswith("--") else 0)
-    shapes = [shape(line) for line in (output + error).splitlines()]
-    quoted = quoted_lines(page, command, start)
-    assert len(quoted) > 2
-    for line in quoted:
-        assert shape(line) in shapes
-
-
 def test_walks_name_functions_where_they_are():
     """CONTRIBUTING.md's hops: every `function` (`file.py`) is defined in that file."""
     hops = re.findall(r"`([\w.]+)` \(`([\w/]+\.py)`\)", TEXTS["CONTRIBUTING.md"])
@@ -201,26 +143,3 @@ def test_walks_name_functions_where_they_are():
                         if isinstance(part, ast.FunctionDef)
                     }
         assert function in names, f"{function} is not in {file}"
-
-
-def test_troubleshooting_quotes_messages_of_the_code():
-    """Every quoted message of docs/troubleshooting.md is in the code, where ... stands for
-    anything.
-    """
-    code = []
-    for path in (ROOT / "nanogpt_hf").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            parts = node.values if isinstance(node, ast.JoinedStr) else [node]
-            code.append(
-                "".join(
-                    str(getattr(part, "value", ""))
-                    for part in parts
-                    if isinstance(part, ast.Constant)
-                )
-            )
-    rows = re.findall(r"^\| (.*?) \|", TEXTS["troubleshooting.md"], flags=re.MULTILINE)
-    messages = re.findall(r"`([^`]*\.\.\.[^`]*)`", "\n".join(rows))
-    assert len(messages) > 8
-    for message in messages:
-        words = [part.strip() for part in message.split("...") if part.strip()]
-        assert any(all(word in text for word in words) for text in code), message

@@ -20,11 +20,9 @@ def test_os_errors_name_file_and_reason(tmp_path):
     assert explain(raised((tmp_path / "none").read_text)) == (
         f"{tmp_path}/none: No such file or directory"
     )
-    assert explain(raised((tmp_path / ("a" * 300)).read_text)).endswith(": File name too long")
     assert explain(raised(lambda: (tmp_path / "none").rename(tmp_path / "b"))).startswith(
         f"{tmp_path}/b: No such"
     )
-    assert explain(raised(tmp_path.read_text)) == f"{tmp_path}: Is a directory"
     assert explain(OSError(errno.ENOSPC, "No space left on device")) == "No space left on device"
     assert explain(OSError("a library's\n   own words")) == "a library's own words"
     httpx = pytest.importorskip("httpx", reason="huggingface_hub brings httpx, or httpx2")

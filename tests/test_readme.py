@@ -52,13 +52,6 @@ def clone(tmp_path_factory, text_file) -> Path:
     return folder
 
 
-def test_make_targets_of_the_readme_exist():
-    makefile = (ROOT / "Makefile").read_text()
-    assert commands("sh")[:2] == ["make quickstart", "make test"]
-    assert re.search(r"^quickstart: ", makefile, re.MULTILINE)
-    assert re.search(r"^test: ", makefile, re.MULTILINE)
-
-
 @pytest.mark.slow
 def test_commands_run_as_written(clone):
     # one test in their order: later commands use the files of earlier ones

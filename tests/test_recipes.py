@@ -7,13 +7,10 @@ from pathlib import Path
 
 import datasets
 import pytest
-import yaml
 
 from arguments import argv
 from nanogpt_hf.commands import main
-from nanogpt_hf.config.finetune import finetune_defaults
 from nanogpt_hf.config.load import load_config
-from nanogpt_hf.config.schema import KNOBS, get_value
 from nanogpt_hf.model.architecture import count_parameters
 from nanogpt_hf.model.build import build_config
 from nanogpt_hf.runs.folder import RunFolder
@@ -99,26 +96,6 @@ def test_recipe_trains_two_steps(
     assert (run.final / "model.safetensors").is_file()
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_recipe_states_only_differences_and_definitions(recipe):
-    # Knobs that readers look for in a recipe may be stated although they are defaults.
-    defining = {
-        *argv("data.tokenizer data.block_size data.validation_fraction model.n_positions"),
-        *argv("model.dropout optim.learning_rate optim.min_learning_rate optim.warmup_steps"),
-        *argv("train.max_steps train.tokens_per_step train.micro_batch_size"),
-        *argv("eval.every eval.tokens checkpoint.every"),
-    }
-    tree = yaml.safe_load(recipe.read_text(encoding="utf-8"))
-    config = load_config(recipe)
-    stated = {f"{section}.{name}" for section, knobs in tree.items() for name in knobs}
-    assert len(stated) > 10
-    defaults = {key: knob.default for key, knob in KNOBS.items()}
-    if config.finetune.model:
-        defaults |= finetune_defaults({}, block_size=config.data.block_size)
-    for key in stated - defining:
-        assert get_value(config, key) != defaults[key], f"{key} is the default"
-
-
 @pytest.mark.parametrize(
     ("name", "with_biases"),
     [
@@ -134,31 +111,6 @@ def test_gpt2_recipes_have_gpt2_shapes_and_nanogpt_tokens(name, with_biases):
     assert count_parameters(model) == with_biases
     assert model.padded_vocab_size == 50304
     assert config.train.tokens_per_step == 12 * 1024 * 5 * 8
-
-
-@pytest.mark.parametrize(
-    ("name", "tokens", "parameters"),
-    [
-        (
-            "modern_124m",
-            50257,
-            12 * (3 * 768**2 + 3 * 768 * 2304 + 2 * 768 + 2 * 64) + 50257 * 768 + 768,
-        ),
-        ("nanochat_d12", 32768, 12 * 12 * 768**2 + 2 * 32768 * 768),
-        (
-            "experts_char_cpu",
-            65,
-            4 * (4 * 128**2 + 8 * 128 + 8 * 3 * 128 * 168 + 2 * 128 + 2 * 32) + 65 * 128 + 128,
-        ),
-    ],
-)
-def test_modern_recipes_have_the_parameters_of_their_comments(name, tokens, parameters):
-    config = load_config(ROOT / "recipes" / f"{name}.yaml")
-    assert count_parameters(build_config(config.model, tokens)) == parameters
-    assert (
-        f"{parameters / 1e6:.{1 if parameters < 1e6 else 0}f} M parameters"
-        in (ROOT / "recipes" / f"{name}.yaml").read_text()
-    )
 
 
 @pytest.mark.parametrize("machine", MACHINES, ids=lambda path: path.stem)

@@ -32,51 +32,42 @@ from nanogpt_hf.runs.files import STDOUT
 
 
 class Command(NamedTuple):
-    """A row of the table: its file, its summary in `cli.py --help`, and whether it reads knobs
-    (--train.seed 7).
-    """
+    """A row of the table: its file, and its summary in `cli.py --help`."""
 
     file: str
     summary: str
-    knobs: bool = False
 
 
 # The file of a command NAME has `add_NAME_arguments(parser)` and `run_NAME(arguments)`, or
 # `run_NAME(arguments, overrides)` if it reads knobs, whose docstring is the help text. `run_NAME`
 # may return an exit status. Only `launch` gets its words unparsed.
 COMMANDS = {
-    "prepare": Command("train", "tokenize a text into shards of tokens", True),
-    "pretrain": Command("train", "train a model from scratch", True),
+    "prepare": Command("train", "tokenize a text into shards of tokens"),
+    "pretrain": Command("train", "train a model from scratch"),
     "sweep": Command(
-        "train", "train a grid of runs: learning rates, depths, seeds; one table and plot", True
+        "train", "train a grid of runs: learning rates, depths, seeds; one table and plot"
     ),
-    "finetune": Command("train", "train a model further on your text or conversations", True),
-    "rl": Command("train", "train a model further by rewards of its answers to questions", True),
-    "align": Command("train", "train a model further on pairs of answers, by DPO", True),
+    "finetune": Command("train", "train a model further on your text or conversations"),
+    "rl": Command("train", "train a model further by rewards of its answers to questions"),
+    "align": Command("train", "train a model further on pairs of answers, by DPO"),
     "sample": Command("generate", "generate text with a model"),
     "chat": Command("generate", "chat with a model"),
     "serve": Command("generate", "serve a model as OpenAI's API does, with a chat page"),
-    "evaluate": Command(
-        "measure", "measure loss and perplexity on a text, and tasks by lm-eval", True
-    ),
+    "evaluate": Command("measure", "measure loss and perplexity on a text, and tasks by lm-eval"),
     "compare": Command("measure", "compare runs with each other and with their recipe's reference"),
     "report": Command("measure", "write a run's report.html"),
     "verify": Command("replay", "repeat steps of a run, and compare them with what it recorded"),
-    "branch": Command(
-        "replay", "start a new run from a checkpoint of another, with other knobs", True
-    ),
+    "branch": Command("replay", "start a new run from a checkpoint of another, with other knobs"),
     "inspect": Command(
         "replay", "show the text that a step saw, with its losses; find the steps of a text"
     ),
     "export": Command("convert", "convert a model to plain safetensors, GGUF or ONNX"),
     "import-nanogpt": Command("convert", "convert a checkpoint or data of nanoGPT"),
     "push": Command("convert", "push a model to the Hub, with its card, recipe, metrics and curve"),
-    "estimate": Command("plan", "estimate memory, time, tokens and disk of a run", True),
-    "bench": Command(
-        "plan", "measure speed, MFU and the parts of a step; compare with baselines", True
-    ),
+    "estimate": Command("plan", "estimate memory, time, tokens and disk of a run"),
+    "bench": Command("plan", "measure speed, MFU and the parts of a step; compare with baselines"),
     "knobs": Command("plan", "list every knob of a recipe"),
-    "doctor": Command("plan", "find faults of this machine and its network", True),
+    "doctor": Command("plan", "find faults of this machine and its network"),
     "launch": Command(
         "launch", "run one of these on the machine that an accelerate config describes"
     ),
@@ -149,12 +140,13 @@ def _parse(name: str, words: list[str]) -> tuple[Callable[[], int | None], Names
     add_arguments(parser)
     add_logging_options(parser)
     overrides, words = _take_overrides(parser.prog, words)
-    if overrides and not COMMANDS[name].knobs:
+    reads_knobs = len(inspect.signature(run).parameters) > 1
+    if overrides and not reads_knobs:
         parser.error(f"--{overrides[0][0]}: this command reads no recipe and has no knobs")
     parsed, unknown = parser.parse_known_args(words)
     if unknown:
         _refuse(parser, unknown[0])
-    if not COMMANDS[name].knobs:
+    if not reads_knobs:
         return lambda: run(parsed), parsed
     # flags that are short names of knobs: see arguments.py
     short = [

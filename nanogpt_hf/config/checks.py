@@ -4,7 +4,7 @@ import math
 import re
 from collections.abc import Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from nanogpt_hf.config.compatibility import recipe_settings, refused_in_recipe
 from nanogpt_hf.config.finetune import POLICY, chosen_method
@@ -134,25 +134,18 @@ def _model_rules(config: Config) -> Rules:
             "its config in model.extra",
         )
     for name, value in model.extra.items():
-        wrong = wrong_dropout(name, value)
-        yield "model.extra model.architecture", wrong, wrong
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        yield (
+            "model.extra model.architecture",
+            "drop" in name and is_number and not 0 <= value < 1,
+            f"{name} {value} is not from 0 to below 1",
+        )
     reason = f": {start} was trained with no more; use a shorter one" if start else ""
     yield (
         "data.block_size model.n_positions finetune.model",
         block_size > model.n_positions,
         f"{block_size} is longer than model.n_positions {model.n_positions}{reason}",
     )
-
-
-def wrong_dropout(field: str, value: Any) -> str:
-    """The message for a field of a model's config that is a dropout outside [0, 1); otherwise ''.
-
-    A bool is a switch, not a dropout.
-    """
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if "drop" in field and is_number and not 0 <= value < 1:
-        return f"{field} {value} is not from 0 to below 1"
-    return ""
 
 
 def _step_rules(config: Config) -> Rules:

@@ -28,13 +28,3 @@ def test_bench_prints_and_writes_each_measurement(tmp_path, make_recipe, monkeyp
     assert '"name": "aten::_fused_adamw_"' in (tmp_path / "trace.json").read_text()
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {"figures.json", "tiny.yaml", "trace.json"}
-
-
-@pytest.mark.long
-@pytest.mark.slow
-def test_bench_under_tensor_parallelism(launch_warm, make_recipe, tmp_path):
-    recipe, figures = make_recipe(tmp_path / "tiny.yaml"), tmp_path / "figures.json"
-    launch_warm("tp", "bench", recipe, "--windows", 1, "--json", figures)
-    figures = json.loads(figures.read_text())
-    assert figures["tokens_per_second"] == pytest.approx(128 / figures["step_seconds"]["median"])
-    assert figures["communicated_bytes"].keys() == {"all-reduce"}

@@ -38,16 +38,11 @@ def test_estimate_of_gpt2_on_8_gpus(capsys, tmp_path):
     assert figures["flops_per_token"] == per_token
     h100 = next(device for device in figures["devices"] if device["name"] == "H100")
     assert h100["seconds"] == pytest.approx(600_000 * 491_520 * per_token / (8 * 0.5 * 989e12))
-    assert figures["tokens"] / figures["chinchilla_tokens"] == pytest.approx(
-        600_000 * 491_520 / 20 / figures["parameters"]
-    )
+    assert figures["chinchilla_tokens"] == 20 * figures["parameters"]
     assert sum(figures["by_part"].values()) == figures["parameters"]
     device = figures["devices"][0]
     assert (device["memory"], device["seconds"]) == (16 * 2**30, None)
     assert 60 % device["micro_batch_size"] == 0  # 480 sequences over 8 processes
-    assert figures["memory"]["peak"] == pytest.approx(
-        sum(figures["memory"]["phases"][figures["memory"]["peak_phase"]].values())
-    )
     assert figures["data_bytes"] is None
     assert "these are estimates" in captured
     assert list(tmp_path.iterdir()) == [file]

@@ -4,7 +4,6 @@ import hashlib
 import json
 
 import pytest
-from transformers import masking_utils
 
 import core_bundle
 from arguments import argv
@@ -41,7 +40,6 @@ def test_evaluate_text_prints_and_writes_figures(capsys, letter_model, text, tmp
     assert f"perplexity     {figures['perplexity']:.2f} ± " in out
     assert f"bits per byte  {figures['bits_per_byte']:.4f} ± " in out
     assert "1 document, 1,480 tokens, 1,480 bytes" in out
-    assert f"written: {output}" in out
     assert (
         results["model"]["sha256"]
         == hashlib.sha256((letter_model / "model.safetensors").read_bytes()).hexdigest()
@@ -70,27 +68,6 @@ def test_evaluate_run_on_prepared_data_equals_training(
     assert figures["data"].endswith("(validation)")
 
 
-def test_evaluating_a_packed_run_builds_no_mask(
-    capsys, write_recipe, tmp_path, text, forget_accelerate, monkeypatch
-):
-    config = load_config(write_recipe(data__mask="documents", data__packing="documents"))
-    prepare(config)
-    loop.train(prepare_run(config, tmp_path / "run"))
-    forget_accelerate()
-    table, masks = type(masking_utils.ALL_MASK_ATTENTION_FUNCTIONS)._global_mapping, []
-    build = table["sdpa"]
-
-    def note(**options):
-        masks.append(build(**options))
-        return masks[-1]
-
-    monkeypatch.setitem(table, "sdpa", note)
-    measure(capsys, tmp_path / "run", "--data", config.data.dir)
-    assert masks
-    assert all(mask is None for mask in masks)
-    assert "documents" not in (tmp_path / "run" / "final" / "config.json").read_text()
-
-
 @pytest.mark.long
 def test_evaluate_on_two_processes_equals_one(
     capsys, letter_model, letter_tasks, text, tmp_path, launch_warm
@@ -116,11 +93,7 @@ def test_evaluate_on_two_processes_equals_one(
     assert output.count("on task letters") == output.count("on CORE") == 1
     one, two = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("one", "two"))
     assert two["machine"].startswith("2 × ")
-    numbers = [name for name, value in one["text"].items() if isinstance(value, float)]
-    assert len(numbers) == 6
-    for name in numbers:
-        assert two["text"][name] == pytest.approx(one["text"][name], abs=1e-6)
-    assert two["text"]["tokens_predicted"] == one["text"]["tokens_predicted"]
+    assert two["text"] == pytest.approx(one["text"], abs=1e-6)
     assert two["core"] == one["core"]
     assert two["answers"] == one["answers"]
     assert 0 < one["answers"]["rl:regex"]["pass@1"] < 1

@@ -9,15 +9,14 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer
 
 from arguments import argv
 from assertions import column
 from nanogpt_hf.commands import main
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.schema import replace_knobs
-from nanogpt_hf.data.tokenizer import char_tokenizer, train_bpe_tokenizer
-from nanogpt_hf.distributed import accelerate_config
+from nanogpt_hf.data.tokenizer import char_tokenizer
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.model.build import load_model, start_model
 from nanogpt_hf.runs.folder import RunFolder
@@ -70,18 +69,14 @@ def test_finetune_defaults_without_a_recipe(tiny_base, tmp_path, capsys):
         sum(p.numel() for p in load_model(str(run.best)).transformer.h[2:].parameters()) + 2 * 16
     )
     assert f"trains {trained:,} of " in printed
-    samples = column(run, "samples")
-    assert list(samples) == [0, 5, 10]
-    assert samples[0] != samples[10]
-    losses = column(run, "val/loss")
-    assert losses[10] < losses[0]
 
     # the run folder's recipe gives the same run
     assert main(argv("finetune {} --run-dir repeated", run.recipe)) == 0
     repeated = RunFolder(tmp_path / "repeated")
     first, second = (folder.final / "model.safetensors" for folder in (run, repeated))
     assert first.read_bytes() == second.read_bytes()
-    assert samples == column(repeated, "samples")
+    assert list(column(run, "samples")) == [0, 5, 10]
+    assert column(run, "samples") == column(repeated, "samples")
 
 
 @pytest.mark.long
@@ -114,13 +109,11 @@ def test_patience_stops_the_run(run, capsys):
 
 
 @pytest.mark.long
-def test_finetune_with_recipe_and_pretrain_refuses_it(tiny_base, tmp_path, make_recipe, capsys):
+def test_finetune_with_recipe_freezes_layers(tiny_base, tmp_path, make_recipe):
     tree = yaml.safe_load(make_recipe(tmp_path / "r.yaml").read_text())
     tree |= {"model": {"dropout": 0.0}, "finetune": {"model": str(tiny_base), "freeze_layers": 0}}
     del tree["data"]["tokenizer"]
     Path("r.yaml").write_text(yaml.safe_dump(tree))
-    assert main(["pretrain", "r.yaml"]) == 2
-    assert "use `cli.py finetune` instead" in capsys.readouterr().err
     assert main(["finetune", "r.yaml"]) == 0
     base, tuned = (
         load_file(folder / "model.safetensors") for folder in (tiny_base, tmp_path / "runs/r/final")
@@ -142,19 +135,6 @@ def test_model_without_tokenizer_needs_one(tiny_base, working_folder, capsys):
     assert "large has 95 tokens, bare only" in capsys.readouterr().err
     config, base = finetune_config(None, [("finetune.model", "bare"), ("data.source", "my.txt")])
     assert check_tokenizer(replace_knobs(config, {"data.tokenizer": str(tiny_base)}), base)
-
-
-def test_missing_bitsandbytes_is_one_line(tiny_base, monkeypatch, capsys):
-    find_spec = accelerate_config.find_spec
-    monkeypatch.setattr(
-        accelerate_config,
-        "find_spec",
-        lambda name: None if name == "bitsandbytes" else find_spec(name),
-    )
-    command = "finetune --from {} --data my.txt --lora 2 --lora.quantize 8bit"
-    assert main(argv(command, tiny_base)) == 2
-    assert "pip install bitsandbytes" in capsys.readouterr().err
-    assert not Path("runs").exists()
 
 
 def test_finetune_dry_run_prints_trainable_parameters(tiny_base, working_folder, capsys):
@@ -188,43 +168,14 @@ TINY = (
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["finetune_shakespeare", "finetune_lora"])
-def test_shipped_finetune_recipes_train(name, tiny_base, tmp_path):
-    command = f"finetune {{}} --from {{}} --data.tokenizer {{}} --data my.txt {TINY}"
-    assert main(argv(command, name, tiny_base, tiny_base, 32, 256)) == 0
+@pytest.mark.parametrize("name", ["finetune_shakespeare", "finetune_lora", "finetune_smollm2"])
+def test_shipped_finetune_recipes_train(name, tiny_base, chat_model, chat_file, tmp_path):
+    base, data, block_size = tiny_base, "my.txt", 32
+    if name == "finetune_smollm2":
+        base, data, block_size = chat_model, chat_file, 128
+    command = f"finetune {{}} --from {{}} --data.tokenizer {{}} --data {{}} {TINY}"
+    assert main(argv(command, name, base, base, data, block_size, 8 * block_size)) == 0
     assert (tmp_path / "runs" / name / "final").is_dir()
-
-
-CHATML = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] "
-    "+ '<|im_end|>\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
-
-
-@pytest.mark.long
-def test_finetune_smollm2_trains_a_llama_with_its_own_chat_template(tmp_path, chat_file):
-    tokenizer = train_bpe_tokenizer(["red green blue"], 258).hf
-    tokenizer.add_special_tokens(
-        {"eos_token": "<|im_end|>", "additional_special_tokens": ["<|im_start|>"]}
-    )
-    tokenizer.chat_template = CHATML
-    tokenizer.save_pretrained("smol")
-    sizes = {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-    }
-    config = LlamaConfig(
-        vocab_size=len(tokenizer), num_key_value_heads=1, tie_word_embeddings=True, **sizes
-    )
-    LlamaForCausalLM(config).save_pretrained("smol")
-    command = f"finetune finetune_smollm2 --from smol --data.tokenizer smol --data {{}} {TINY}"
-    assert main(argv(command, chat_file, 128, 512)) == 0
-    final = tmp_path / "runs" / "finetune_smollm2" / "final"
-    assert (final / "adapter_model.safetensors").is_file()
-    assert AutoTokenizer.from_pretrained(final).chat_template == CHATML
 
 
 def test_finetune_from_adapter_is_refused(run, tiny_base, capsys):

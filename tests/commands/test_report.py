@@ -17,17 +17,12 @@ def trained(tmp_path_factory, make_recipe, loss_plots):
     return folder / "run"
 
 
-def test_training_writes_and_names_the_report(loss_plots, write_recipe, tmp_path, capsys):
-    with loss_plots():
-        assert main(argv("pretrain {} --run-dir {}", write_recipe(), tmp_path / "run")) == 0
-    assert f"  report   {tmp_path / 'run' / 'report.html'}\n" in capsys.readouterr().out
-    assert "done: 6 steps" in (tmp_path / "run" / "report.html").read_text()
-
-
 @pytest.mark.long
-def test_report_command_writes_it_again_or_elsewhere(trained, tmp_path, capsys):
+def test_training_writes_it_and_the_command_writes_it_again_or_elsewhere(trained, tmp_path, capsys):
+    assert "done: 6 steps" in (trained / "report.html").read_text()
     run = shutil.copytree(trained, tmp_path / "run")
     (run / "report.html").unlink()
+    capsys.readouterr()
     assert main(["report", str(run)]) == 0
     assert capsys.readouterr().out == f"{run / 'report.html'}\n"
     assert "Samples during training" in (run / "report.html").read_text()

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from arguments import argv
+from assertions import column
 from nanogpt_hf.commands import main
 from nanogpt_hf.config.load import load_config
-from nanogpt_hf.errors import ConfigError
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.training import sweep
 
@@ -111,10 +111,8 @@ def test_dry_run_lists_runs_with_sizes(write_recipe, tmp_path, monkeypatch, in_p
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"2 runs below {Path('runs') / 'tiny-depth'}"
     first, second = json.loads(Path("x.json").read_text())["runs"]
-    assert [row["run"] for row in (first, second)] == ["depth=1", "depth=2"]
     assert first["parameters"] < second["parameters"]
     assert f"{second['tokens']:,}" in next(line for line in lines if line.startswith("depth=2"))
-    assert lines[-1] == "nothing was started"
     assert in_process == []
     assert not (tmp_path / "runs").exists()
 
@@ -158,13 +156,6 @@ def test_runs_share_prepared_data_of_equal_tokens(grid):
     assert {run.config.data.dir for run in stated} == {"d", "e"}
 
 
-def test_problem_of_a_run_is_reported_before_any_starts(grid):
-    with pytest.raises(ConfigError) as raised:
-        grid(("train.seed", "1,x"), ("optim.beta3", "1,2"))
-    keys = [line.partition(":")[0].lstrip("-") for line in raised.value.problems]
-    assert keys == ["optim.beta3"]
-
-
 # --- the table and the plot
 
 
@@ -195,10 +186,7 @@ def test_table_json_and_law_have_the_results(sizes):
     planned, rows = sizes.planned(), tree["runs"]
     assert rows[2]["flops"] == pytest.approx(planned[2]["flops"] / 2, rel=0.1)
     assert rows[1]["steps"] == planned[1]["steps"]
-    text = sweep.table(rows)
-    for row in rows:
-        line = next(line for line in text.splitlines() if line.startswith(row["run"]))
-        assert f"{row['val_loss']:.4f}" in line
+    assert all(f"{row['val_loss']:.4f}" in sweep.table(rows) for row in rows)
     finished = [
         row | {"flops": p["flops"], "val_loss": 9 * p["flops"] ** -0.1}
         for row, p in zip(rows, planned, strict=True)
@@ -266,6 +254,4 @@ def test_interrupted_sweep_saves_and_continues(write_recipe, tmp_path):
     assert process.returncode == 0, output
     rows = json.loads((folder / "sweep.json").read_text())["runs"]
     assert [(row["status"], row["steps"]) for row in rows] == [("done", steps + 4)] * 2
-    events = [json.loads(line) for line in first.metrics.read_text().splitlines()]
-    trained = [event["step"] for event in events if "train/loss" in event]
-    assert trained == list(range(1, steps + 5))  # resumed, not started again
+    assert list(column(first, "train/loss")) == list(range(1, steps + 5))  # not started again

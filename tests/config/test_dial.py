@@ -142,24 +142,3 @@ def test_dry_run_and_estimate_show_dial_choices(recipe, capsys, tmp_path, text_f
     for key in CHOICES:
         assert next(line for line in printed if line.startswith(f"  {key} ")) in estimated
     assert "  depth: null" in printed
-
-
-@pytest.mark.long
-def test_dial_run_resumes_with_and_without_the_dial(write_recipe, tmp_path, capsys):
-    path, run = (
-        write_recipe(model__aspect_ratio=8, train__tokens_per_parameter=0.02),
-        tmp_path / "run",
-    )
-
-    def pretrain(recipe, options: str) -> int:
-        return main(argv(f"pretrain {{}} --run-dir {{}} {options}", recipe, run))
-
-    assert pretrain(path, "--depth 2") == 0
-    printed = capsys.readouterr().out
-    assert "size dial:" in printed
-    assert "done: 5 steps" in printed
-    assert pretrain(path, "--depth 2 --train.max_steps 6 --resume") == 0
-    assert pretrain(run / "recipe.yaml", "--train.max_steps 7 --resume") == 0
-    assert load_config(run / "recipe.yaml").train.max_steps == 7
-    assert pretrain(path, "--depth 3 --resume") == 2
-    assert "model.n_layer: 2 -> 3" in capsys.readouterr().err

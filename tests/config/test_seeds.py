@@ -1,5 +1,3 @@
-import itertools
-
 from nanogpt_hf.config.seeds import derive_seed
 
 STREAMS = ("weights", "order", "dropout", "validation")
@@ -11,9 +9,3 @@ def test_seeds_are_pinned():
     assert derive_seed(1337, "order", 0) == 16623927000384563079
     assert derive_seed(1337, "dropout", 1000, 3) == 9533689851593490609
     assert derive_seed(2357, "validation") == 4754650913797531698
-
-
-def test_seeds_differ_between_seeds_streams_and_counters():
-    cases = list(itertools.product(range(4), STREAMS, range(1, 20), range(1, 5)))
-    seeds = {derive_seed(seed, stream, step, micro) for seed, stream, step, micro in cases}
-    assert len(seeds) == len(cases) > 1000

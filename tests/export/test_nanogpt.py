@@ -11,7 +11,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
+from arguments import argv
 from assertions import refusal
+from nanogpt_hf.commands import main
 from nanogpt_hf.config.schema import Config, DataSection
 from nanogpt_hf.data.prepare import prepare
 from nanogpt_hf.data.prepared import load_prepared
@@ -275,3 +277,41 @@ def test_import_bins_refuses_unknown_tokens(out, characters, monkeypatch):
     monkeypatch.setattr(module, "TOKENS_PER_READ", 100)
     (characters / "val.bin").write_bytes(UNKNOWN_TOKEN)
     assert "val.bin: token 999 " in refusal(import_bins, characters, out)
+
+
+def test_command_imports_a_checkpoint_that_sample_opens(tmp_path, meta, capsys):
+    make_checkpoint(tmp_path / "ckpt.pt")
+    out = tmp_path / "new" / "model"
+    assert main(argv("import-nanogpt {} {} --meta {}", tmp_path / "ckpt.pt", out, meta)) == 0
+    assert capsys.readouterr().out.endswith(f"next: python cli.py sample {out}\n")
+    assert [path.name for path in out.parent.iterdir()] == ["model"]
+    assert "trained by nanoGPT" in (out / "README.md").read_text()
+    assert main(argv("sample {} --max-new-tokens 20 --prompt ab", out)) == 0
+    assert set(capsys.readouterr().out) <= set(CHARACTERS)
+
+
+def test_command_imports_data_that_pretrain_takes(tmp_path, characters, write_recipe, capsys):
+    assert main(argv("import-nanogpt {} {}", characters, tmp_path / "prepared")) == 0
+    *_, line = capsys.readouterr().out.splitlines()
+    options = line.removeprefix("next: python cli.py pretrain RECIPE ").split()
+    run = tmp_path / "run"
+    assert main(["pretrain", str(write_recipe()), *options, "--run-dir", str(run)]) == 0
+    assert "is prepared already" in capsys.readouterr().out
+    assert (run / "final" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("none.pt x", "none.pt: no such file or folder"),
+        ("ckpt.pt letters --meta meta.pkl", "letters: exists already"),
+        ("letters letters", "letters: exists already"),
+        ("ckpt.pt meta.pkl/x --meta meta.pkl", "cannot be written: Not a directory"),
+        ("ckpt.pt deep/x", "has 9 tokens, the vocabulary of GPT-2 50,257"),
+        ("empty deep/x", "train.bin: cannot be read"),
+    ],
+)
+def test_command_refuses_a_mistake(refused, tmp_path, meta, characters, words, message):
+    make_checkpoint(tmp_path / "ckpt.pt")
+    (tmp_path / "empty").mkdir()
+    assert message in refused("import-nanogpt", *words.split())
