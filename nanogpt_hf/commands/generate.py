@@ -101,29 +101,28 @@ def run_sample(arguments: Namespace) -> None:
         raise UserError(f"--prompt: {error}") from None
     if not accelerator.is_main_process:
         return
-    streams = [TextStream(tokenizer, ids) for _ in range(arguments.num_samples)]
-    texts = [""] * arguments.num_samples
+    stream, count = TextStream(tokenizer, ids), arguments.num_samples
+    samples: list[list[int]] = [[] for _ in range(count)]
     show_text(prompt)
     with _autocast(accelerator):
         for tokens in generate_tokens(
             model,
             ids,
             max_new_tokens=arguments.max_new_tokens,
-            num_samples=arguments.num_samples,
+            num_samples=count,
             seed=arguments.seed,
             **_sampling_options(arguments),
         ):
-            for i, token in enumerate(tokens):
+            for sample, token in zip(samples, tokens, strict=True):
                 if token is not None:
-                    text = streams[i].add(token)
-                    texts[i] += text
-                    # the first sample is printed as it is generated, the others at the end
-                    if i == 0:
-                        show_text(text)
-    show_text(streams[0].end(), end="\n")
-    for i in range(1, arguments.num_samples):
-        text = f"{prompt}{texts[i]}{streams[i].end()}"
-        show_text(f"\n--- sample {i + 1} of {arguments.num_samples} ---\n{text}", end="\n")
+                    sample.append(token)
+            if tokens[0] is not None:  # the others are printed at the end
+                show_text(stream.add(tokens[0]))
+    show_text(stream.end(), end="\n")
+    for number, sample in enumerate(samples[1:], 2):
+        stream = TextStream(tokenizer, ids)
+        text = prompt + "".join(map(stream.add, sample)) + stream.end()
+        show_text(f"\n--- sample {number} of {count} ---\n{text}", end="\n")
 
 
 def add_chat_arguments(parser: ArgumentParser) -> None:

@@ -17,7 +17,7 @@ from nanogpt_hf.evaluation import table
 from nanogpt_hf.evaluation.base import Loaded, Request, Subject
 from nanogpt_hf.formatting import align, shows_bars
 from nanogpt_hf.runs.files import output_target, write_json
-from nanogpt_hf.runs.folder import RunFolder, find_model, find_run
+from nanogpt_hf.runs.folder import find_model, find_run
 
 
 def add_compare_arguments(parser: ArgumentParser) -> None:
@@ -40,11 +40,14 @@ def run_compare(arguments: Namespace) -> None:
 
     from nanogpt_hf.reports.comparison import compare_recipes, compare_runs, summarize
     from nanogpt_hf.reports.curves import draw_curves
-    from nanogpt_hf.reports.reference import find_reference, judge
+    from nanogpt_hf.reports.reference import find_reference, judge, make_reference
     from nanogpt_hf.runs.metrics import read_metrics
 
-    if arguments.make_reference:
-        _make_reference(folders, arguments.make_reference)
+    if output := arguments.make_reference:
+        reference = make_reference(folders, output.stem)
+        write_json(output, {key: value for key, value in asdict(reference).items() if value})
+        low, high = (reference.curve[side][-1] for side in ("low", "high"))
+        show(f"{output}: {len(folders)} seeds; the band ends at {low:.4f} to {high:.4f}")
         return
     configs, events = {}, {}
     for folder in folders:
@@ -79,15 +82,6 @@ def run_compare(arguments: Namespace) -> None:
         drawn = draw_curves(events, target, metric, by, band)
     if drawn:
         show(f"\nplot: {output}")
-
-
-def _make_reference(folders: list[RunFolder], output: Path) -> None:
-    from nanogpt_hf.reports.reference import make_reference
-
-    reference = make_reference(folders, output.stem)
-    write_json(output, {key: value for key, value in asdict(reference).items() if value})
-    low, high = (reference.curve[side][-1] for side in ("low", "high"))
-    show(f"{output}: {len(folders)} seeds; the band ends at {low:.4f} to {high:.4f}")
 
 
 def _tokens_of(config: Config) -> object:

@@ -123,8 +123,6 @@ def run_inspect(arguments: Namespace) -> None:
     begun, other = branched_at(folder)
     if step and step <= begun:
         raise UserError(f"--step {step}: was taken by {other}, of which this run is a branch")
-    if text == "":
-        raise UserError("--find: expected a text, got nothing")
     before = max((number for number in kept if number < (step or last + 1)), default=0)
     with run_at(folder, config, before, arguments.mesh) as run:
         if step is None:

@@ -29,22 +29,6 @@ from nanogpt_hf.config.names import GPT2_VOCAB_SIZE, vocab_size_by_name
 from nanogpt_hf.config.schema import Choice, Config, get_value, replace_knobs
 from nanogpt_hf.formatting import align
 
-# What the choices depend on, except for those that are stated instead.
-DIAL_INPUTS = {
-    "model.architecture",
-    "model.depth",
-    "model.aspect_ratio",
-    "model.n_positions",
-    "model.bias",
-    "data.tokenizer",
-    "data.vocab_size",
-    "data.block_size",
-    "train.tokens_per_parameter",
-    "finetune.model",
-    "optim.name",
-    "optim.muon_scale",
-}
-
 _MICRO_BATCH_TOKENS = 8192
 _SHARES = 8  # processes among which a step can be divided without a smaller micro-batch
 _WARMUP = 0.05  # share of the steps

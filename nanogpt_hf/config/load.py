@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from nanogpt_hf.config.checks import find_conflicts
-from nanogpt_hf.config.dial import DIAL_INPUTS, dial_choices
+from nanogpt_hf.config.dial import dial_choices
 from nanogpt_hf.config.names import find_recipe, shipped_recipes
 from nanogpt_hf.config.schema import KNOBS, SECTIONS, Config, replace_knobs
 from nanogpt_hf.config.sources import read_sources
@@ -70,8 +70,7 @@ def _convert_all(
 ) -> tuple[dict[str, str], set[str]]:
     """Convert what recipe and command line state, (origin, key, value) in order, into `values`.
 
-    Returns where each knob was set, as a message names it, and the knobs whose last value is a
-    problem.
+    Returns where each knob was set, as a message names it, and the knobs with a problem.
     """
     origins: dict[str, str] = {}
     bad: set[str] = set()
@@ -88,7 +87,6 @@ def _convert_all(
             value = convert(KNOBS[key], value)
             is_list = key in _READERS and isinstance(value, list)
             values[key] = _READERS[key](value) if is_list else value
-            bad.discard(key)
         except ValueError as error:
             problems.append(f"{origin}{key}: {error}")
             bad.add(key)
@@ -124,7 +122,9 @@ def load_config(
     pairs += [(_COMMAND_LINE, *pair) for pair in overrides]
     origins, bad = _convert_all(pairs, values, problems)
     config = replace_knobs(Config(name=recipe_name(recipe) if recipe else name), values)
-    if (depth := config.model.depth) is not None and not bad & DIAL_INPUTS:
+    if (depth := config.model.depth) is not None and problems:
+        bad = set(KNOBS)  # the dial chooses once they are corrected: skip the rules over knobs
+    elif depth is not None:
         overriding = {key for key, _ in overrides}
         if stated.get("model.depth") is not None:
             overriding |= stated.keys()

@@ -370,7 +370,6 @@ class DistillSection:
         "model whose distribution is learned too: a Hub id, model folder or run folder with the "
         "same tokenizer (default: none)",
     )
-    revision: str | None = knob(None, "commit or tag of a Hub id")
     weight: float = knob(
         0.5, "share of the KL divergence to the teacher in the loss; the rest: the next token", 0, 1
     )

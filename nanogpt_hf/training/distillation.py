@@ -77,7 +77,7 @@ def _load_teacher(config: Config) -> tuple[Any, PreTrainedTokenizerBase]:
     name = find_model(str(config.distill.teacher))
     is_gpt2 = name in GPT2_NAMES
     tokenizer = build_tokenizer("gpt2", ()).hf if is_gpt2 else load_tokenizer(name)
-    model: Any = load_model(name, config.distill.revision)
+    model: Any = load_model(name)
     positions = model.config.max_position_embeddings
     block_size = max(stage.config.data.block_size for stage in stages_of(config))
     if positions < block_size:
