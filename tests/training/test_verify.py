@@ -217,21 +217,6 @@ def test_run_that_was_stopped_before_an_evaluation_is_equal(
     assert verify(run)[1][1:] == ["steps 2 to 3: equal"]
 
 
-def test_knob_that_a_resume_changed_is_a_possible_reason(
-    write_recipe, tmp_path, verify, monkeypatch
-):
-    run = RunFolder(tmp_path / "run")
-    words = argv("pretrain {} --run-dir {} --checkpoint.keep 9", write_recipe(), run.path)
-    with monkeypatch.context() as patch:
-        at_step(patch, 3, lambda: os.kill(os.getpid(), signal.SIGINT))
-        assert main(words) == 75
-    assert main([*words, "--resume", "--optim.learning_rate", "0.02"]) == 0
-    status, lines = verify(run)
-    assert (status, lines[1]) == (1, "step 3: differs")
-    assert "resumed at step 4" in lines[-1]
-    assert verify(run, "--steps 4:6")[0] == 0
-
-
 def test_damaged_checkpoint_is_one_line(run, capsys):
     (run.checkpoint(2) / CHECKSUMS).write_text("[]")
     assert main(argv("verify {}", run.path)) == 1
