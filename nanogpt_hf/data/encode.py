@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import pickle
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,41 +20,22 @@ _RECORD_TOKENS = 2**20  # in a record batch, or the tokens of one row
 _BATCH_DOCUMENTS, _BATCH_CHARACTERS = 1000, 2**20  # encoded at once by a thread
 
 
-class Rows(NamedTuple):
-    """Encoded rows, one after another."""
+class Row(NamedTuple):
+    """An encoded document, or conversation or a part of one."""
 
+    document: int  # its number
     ids: np.ndarray
-    mask: np.ndarray  # in conversations 1 for each token of an answer; else empty
-    lengths: np.ndarray  # each row's, in tokens
-    documents: np.ndarray  # the number of the document of each row
-    bytes: np.ndarray  # each row's text; in conversations, its answers
-
-    @classmethod
-    def of(
-        cls, ids: list[Any], documents: list[int], sizes: list[int], masks: list[Any] | None = None
-    ) -> "Rows":
-        """Rows of the ids of each, arrays of one type."""
-        lengths = np.array([len(row) for row in ids], dtype=np.int64)
-        kind = ids[0].dtype if ids else np.uint16
-        flat = np.concatenate([np.zeros(0, kind), *ids], dtype=kind, casting="unsafe")
-        mask = np.concatenate([np.zeros(0, np.uint8), *(masks or ())], dtype=np.uint8)
-        return cls(flat, mask, lengths, np.array(documents, np.int64), np.array(sizes, np.int64))
-
-    def select(self, chosen: np.ndarray) -> "Rows":
-        """The rows that are True in `chosen`."""
-        tokens = np.repeat(chosen, self.lengths)
-        mask = self.mask[tokens] if len(self.mask) else self.mask
-        rest = (array[chosen] for array in (self.lengths, self.documents, self.bytes))
-        return Rows(self.ids[tokens], mask, *rest)
+    bytes: int  # of its text; in conversations, of its answers
+    mask: np.ndarray | None = None  # in conversations 1 for each token of an answer
 
 
 # (documents, number of the first) -> their rows; an empty document has none
-Encode = Callable[[list[Any], int], Rows]
+Encode = Callable[[list[Any], int], list[Row]]
 
 
 def encoded(
     documents: Iterable[Any], encode: Encode, num_threads: int = 1, limit: int | None = None
-) -> Iterator[tuple[int, Rows]]:
+) -> Iterator[tuple[int, list[Row]]]:
     """(number of documents so far, rows) of the first documents that have at most `limit` tokens in
     all, in order.
 
@@ -62,23 +44,22 @@ def encoded(
     """
     tokens = 0
     for count, rows in _encoded(documents, encode, num_threads):
-        ends = tokens + np.cumsum(rows.lengths)
-        if limit is not None and len(ends) and ends[-1] > limit:
-            count = int(rows.documents[np.argmax(ends > limit)])
-            yield count, rows.select(rows.documents < count)
-            return
-        tokens += len(rows.ids)
+        for row in rows:
+            tokens += len(row.ids)
+            if limit is not None and tokens > limit:
+                yield row.document, [kept for kept in rows if kept.document < row.document]
+                return
         yield count, rows
 
 
 def _encoded(
     documents: Iterable[Any], encode: Encode, num_threads: int
-) -> Iterator[tuple[int, Rows]]:
+) -> Iterator[tuple[int, list[Row]]]:
     if num_threads == 1:
         for first, batch in _batches(documents):
             yield first + len(batch), encode(batch, first)
         return
-    pending: deque[tuple[int, Future[Rows]]] = deque()
+    pending: deque[tuple[int, Future[list[Row]]]] = deque()
     with ThreadPoolExecutor(num_threads) as pool:
         try:
             for first, batch in _batches(documents):
@@ -108,19 +89,18 @@ def _batches(documents: Iterable[Any]) -> Iterator[tuple[int, list[Any]]]:
 class Spool:
     """Rows in a scratch file, to write them when the number of their documents is known."""
 
-    def __init__(self, path: Path, rows: Iterable[tuple[int, Rows]]):
+    def __init__(self, path: Path, rows: Iterable[tuple[int, list[Row]]]):
         self.documents = self._batches = 0
         self._path = path
         with path.open("wb") as file:
             for self.documents, batch in rows:
-                for array in batch:
-                    np.save(file, array)
+                pickle.dump(batch, file)
                 self._batches += 1
 
-    def __iter__(self) -> Iterator[Rows]:
+    def __iter__(self) -> Iterator[list[Row]]:
         with self._path.open("rb") as file:
             for _ in range(self._batches):
-                yield Rows(*(np.load(file) for _ in Rows._fields))
+                yield pickle.load(file)
 
 
 class ShardWriter:
@@ -132,45 +112,47 @@ class ShardWriter:
         folder.mkdir()
         self._folder, self._features, self._stream = folder, Features(), None
         self._digests = [hashlib.sha256() for _ in range(3)]  # for ids, mask and lengths
-        self._pending: list[Rows] = []
+        self._pending: list[Row] = []
         self._shards: dict[str, dict[str, Any]] = {}
-        self._documents = self._tokens = self._bytes = self._answers = 0
+        self._documents = self._tokens = self._bytes = self._answers = self._pending_tokens = 0
 
-    def write(self, rows: Rows) -> None:
+    def write(self, rows: list[Row]) -> None:
         """Add rows, whose documents are complete."""
-        if not len(rows.lengths):
-            return
-        if not self._features:
+        if rows and not self._features:
             from datasets import Features, List, Value
 
-            columns = zip(("input_ids", "assistant_mask"), rows, strict=False)
+            columns = {"input_ids": rows[0].ids, "assistant_mask": rows[0].mask}
             self._features = Features(
-                {name: List(Value(array.dtype.name)) for name, array in columns if len(array)}
+                {
+                    name: List(Value(values.dtype.name))
+                    for name, values in columns.items()
+                    if values is not None
+                }
             )
-        for digest, array in zip(self._digests, rows, strict=False):
-            digest.update(np.ascontiguousarray(array, dtype="<u4").data)
-        self._documents += len(np.unique(rows.documents))
-        self._tokens += len(rows.ids)
-        self._bytes += int(rows.bytes.sum())
-        self._answers += int(rows.mask.sum(dtype=np.int64))
-        self._pending.append(rows)
-        if sum(len(pending.ids) for pending in self._pending) >= _RECORD_TOKENS:
+        for row in rows:
+            mask = np.zeros(0) if row.mask is None else row.mask
+            for digest, values in zip(self._digests, (row.ids, mask, len(row.ids)), strict=True):
+                digest.update(np.ascontiguousarray(values, dtype="<u4").data)
+            self._pending_tokens += len(row.ids)
+            self._bytes += row.bytes
+            self._answers += int(mask.sum())
+        self._documents += len({row.document for row in rows})
+        self._pending += rows
+        if self._pending_tokens >= _RECORD_TOKENS:
             self._write_pending()
 
     def _write_pending(self) -> None:
-        rows = Rows(*map(np.concatenate, zip(*self._pending, strict=True)))
-        self._pending = []
         if self._stream is None:
             self._path = self._folder / f"data-{len(self._shards):05}.arrow"
             self._file = pyarrow.OSFile(str(self._path), "wb")
             self._stream = pyarrow.ipc.new_stream(self._file, self._features.arrow_schema)
-        # a document of 2^31 tokens is an error: arrow's lists count with 32 bits
-        offsets = pyarrow.array(np.concatenate([[0], np.cumsum(rows.lengths)]), pyarrow.int32())
-        lists = [
-            pyarrow.ListArray.from_arrays(offsets, pyarrow.array(values))
-            for values in rows[: len(self._features)]
-        ]
-        self._stream.write_batch(pyarrow.record_batch(lists, schema=self._features.arrow_schema))
+        columns = {"input_ids": [row.ids for row in self._pending]}
+        if len(self._features) > 1:
+            columns["assistant_mask"] = [row.mask for row in self._pending]
+        schema = self._features.arrow_schema
+        self._stream.write_batch(pyarrow.RecordBatch.from_pydict(columns, schema))
+        self._tokens += self._pending_tokens
+        self._pending, self._pending_tokens = [], 0
         if self._file.tell() >= SHARD_BYTES:
             self._end_shard()
 

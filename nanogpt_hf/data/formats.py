@@ -18,7 +18,7 @@ from nanogpt_hf.config.schema import DataSection
 from nanogpt_hf.data.blocks import Blocks, TokenBlocks, TokenStream, token_dtype
 from nanogpt_hf.data.chat_template import chat_format
 from nanogpt_hf.data.conversations import Conversation, conversation_of
-from nanogpt_hf.data.encode import Encode, Rows
+from nanogpt_hf.data.encode import Encode, Row
 from nanogpt_hf.data.examples import (
     DocumentBlocks,
     Examples,
@@ -66,17 +66,18 @@ def text_encoder(tokenizer: Tokenizer, end_of_text_id: int | None) -> Encode:
     start, end = ([] if i is None else [i] for i in (tokenizer.start_of_text_id, end_of_text_id))
     tokenizer.encode_batch([""])  # sets options of the library, which threads may not
 
-    def encode(texts: list[str | None], first: int) -> Rows:
-        numbers = [number for number, text in enumerate(texts, first) if text]
-        kept, rows = [text for text in texts if text], []
-        for ids in tokenizer.encode_batch(kept) if kept else []:
+    def encode(texts: list[str | None], first: int) -> list[Row]:
+        kept = {number: text for number, text in enumerate(texts, first) if text}
+        rows, encoded = [], tokenizer.encode_batch([*kept.values()]) if kept else []
+        for (number, text), ids in zip(kept.items(), encoded, strict=True):
             if len(ids) and ids.max() >= vocab_size:
                 raise DataError(
                     f"data.tokenizer: {name} gave id {ids.max()}, beyond its own vocabulary"
                 )
             # checked above: larger ids would wrap
-            rows.append(np.concatenate((start, ids, end), dtype=kind, casting="unsafe"))
-        return Rows.of(rows, numbers, [len(text.encode()) for text in kept])
+            ids = np.concatenate((start, ids, end), dtype=kind, casting="unsafe")
+            rows.append(Row(number, ids, len(text.encode())))
+        return rows
 
     return encode
 
@@ -84,14 +85,16 @@ def text_encoder(tokenizer: Tokenizer, end_of_text_id: int | None) -> Encode:
 def _chat_encoder(tokenizer: Tokenizer, _: int | None) -> Encode:
     chat, kind = chat_format(tokenizer.hf, tokenizer.name), token_dtype(tokenizer.vocab_size)
 
-    def encode(conversations: list[Conversation], first: int) -> Rows:
-        examples = chat.examples(conversations)
-        return Rows.of(
-            [np.array(example.input_ids, dtype=kind) for example in examples],
-            [first + example.conversation for example in examples],
-            [example.bytes for example in examples],
-            [np.array(example.assistant_mask, dtype=np.uint8) for example in examples],
-        )
+    def encode(conversations: list[Conversation], first: int) -> list[Row]:
+        return [
+            Row(
+                first + example.conversation,
+                np.array(example.input_ids, dtype=kind),
+                example.bytes,
+                np.array(example.assistant_mask, dtype=np.uint8),
+            )
+            for example in chat.examples(conversations)
+        ]
 
     return encode
 

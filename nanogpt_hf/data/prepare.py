@@ -17,7 +17,7 @@ from nanogpt_hf.config.schema import Config, DataSection
 from nanogpt_hf.config.seeds import derive_seed
 from nanogpt_hf.config.sources import is_mixture, sources_of
 from nanogpt_hf.cpu import allowed_cores
-from nanogpt_hf.data.encode import Encode, Rows, ShardWriter, Spool, encoded
+from nanogpt_hf.data.encode import Encode, Row, ShardWriter, Spool, encoded
 from nanogpt_hf.data.files import file_digest, file_state
 from nanogpt_hf.data.formats import FORMATS, Document, describe_token_files, local_files
 from nanogpt_hf.data.manifest import (
@@ -166,7 +166,7 @@ def _write_splits(
 ) -> dict[str, SplitFacts]:
     threads = (data.num_threads or allowed_cores()) if FORMATS[data.format].in_threads else 1
 
-    def encoded_split(split: Any) -> Iterator[tuple[int, Rows]]:
+    def encoded_split(split: Any) -> Iterator[tuple[int, list[Row]]]:
         bar = _bar(split(), "tokenizing", documents.count)
         return encoded(bar, encode, threads, data.max_tokens)
 
@@ -181,9 +181,8 @@ def _write_splits(
             batches = Spool(folder / "scratch" / "rows", encoded_split(documents.train))
             held = held_out(batches.documents, data)
         for rows in batches:
-            is_held = held[rows.documents]
-            writers["train"].write(rows.select(~is_held))
-            writers["validation"].write(rows.select(is_held))
+            writers["train"].write([row for row in rows if not held[row.document]])
+            writers["validation"].write([row for row in rows if held[row.document]])
     facts = {split: writer.close() for split, writer in writers.items()}
     for split, of_split in facts.items():
         if not of_split.tokens:

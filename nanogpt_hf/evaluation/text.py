@@ -143,11 +143,10 @@ def _read_text(
     documents = load_documents(data, scratch)
     texts = list(documents.train())
     encode = text_encoder(tokenizer, tokenizer.end_of_text_id if len(texts) > 1 else None)
-    rows = [rows for _, rows in encoded(texts, encode)]
-    stream = TokenStream([batch.ids for batch in rows])
-    count = sum(len(batch.lengths) for batch in rows)
-    size = sum(int(batch.bytes.sum()) for batch in rows)
-    return Corpus(name, stream, count, size, documents.revision)
+    rows = [row for _, batch in encoded(texts, encode) for row in batch]
+    stream = TokenStream([row.ids for row in rows])
+    size = sum(row.bytes for row in rows)
+    return Corpus(name, stream, len(rows), size, documents.revision)
 
 
 def _measure(

@@ -16,7 +16,7 @@ import torch
 from tqdm import tqdm
 
 from nanogpt_hf.config.names import GPT2_VOCAB_SIZE
-from nanogpt_hf.data.encode import Rows, ShardWriter
+from nanogpt_hf.data.encode import Row, ShardWriter
 from nanogpt_hf.data.manifest import Manifest, SplitFacts, write_manifest
 from nanogpt_hf.data.prepared import TOKENIZER
 from nanogpt_hf.data.tokenizer import (
@@ -181,8 +181,9 @@ def _write_rows(
         if last == len(tokens):
             ends = np.union1d(ends, [last])
         if len(ends):
-            ids, lengths = np.array(tokens[begin : ends[-1]]), np.diff(ends, prepend=begin)
-            documents, mask = np.arange(row, row + len(ends)), np.zeros(0, np.uint8)
-            writer.write(Rows(ids, mask, lengths, documents, sizes[ids].sum(keepdims=True)))
+            documents = np.split(tokens[begin : ends[-1]], ends[:-1] - begin)
+            writer.write(
+                [Row(n, ids, int(sizes[ids].sum())) for n, ids in enumerate(documents, row)]
+            )
             begin, row = int(ends[-1]), row + len(ends)
     return writer.close(), end is not None and (row > 1 or int(tokens[-1]) == end)

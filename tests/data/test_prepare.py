@@ -193,8 +193,8 @@ def test_vocabulary_decides_the_dtype_and_bounds_the_ids(size, kind):
     tokenizer = SimpleNamespace(name="x", vocab_size=size, start_of_text_id=None)
     tokenizer.encode_batch = lambda texts: ids
     encode = text_encoder(tokenizer, None)
-    rows = encode(["a"], 0)
-    assert (rows.ids.dtype, rows.ids.tolist()) == (kind, [0, size - 1])
+    (row,) = encode(["a"], 0)
+    assert (row.ids.dtype, row.ids.tolist()) == (kind, [0, size - 1])
     ids[0][0] = size
     assert f"id {size}, " in refusal(encode, ["a"], 0)
 

@@ -17,7 +17,7 @@ from nanogpt_hf.config.load import load_config
 from nanogpt_hf.data import encode
 from nanogpt_hf.data import prepare as module
 from nanogpt_hf.data.blocks import TokenStream
-from nanogpt_hf.data.encode import Rows, ShardWriter
+from nanogpt_hf.data.encode import Row, ShardWriter
 from nanogpt_hf.data.manifest import read_manifest
 from nanogpt_hf.data.prepare import prepare
 from nanogpt_hf.data.prepared import check_prepared, load_prepared
@@ -85,11 +85,11 @@ def test_same_text_has_same_identity(prepared, tmp_path, monkeypatch):
     ],
 )
 def test_identity_covers_ids_masks_and_ends_of_conversations(tmp_path, ids, mask, lengths):
-    def digest(name, *columns):
+    def digest(name, ids, mask, lengths):
         writer = ShardWriter(tmp_path / name)
-        kinds = np.uint16, np.uint8, np.int64
-        arrays = (np.array(*column) for column in zip(columns, kinds, strict=True))
-        writer.write(Rows(*arrays, np.arange(2), np.ones(2, np.int64)))
+        ids, mask = np.array(ids, np.uint16), np.array(mask, np.uint8)
+        parts = slice(lengths[0]), slice(lengths[0], None)
+        writer.write([Row(number, ids[own], 1, mask[own]) for number, own in enumerate(parts)])
         return writer.close().sha256
 
     first = digest("first", [1, 2, 3, 4, 5], [0, 1, 1, 0, 1], [3, 2])
