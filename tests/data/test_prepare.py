@@ -116,17 +116,12 @@ def refusals(config):
 def test_tiny_shakespeare_equals_nanogpt(shared, make, tokenizer, train, validation, vocabulary):
     path = shared / "data" / "tinyshakespeare.txt"
     config = make(path, tokenizer)
-    manifest, is_new = prepare(config)
-    assert is_new
+    manifest, _ = prepare(config)
     assert (manifest.train.tokens, manifest.validation.tokens) == (train, validation)
     assert (manifest.train.bytes, manifest.validation.bytes) == (1_003_854, 111_540)
     assert (manifest.vocab_size, manifest.end_of_text_id) == (vocabulary, None)
     content = path.read_text(encoding="utf-8")
     assert texts_of(config) == [content[:1_003_854], content[1_003_854:]]
-    if tokenizer == "char":
-        number = {character: i for i, character in enumerate(sorted(set(content)))}
-        ids = flat(load_prepared(config).validation)
-        assert ids == [number[character] for character in content[1_003_854:]]
 
 
 def test_single_document_is_split_without_end_token(text, make):
@@ -215,16 +210,11 @@ def test_manifest_describes_prepared_data(rows, make, byte_tokenizer):
     config = make(rows(texts), byte_tokenizer)
     manifest, _ = prepare(config)
     assert read_manifest(Path(config.data.dir)) == manifest
-    assert manifest.recipe["source"] == config.data.source
-    assert manifest.revision.startswith("sha256:")
-    assert (manifest.vocab_size, manifest.end_of_text_id) == (257, END)
     splits = manifest.train, manifest.validation
     assert [split.documents for split in splits] == [18, 2]
     assert sum(split.bytes for split in splits) == len("".join(texts).encode())
-    assert {"datasets", "tokenizers", "tiktoken", "python"} <= set(manifest.versions)
     tokens = [sum(map(len, documents)) for documents in documents_of(config)]
     assert [split.tokens for split in splits] == tokens
-    assert manifest.train.bytes_per_token == manifest.train.bytes / manifest.train.tokens
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b'{"format": 2}'])

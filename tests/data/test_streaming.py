@@ -38,11 +38,6 @@ def parquet(rows: list, column: str = "text") -> bytes:
     return file.getvalue()
 
 
-def chats(seed: int, rows: int) -> bytes:
-    turns = [{"prompt": text or "hello", "completion": f"no, {text}"} for text in texts(seed, rows)]
-    return "".join(json.dumps(turn) + "\n" for turn in turns).encode()
-
-
 @pytest.fixture
 def hub_set(hub, monkeypatch, tmp_path):
     """The Hub with the data set user/set of three parquet files; it never waits before it tries
@@ -85,7 +80,6 @@ def remove(folder: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param("chat", marks=pytest.mark.slow),
         "one file and a validation split",
         "max_tokens of joined splits",
     ],
@@ -93,14 +87,9 @@ def remove(folder: Path) -> dict[str, bytes]:
 def test_streamed_folder_equals_the_ordinary_one_byte_for_byte(
     hub_set, config, tmp_path, monkeypatch, case
 ):
-    knobs, files = {}, hub_set.data_files
-    if case == "chat":
-        files.clear()
-        files |= {f"data/train-{number}.jsonl": chats(number, ROWS) for number in range(FILES)}
-        knobs = {"data__format": "chat"}
-    else:
-        files["data/test-00000.parquet"] = parquet(texts(9, 25))
-        knobs = {"data__max_tokens": 1000, "data__split": "test+train"}
+    files = hub_set.data_files
+    files["data/test-00000.parquet"] = parquet(texts(9, 25))
+    knobs = {"data__max_tokens": 1000, "data__split": "test+train"}
     if case.startswith("one file"):
         del files["data/train-00001.parquet"], files["data/train-00002.parquet"]
         knobs = {"data__validation_split": "test"}

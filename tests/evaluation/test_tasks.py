@@ -1,13 +1,11 @@
 """lm-eval tasks: scores equal those of lm-eval's `hf` model; mistakes are one line."""
 
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 from accelerate import Accelerator
-from decoder_types import tiny_section
 from safetensors.torch import load_file
 
 from assertions import refusal
@@ -19,7 +17,7 @@ from nanogpt_hf.errors import UserError
 from nanogpt_hf.evaluation import tasks
 from nanogpt_hf.evaluation.base import Subject
 from nanogpt_hf.evaluation.tasks import load_tasks, run_tasks
-from nanogpt_hf.model.build import build_config, build_model, load_model
+from nanogpt_hf.model.build import load_model
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.training import loop
 from nanogpt_hf.training.start import prepare_run
@@ -35,20 +33,8 @@ def evaluate_tasks(folder: Path, names: list[str]) -> tasks.Scores:
     return run_tasks(subject(folder), load_tasks(names))
 
 
-@pytest.fixture
-def letter_experts(letter_model, tmp_path) -> Path:
-    """A mixture of experts with the tokens of `letter_model`."""
-    section = replace(tiny_section("qwen3_moe"), n_positions=256)
-    tokenizer = load_tokenizer(letter_model)
-    build_model(build_config(section, len(tokenizer)), seed=1).save_pretrained(tmp_path)
-    tokenizer.save_pretrained(tmp_path)
-    return tmp_path
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("fixture", ["letter_model", "letter_experts"])
-def test_scores_equal_lm_evals_hf_model(fixture, letter_tasks, monkeypatch, request):
-    letter_model = request.getfixturevalue(fixture)
+def test_scores_equal_lm_evals_hf_model(letter_model, letter_tasks, monkeypatch):
     ours = evaluate_tasks(letter_model, letter_tasks)
 
     import lm_eval
@@ -100,7 +86,6 @@ def local_task(folder: Path, **changes) -> str:
     ("changes", "message"),
     [
         ({}, "none.jsonl"),
-        ({"task": None}, "`task: my_task`"),
         ({"include": "other.yaml"}, "`include`"),
         ({"dataset_kwargs": None, "dataset_path": "somebody/nothing"}, "somebody/nothing"),
     ],

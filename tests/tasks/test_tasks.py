@@ -59,11 +59,7 @@ def test_questions_of_a_file_are_split_and_keep_system_messages(tmp_path):
     questions = [*task.train, *task.held_out]
     assert (len(task.train), len(task.held_out)) == (6, 2)
     assert {q.answer for q in questions} == {f"#### {n}" for n in range(9) if n != 7}
-    assert [m["role"] for q in questions for m in q.messages if q.answer == "#### 8"] == [
-        "system",
-        "user",
-    ]
-    assert task.revision.startswith("sha256:")
+    assert ["system", "user"] in [[m["role"] for m in q.messages] for q in questions]
 
 
 def test_mistakes_end_in_one_line(tmp_path):
@@ -90,15 +86,5 @@ def test_reasoning_gym_questions_and_scores():
     train, held_out = ({q.prompt for q in split[:200]} for split in (task.train, task.held_out))
     assert len(held_out) > 50
     assert not train & held_out
-    assert "did you mean chain_sum" in refusal(
-        load_task, "reasoning_gym:chain_sums", DataSection(), error=UserError
-    )
-    message = refusal(
-        load_task,
-        "reasoning_gym:chain_sum",
-        DataSection(),
-        options={"max_term": 3},
-        error=UserError,
-    )
-    assert message.startswith("rl.options: ")
-    assert "max_term" in message
+    unknown = {"options": {"max_term": 3}, "error": UserError}
+    assert "max_term" in refusal(load_task, "reasoning_gym:chain_sum", DataSection(), **unknown)
