@@ -180,41 +180,40 @@ class ChatFormat:
             number for number, message in enumerate(conversation) if message["role"] == "assistant"
         ]
         pairs = [
-            (
-                self._render(conversation[:number], add_generation_prompt=True),
-                self._render(conversation[: number + 1]),
+            self._tokens(
+                [
+                    self._render(conversation[:number], add_generation_prompt=True),
+                    self._render(conversation[: number + 1]),
+                ]
             )
             for number in turns
         ]
-        texts = [text for pair in pairs for text in pair]
-        ids = dict(zip(texts, self._tokens(texts), strict=True))
-        if example := self._masked(conversation, pairs, ids):
+        if example := self._masked(conversation, pairs):
             return [example]
         examples = []
         for number, pair in zip(turns, pairs, strict=True):
-            example = self._masked(conversation[: number + 1], [pair], ids)
+            example = self._masked(conversation[: number + 1], [pair])
             if example is None:
+                prompt = str(self.hf.decode(pair[0]))[-30:]
                 raise DataError(
-                    f"the chat template prompts for an answer with {pair[0][-30:]!r}, whose tokens "
+                    f"the chat template prompts for an answer with {prompt!r}, whose tokens "
                     "a conversation with that answer does not begin with; mark answers in the "
                     "template by {% generation %}"
                 )
             examples.append(example)
         return examples
 
-    def _masked(
-        self, messages: Conversation, pairs: list[tuple[str, str]], ids: dict[str, list[int]]
-    ) -> ChatExample | None:
-        """The example of `messages` from the texts before and after each answer, and their tokens.
+    def _masked(self, messages: Conversation, pairs: list[list[list[int]]]) -> ChatExample | None:
+        """The example of `messages` from the tokens before and after each answer.
 
-        Each answer is what the second text of a pair adds to the first, without white space after
-        the token that ends it. None if a text is not a prefix of the last one as tokens.
+        Each answer is what the second part of a pair adds to the first, without white space after
+        the token that ends it. None if a part is not a prefix of the last one.
         """
-        whole = ids[pairs[-1][1]]
+        whole = pairs[-1][1]
         mask = [0] * len(whole)
         for before, after in pairs:
-            start, stop = len(ids[before]), len(ids[after])
-            if whole[:start] != ids[before] or whole[:stop] != ids[after]:
+            start, stop = len(before), len(after)
+            if whole[:start] != before or whole[:stop] != after:
                 return None
             end = stop
             while end > start and whole[end - 1] not in self._control_ids:

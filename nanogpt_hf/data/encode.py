@@ -78,7 +78,7 @@ def _batches(documents: Iterable[Any]) -> Iterator[tuple[int, list[Any]]]:
     first, batch, size = 0, [], 0
     for document in documents:
         batch.append(document)
-        size += len(document or "") if isinstance(document, str | None) else 1000
+        size += len(document or "")
         if len(batch) == _BATCH_DOCUMENTS or size > _BATCH_CHARACTERS:
             yield first, batch
             first, batch, size = first + len(batch), [], 0
@@ -146,7 +146,7 @@ class ShardWriter:
             self._path = self._folder / f"data-{len(self._shards):05}.arrow"
             self._file = pyarrow.OSFile(str(self._path), "wb")
             self._stream = pyarrow.ipc.new_stream(self._file, self._features.arrow_schema)
-        columns = {"input_ids": [row.ids for row in self._pending]}
+        columns: dict[str, list[Any]] = {"input_ids": [row.ids for row in self._pending]}
         if len(self._features) > 1:
             columns["assistant_mask"] = [row.mask for row in self._pending]
         schema = self._features.arrow_schema

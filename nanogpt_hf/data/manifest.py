@@ -165,13 +165,14 @@ def _mixed(sources: list[PreparedSource]) -> Manifest:
     def digest(parts: list[Any]) -> str:
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
-    def total(splits: list[SplitFacts]) -> SplitFacts:
-        checksums = [split.sha256 for split in splits]
-        answers = [split.assistant_tokens for split in splits]
+    def total(split: str) -> SplitFacts:
+        splits = [getattr(manifest, split) for manifest in manifests]
+        checksums = [facts.sha256 for facts in splits]
+        answers = [facts.assistant_tokens for facts in splits]
         return SplitFacts(
-            documents=sum(split.documents for split in splits),
-            tokens=sum(split.tokens for split in splits),
-            bytes=sum(split.bytes for split in splits),
+            documents=sum(facts.documents for facts in splits),
+            tokens=sum(facts.tokens for facts in splits),
+            bytes=sum(facts.bytes for facts in splits),
             assistant_tokens=None if None in answers else sum(answer or 0 for answer in answers),
             sha256=None if None in checksums else digest(checksums),
         )
@@ -182,7 +183,7 @@ def _mixed(sources: list[PreparedSource]) -> Manifest:
         recipe=dict(item for item in recipes[0] if all(item in other for other in recipes)),
         revision=f"sha256:{digest([manifest.revision for manifest in manifests])}",
         file_state=None,
-        train=total([manifest.train for manifest in manifests]),
-        validation=total([manifest.validation for manifest in manifests]),
+        train=total("train"),
+        validation=total("validation"),
         sources=tuple(sources),
     )

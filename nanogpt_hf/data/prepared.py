@@ -177,21 +177,18 @@ def check_prepared(data: DataSection) -> None:
         folder = Path(source.data.dir)
         manifest = require_manifest(folder)
         open_tokenizer(folder, manifest)
-        wanted = {
-            folder / split / name: facts["sha256"]
+        checks = [
+            ([folder / split / name], facts["sha256"])
             for split in SPLITS
             for name, facts in (getattr(manifest, split).shards or {}).items()
-        }
-        found = {path: file_digest([path]) for path in wanted}
+        ]
         if FORMATS[source.data.format].encoder is None:
-            path = source.data.one_source
-            wanted[path] = manifest.revision.removeprefix("sha256:")
-            found[path] = file_digest(local_files(source.data))
-        for path, digest in found.items():
-            if digest != wanted[path]:
+            checks.append((local_files(source.data), manifest.revision.removeprefix("sha256:")))
+        for files, sha256 in checks:
+            if file_digest(files) != sha256:
                 raise DataError(
-                    f"{path}: is damaged: its sha256 has changed since it was prepared; copy it "
-                    "again, or remove the prepared data to prepare it again"
+                    f"{files[0]}: is damaged: its sha256 has changed since it was prepared; copy "
+                    "it again, or remove the prepared data to prepare it again"
                 )
 
 

@@ -1,7 +1,5 @@
 """Outputs into existing empty folders, such as mounted volumes."""
 
-import os
-
 import pytest
 
 from assertions import refusal
@@ -9,7 +7,6 @@ from nanogpt_hf import place
 from nanogpt_hf.commands import main
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.data.prepare import prepare
-from nanogpt_hf.data.prepared import load_prepared
 from nanogpt_hf.place import lock_of, partial_of
 
 
@@ -31,26 +28,6 @@ def test_volume_holds_data_and_run(ext4, tmp_path, write_recipe, capsys):
     assert main(["prepare", recipe]) == 0
     assert "is prepared already" in capsys.readouterr().out
     assert main(["pretrain", recipe, "--run-dir", str(tmp_path / "run")]) == 0
-
-
-def test_mount_point_is_filled_without_rename(tmp_path, write_recipe, monkeypatch):
-    """Renames that fail as onto a mount point, on machines that cannot mount."""
-    folder = tmp_path / "data"
-    folder.mkdir()
-    rename = os.rename
-
-    def rename_or_fail(source, target, **options):
-        if os.path.realpath(target) == str(folder):
-            raise OSError(16, "Device or resource busy")
-        rename(source, target, **options)
-
-    monkeypatch.setattr(os, "rename", rename_or_fail)
-    monkeypatch.setattr(
-        os, "rmdir", lambda path, **options: 1 / 0 if str(path) == str(folder) else None
-    )
-    config = load_config(write_recipe(data__dir=str(folder)))
-    assert prepare(config)[1]
-    assert load_prepared(config)
 
 
 def test_kill_while_filling_a_folder_leaves_no_manifest(tmp_path, write_recipe, monkeypatch):

@@ -76,25 +76,18 @@ def test_same_text_has_same_identity(prepared, tmp_path, monkeypatch):
         assert len(list(Path(f"{prepared.data.dir}_again/train").glob("*.arrow"))) > 1
 
 
-@pytest.mark.parametrize(
-    ("ids", "mask", "lengths"),
-    [
-        ([1, 2, 3, 4, 6], [0, 1, 1, 0, 1], [3, 2]),
-        ([1, 2, 3, 4, 5], [0, 0, 1, 0, 1], [3, 2]),
-        ([1, 2, 3, 4, 5], [0, 1, 1, 0, 1], [2, 3]),
-    ],
-)
-def test_identity_covers_ids_masks_and_ends_of_conversations(tmp_path, ids, mask, lengths):
-    def digest(name, ids, mask, lengths):
-        writer = ShardWriter(tmp_path / name)
-        ids, mask = np.array(ids, np.uint16), np.array(mask, np.uint8)
-        parts = slice(lengths[0]), slice(lengths[0], None)
-        writer.write([Row(number, ids[own], 1, mask[own]) for number, own in enumerate(parts)])
+def test_identity_covers_ids_masks_and_ends_of_conversations(tmp_path):
+    ids, mask = np.array([1, 2, 3, 4, 5], np.uint16), np.array([0, 1, 1, 0, 1], np.uint8)
+
+    def digest(name, ids, mask, end):
+        writer, halves = ShardWriter(tmp_path / name), (slice(end), slice(end, None))
+        writer.write([Row(number, ids[half], 1, mask[half]) for number, half in enumerate(halves)])
         return writer.close().sha256
 
-    first = digest("first", [1, 2, 3, 4, 5], [0, 1, 1, 0, 1], [3, 2])
-    assert digest("same", [1, 2, 3, 4, 5], [0, 1, 1, 0, 1], [3, 2]) == first
-    assert digest("other", ids, mask, lengths) != first
+    first = digest("first", ids, mask, 3)
+    assert digest("same", ids, mask, 3) == first
+    others = {"ids": (ids + 1, mask, 3), "mask": (ids, 1 - mask, 3), "end": (ids, mask, 2)}
+    assert first not in [digest(name, *other) for name, other in others.items()]
 
 
 # --- files and bytes

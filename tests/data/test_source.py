@@ -354,25 +354,16 @@ def test_password_of_a_url_is_not_printed(write_recipe, refused, url):
 
 
 def test_hub_data_set_is_requested_by_recipe(monkeypatch, tmp_path):
-    splits, requests = {}, []
+    train = {"id": [1, 2], "body": ["one", "two"], "text": ["x", "x"]}
+    splits, requests = {"train": train, "test": {"body": ["three"]}}, []
 
     def load_dataset(name, config=None, *, split, revision=None, streaming, trust_remote_code):
         requests.append((name, config, split, revision))
-        return splits[split]
+        return datasets.Dataset.from_dict(splits[split])
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    splits["train"] = datasets.Dataset.from_dict(
-        {"id": [1, 2], "body": ["one", "two"], "text": ["x", "x"]}
-    )
-    splits["test"] = datasets.Dataset.from_dict({"body": ["three"]})
-    data = DataSection(
-        source="owner/name",
-        config="small",
-        revision="v1",
-        text_column="body",
-        split="train",
-        validation_split="test",
-    )
+    knobs = {"config": "small", "revision": "v1", "text_column": "body"}
+    data = DataSection(source="owner/name", split="train", validation_split="test", **knobs)
     documents = load_documents(data, tmp_path)
     assert requests == [
         ("owner/name", "small", "train", "v1"),

@@ -14,6 +14,7 @@ import pytest
 from assertions import file_contents, refusal
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.data import encode
+from nanogpt_hf.data.manifest import SplitFacts
 from nanogpt_hf.data.prepare import prepare
 
 FILES, ROWS = 3, 40
@@ -115,21 +116,16 @@ def test_a_limit_keeps_the_first_whole_documents(config, tmp_path, format, monke
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     knobs = {"data__source": str(path), "data__format": format}
 
-    def lengths_of(**more) -> dict[str, list[int]]:
-        prepare(config(**knobs, **more))
-        folder = tmp_path / "data"
-        splits = {
-            split: [len(ids) for ids in datasets.load_from_disk(str(folder / split))["input_ids"]]
-            for split in ("train", "validation")
-        }
-        shutil.rmtree(folder)
-        return splits
+    def facts_of(**more) -> list[SplitFacts]:
+        manifest, _ = prepare(config(**knobs, **more))
+        remove(tmp_path / "data")
+        return [manifest.train, manifest.validation]
 
-    whole = lengths_of()
-    total = sum(map(sum, whole.values()))
-    assert lengths_of(data__max_tokens=total) == whole
-    limited = lengths_of(data__max_tokens=total - 1)
-    assert sum(map(len, limited.values())) == len(rows) - 1
+    whole = facts_of()
+    total = sum(facts.tokens for facts in whole)
+    assert facts_of(data__max_tokens=total) == whole
+    limited = facts_of(data__max_tokens=total - 1)
+    assert sum(facts.documents for facts in limited) == len(rows) - 1
 
 
 def test_a_broken_connection_is_one_line_and_leaves_nothing(hub_set, config, tmp_path, monkeypatch):

@@ -115,9 +115,7 @@ def test_core_equals_a_slow_reference(capsys, letter_model, bundle, tmp_path, li
 @pytest.mark.parametrize(
     ("file", "before", "after"),
     [
-        ("core.yaml", "label: choose\n", "label: unknown\n"),  # it has no baseline
         ("eval_data/sub/choose.jsonl", "choices", "x"),
-        ("eval_data/sub/continue.jsonl", '"context": "', '"context": 1, "x": "'),
         ("eval_meta_data.csv", "choose,made up,25", "choose," + "x" * 200_000),  # csv.Error
     ],
 )
