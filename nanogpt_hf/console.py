@@ -63,9 +63,7 @@ class _Output(io.FileIO):
 
 
 def survive_closed_streams() -> None:
-    """Replace sys.stdout and sys.stderr by streams that survive the end of their reader and print
-    characters that the terminal's encoding lacks, such as × in ASCII, as escapes.
-    """
+    """Let stdout and stderr survive the end of their reader, and escape what an encoding lacks."""
     for number, name in enumerate(("stdout", "stderr"), 1):
         stream = getattr(sys, name)
         if stream is None:  # closed (`>&-`)

@@ -68,8 +68,10 @@ def write_json(path: Path | None, tree: Any) -> None:
 _USER = re.compile(
     r"([a-z][a-z0-9+.-]*://)(?:[^\s/?#]*@|[^\s/?#:]*:(?!\d*[/?#])\S*@)", re.IGNORECASE
 )
-# without the punctuation of the text around the URL
-_PARAMETERS = re.compile(r"""(://[^\s?#]*[?#])\S*?(?=[\])}>'"`,.:;\\]*(?:\s|$))""")
+# also of a path, as libraries quote it; without the punctuation of the text around the URL
+_PARAMETERS = re.compile(
+    r"""(://[^\s?#]*[?#]|(?<!\S)/[^\s?#]*\?(?=\w+=))\S*?(?=[\])}>'"`,.:;\\]*(?:\s|$))"""
+)
 
 
 def redact_urls(text: str) -> str:

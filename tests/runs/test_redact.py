@@ -41,6 +41,11 @@ def test_redact_removes_users_and_passwords(url):
         assert "host" in redact_urls(text)
 
 
+def test_redact_removes_parameters_of_paths():
+    text = "https://host/y?token=s3cr3t: Cannot connect, with url: /y?token=s3cr3t"
+    assert "s3cr3t" not in redact_urls(text)
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -48,6 +53,7 @@ def test_redact_removes_users_and_passwords(url):
         "https://host:8080/a/c.txt",
         "hf://datasets/user/name@refs/convert/parquet/a.parquet https://host/pkg@1.0/a.txt",
         "see https://host/x, (https://host/y). '[https://host]'",
+        "/data/c#/a.txt /data/why?",
     ],
 )
 def test_redact_keeps_harmless_text(text):
