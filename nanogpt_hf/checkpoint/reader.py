@@ -26,8 +26,6 @@ from nanogpt_hf.runs.state import TrainState, differences, read_state
 from nanogpt_hf.runs.tensor_files import Box, Layout, TensorFiles
 
 logger = logging.getLogger(__name__)
-# what reading an edited file raises
-_EDITED = (ValueError, LookupError, AttributeError, TypeError, RecursionError, SafetensorError)
 MODEL, OPTIMIZER, STATE, CHECKSUMS = "model", "optimizer", "state.json", "checksums.json"
 
 
@@ -91,9 +89,7 @@ def read_checkpoint(folder: Path, index: int = 0, count: int = 1) -> Checkpoint:
                 "the code that wrote it, or start again with --overwrite"
             )
         state = read_state(facts)
-        if state.step != step_of(folder):
-            raise ValueError(f"its {STATE} is of step {state.step:,}")
-    except (OSError, *_EDITED) as error:
+    except (OSError, ValueError, LookupError, SafetensorError) as error:
         raise DamagedError(f"{folder}: damaged checkpoint: {error}") from None
     return Checkpoint(weights, optimizer_state, folder, state, scaler)
 
@@ -147,11 +143,7 @@ def find_checkpoint(
     layouts = saved and [files.layout for files in saved[:2]]
     head: list[Any] = [saved and (saved.state, saved.scaler, layouts, run.best.is_dir())]
     state, scaler, layouts, has_best = broadcast_object_list(head, from_process=0)[0]
-    try:
-        differ = identity and differences(state.identity, identity)
-    except _EDITED:
-        differ = [f"{folder} has no identity that can be read"]
-    if differ:
+    if identity and (differ := differences(state.identity, identity)):
         raise RunFolderError(
             f"{run.checkpoints}: the newest checkpoint is of another run or other data: "
             f"{'; '.join(differ)}; use the recipe and data it was trained with, or start "
@@ -160,8 +152,7 @@ def find_checkpoint(
     if not has_best and state.best_step is not None:
         # best/ was removed: the next evaluation writes a new one
         state = dataclasses.replace(state, best_loss=None, best_step=None, evaluated_step=-1)
-    if is_main:
-        logger.info(f"resuming from {folder}")
+    logger.info(f"resuming from {folder}")
     tensors: Any = saved[:2] if saved else (None, None)
     if not sharded and accelerator.num_processes > 1:
         tensors = (SentTensors(accelerator, *pair) for pair in zip(layouts, tensors, strict=True))

@@ -5,7 +5,6 @@ tokenizer.
 """
 
 import logging
-import time
 from collections.abc import Sequence
 from functools import lru_cache, partial
 from typing import Any
@@ -88,7 +87,6 @@ class Rollouts(Blocks):
         self._advantages = torch.zeros(self._length)
         # (rows, max_new_tokens), by their name in a batch
         self._log_probs: dict[str, Tensor] = {}
-        self._seconds = 0.0  # that the last draw took
         # of the questions, by epoch: a step may cross an epoch's end
         order = partial(epoch_order, config.train.seed, length=len(task.train))
         self._order = lru_cache(2)(order)
@@ -125,7 +123,6 @@ class Rollouts(Blocks):
         """Sample the completions of a step from the model as it is now, and compute rewards and
         advantages.
         """
-        started = time.perf_counter()
         samples, seed = self.config.rl.samples, self.config.train.seed
         seeds = [
             derive_seed(seed, "rollouts", step, *divmod(row, samples))
@@ -137,7 +134,6 @@ class Rollouts(Blocks):
         grouped = advantages(self._answers.grouped_rewards, scaled=self.config.rl.scale_advantages)
         self._advantages = grouped.reshape(-1)
         self._log_probs = {}
-        self._seconds = time.perf_counter() - started
 
     def score(
         self,
@@ -161,14 +157,12 @@ class Rollouts(Blocks):
         self._log_probs[name] = scored
 
     def metrics(self) -> dict[str, float]:
-        """Figures of the drawn completions, the share of prompts whose rewards are all equal,
-        and tokens per second.
+        """Figures of the drawn completions; `no_signal` is the share of prompts whose rewards are
+        all equal.
         """
         rewards = self._answers.grouped_rewards
         equal = (rewards.amax(1) == rewards.amin(1)).float().mean().item()
-        tokens = int(self._answers.completions.lengths.sum())
-        speed = {"generated_per_second": round(tokens / self._seconds, 1)} if self._seconds else {}
-        return self._answers.metrics() | {"no_signal": equal, **speed}
+        return self._answers.metrics() | {"no_signal": equal}
 
 
 def sequence_batch(answers: Answers, indices: np.ndarray | Sequence[int]) -> dict[str, Tensor]:

@@ -1,11 +1,10 @@
 """Methods: what a kind of training consists of, a row each; steps and evaluations of methods."""
 
 import logging
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 
-from nanogpt_hf.config.compatibility import FSDP2, Rule, check_settings
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.config.seeds import derive_seed
 from nanogpt_hf.data.prepare import prepare
@@ -28,12 +27,6 @@ from nanogpt_hf.training.run import Evaluated, Run, StepResult, start_model_of
 from nanogpt_hf.training.step import train_step
 
 logger = logging.getLogger(__name__)
-# What a method with an objective of its own does not combine with, as config/compatibility.py
-# names it: reason and remedy.
-OWN_OBJECTIVE = {
-    "pipeline stages": ("a stage computes the loss of the next token", FSDP2),
-    "context parallelism": ("a part of a sequence has the loss of the next token only", FSDP2),
-}
 
 
 @dataclass(frozen=True)
@@ -49,12 +42,6 @@ class Method:
     evaluate: Callable[[Run, Callable[[], bool]], Evaluated | None]
     describe_best: Callable[[float], str]  # the score of the best model in words
     step: Callable[[Run, int, float], StepResult] = train_step
-    refuses: Mapping[str, tuple[str, str]] = field(default_factory=lambda: OWN_OBJECTIVE)
-
-    def check(self, settings: Mapping[str, str]) -> None:
-        """Raises UserError if the method does not combine with a machine of these settings."""
-        rules = [Rule(self.name, other, *why) for other, why in self.refuses.items()]
-        check_settings({**settings, self.name: f"training by {self.name}"}, rules)
 
 
 def load_text(config: Config) -> PreparedData:
@@ -119,14 +106,13 @@ def policy_step(run: Run, step: int, learning_rate: float) -> StepResult:
     on them.
     """
     rl, rollouts = run.config.rl, rollouts_of(run)
-    with run.batches.waiting():
-        rollouts.draw(run.accelerator, run.mesh, run.model, step)
-        if rl.kl:
-            rollouts.score(
-                "reference_log_probs", start_model_of(run), run.batches, step, run.accelerator
-            )
-        if rl.updates > 1:
-            rollouts.score("old_log_probs", run.model, run.batches, step, run.accelerator)
+    rollouts.draw(run.accelerator, run.mesh, run.model, step)
+    if rl.kl:
+        rollouts.score(
+            "reference_log_probs", start_model_of(run), run.batches, step, run.accelerator
+        )
+    if rl.updates > 1:
+        rollouts.score("old_log_probs", run.model, run.batches, step, run.accelerator)
     result = train_step(run, step, learning_rate)
     for _ in range(rl.updates - 1):
         result = train_step(run, step, learning_rate)
@@ -172,7 +158,6 @@ TEXT = Method(
     objective=lambda config, _: partial(next_token_loss, balance=config.optim.balance_loss),
     evaluate=evaluate_validation,
     describe_best=lambda score: f"best validation loss {format_number(score, 4)}",
-    refuses={},
 )
 POLICY = Method(
     "reinforcement learning",

@@ -154,17 +154,15 @@ def pair_log_probs(
 
 def preference_step(run: Run, step: int, learning_rate: float) -> StepResult:
     """Take one optimizer step on the pairs of `step`."""
-    with run.batches.waiting():
-        fill_reference(run, lambda: False)
+    fill_reference(run)
     return train_step(run, step, learning_rate)
 
 
 def kto_step(run: Run, step: int, learning_rate: float) -> StepResult:
     """Estimate the KL divergence on the answers of `step`, and take an optimizer step on them."""
     blocks: Any = run.data.train
-    with run.batches.waiting():
-        fill_reference(run, lambda: False)
-        blocks.kl = divergence(run, blocks, run.batches.indices(step))
+    fill_reference(run)
+    blocks.kl = divergence(run, blocks, run.batches.indices(step))
     result = train_step(run, step, learning_rate)
     accuracy = {"accuracy": result.metrics["accuracy"]}
     return result._replace(metrics=accuracy, figures={"kl": blocks.kl})
@@ -174,8 +172,7 @@ def evaluate_preferences(run: Run, stopping: Callable[[], bool]) -> Evaluated | 
     """The loss on held-out pairs or answers, the share whose rewards are on the right side, and the
     margin between the mean rewards of both sides, if both occur; the same on all processes.
     """
-    if not fill_reference(run, stopping):
-        return None
+    fill_reference(run)
     blocks = run.data.validation
     indices, sides = evaluation_indices(blocks, run.config.eval.tokens), ("chosen", "rejected")
     if labeled := isinstance(blocks, LabeledAnswers):
@@ -238,16 +235,16 @@ def divergence(run: Run, blocks: LabeledAnswers, indices: np.ndarray) -> float:
 
 
 @torch.no_grad()
-def fill_reference(run: Run, stopping: Callable[[], bool]) -> bool:
+def fill_reference(run: Run) -> None:
     """Compute the log-probabilities of all rows under the model before training, once: they are
-    kept in the run folder. Returns whether they are there; not if `stopping()` has ended it.
+    kept in the run folder.
 
     At step 0 that is the model of the run; later, if the file was lost, it is loaded again.
     """
     splits: dict[str, Any] = {"train": run.data.train, "validation": run.data.validation}
     row = LOSSES.get(run.config.align.loss or "dpo")  # none of KTO
     if (row and not row.uses_reference) or splits["train"].reference.any():
-        return True
+        return
     accelerator, mesh, saved, filled = run.accelerator, run.mesh, {}, {}
     if mesh.is_main:
         with contextlib.suppress(OSError, SafetensorError):  # there is none, or it is damaged
@@ -265,8 +262,6 @@ def fill_reference(run: Run, stopping: Callable[[], bool]) -> bool:
                     with accelerator.autocast():
                         sums, _ = pair_log_probs(model, batch["input_ids"], batch["shift_labels"])
                     found[torch.from_numpy(rows).to(found.device)] = sums[: len(rows)].float()
-                    if stopping():
-                        return False
         filled[name] = sum_over_ranks(accelerator, mesh, found).cpu()
     run.start_model = None  # frees its memory
     if mesh.is_main and not is_saved[0]:
@@ -274,4 +269,3 @@ def fill_reference(run: Run, stopping: Callable[[], bool]) -> bool:
             partial.write_bytes(save(filled))
     for name, reference in filled.items():
         splits[name].reference = reference
-    return True

@@ -24,7 +24,7 @@ from nanogpt_hf.config.checks import accumulation_steps
 from nanogpt_hf.config.compatibility import check_settings
 from nanogpt_hf.config.dial import dial_lines
 from nanogpt_hf.config.schema import Config
-from nanogpt_hf.config.sources import packs, sources_of
+from nanogpt_hf.config.sources import packs
 from nanogpt_hf.config.stages import config_at, naming, stages_of
 from nanogpt_hf.cpu import share_threads
 from nanogpt_hf.data.manifest import identity
@@ -39,7 +39,7 @@ from nanogpt_hf.distributed.accelerator import (
     prepared_blocks,
 )
 from nanogpt_hf.distributed.gradient_tree import fix_order
-from nanogpt_hf.distributed.layout import machine_settings, split_model
+from nanogpt_hf.distributed.layout import split_model
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.distributed.pipeline import Pipeline
 from nanogpt_hf.distributed.rendezvous import one_line_for_a_lost_process, prepare_on_all_ranks
@@ -91,9 +91,8 @@ def prepare_run(
     disable_progress_bar()
     mesh = mesh or Mesh.from_environment()
     folder = RunFolder(Path(run_dir or Path("runs") / config.name))
-    _check_before_the_data(config, folder, mesh)
+    _check_before_the_data(config, mesh)
     method = method_of(config)
-    method.check(machine_settings(mesh, requested_machine()))
     options = {"resume": resume, "overwrite": overwrite, "auto_resume": auto_resume}
     flags = [f"--{name.replace('_', '-')}" for name, is_given in options.items() if is_given]
     check_settings(dict(zip(flags, flags, strict=True)))
@@ -120,25 +119,8 @@ def prepare_run(
         raise
 
 
-def check_folders(config: Config, folder: RunFolder) -> None:
-    """Raises UserError if the run folder and prepared data or the teacher are inside each other."""
-    dirs = [config.data.dir, *(source.data.dir for source in sources_of(config.data))]
-    others = [("data.dir", path) for path in dirs]
-    if config.distill.teacher:
-        others.append(("distill.teacher", config.distill.teacher))
-    run = folder.path.resolve()
-    for knob, path in others:
-        other = Path(path).expanduser().resolve()
-        if run.is_relative_to(other) or other.is_relative_to(run):
-            raise UserError(
-                f"--run-dir {folder.path} and --{knob} {path}: one is inside the other; choose two "
-                "separate folders"
-            )
-
-
-def _check_before_the_data(config: Config, folder: RunFolder, mesh: Mesh) -> None:
-    """Raises UserError for what is wrong without the data: folders, machine, section `model`."""
-    check_folders(config, folder)
+def _check_before_the_data(config: Config, mesh: Mesh) -> None:
+    """Raises UserError for what is wrong without the data: machine, section `model`."""
     for stage in stages_of(config):
         with naming(stage):
             check_launch(stage.config, mesh)

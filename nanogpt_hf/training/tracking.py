@@ -75,8 +75,8 @@ class Tracking:
             disable=not (self.main and shows_bars()),
         )
         self._last_line = 0.0
-        config, log = run.config, logger.info if self.main else logger.debug
-        log(
+        config = run.config
+        logger.info(
             f"{config.name}: {count_parameters(run.model_config):,} parameters; "
             f"{config.train.max_steps:,} steps of {config.train.tokens_per_step:,} tokens = "
             f"{config.train.micro_batch_size} sequences × {config.data.block_size} × "
@@ -84,7 +84,7 @@ class Tracking:
             f"accumulated; {describe_machine(run.accelerator)}"
         )
         for line in stage_lines(config):
-            log(line)
+            logger.info(line)
 
     @property
     def config(self) -> Config:
@@ -119,7 +119,6 @@ class Tracking:
         speed.
         """
         self._clock, self._clock_tokens = time.perf_counter(), self.run.state.tokens
-        self._clock_waited = self.run.batches.seconds_waited
 
     def _write(self, values: dict[str, float]) -> None:
         # JSON has no NaN: values that are not finite become null
@@ -149,15 +148,12 @@ class Tracking:
         steps.
         """
         now, tokens = time.perf_counter(), self.run.state.tokens
-        elapsed = max(now - self._clock, 1e-9)
-        rate = (tokens - self._clock_tokens) / elapsed
-        waited = self.run.batches.seconds_waited - self._clock_waited
+        rate = (tokens - self._clock_tokens) / max(now - self._clock, 1e-9)
         self.restart_clock()
         values = {
             "train/loss": loss,
             "train/learning_rate": learning_rate,
             "train/tokens_per_second": round(rate, 1),
-            "train/data_wait": round(waited / elapsed, 4),
             **self._epochs(),
             **metrics,
         }
@@ -192,9 +188,8 @@ class Tracking:
         self.bar.set_postfix_str(f"{metrics}{best}")
 
     def _log(self, *lines: str) -> None:
-        if self.main:
-            step = f"step {self.run.state.step:,}/{self.config.train.max_steps:,}"
-            logger.info("\n".join((f"{step}: {lines[0]}", *lines[1:])))
+        step = f"step {self.run.state.step:,}/{self.config.train.max_steps:,}"
+        logger.info("\n".join((f"{step}: {lines[0]}", *lines[1:])))
 
     def evaluation(self, evaluated: Evaluated, is_best: bool) -> None:
         """Log an evaluation with its samples."""
@@ -257,8 +252,6 @@ def _start_trackers(run: Run, start: dict[str, Any]) -> None:
 
 def _as_scalar(value: Any) -> Any:
     """Lists and mappings as text: TensorBoard accepts nothing else."""
-    if isinstance(value, list) and all(isinstance(item, str) for item in value):
-        return ", ".join(value)
     return json.dumps(value) if isinstance(value, list | dict) else value
 
 
@@ -286,16 +279,11 @@ def _tracker_options(run: Run, name: str, step: int) -> dict[str, Any]:
 
 def log_summary(run: Run) -> None:
     """Log the last lines of a finished run: steps and time, best loss, files, the next command."""
-    if not run.mesh.is_main:
-        return
     config, folder, state = run.config, run.folder, run.state
     best = "no evaluation was the best"
     if state.best_loss is not None:
         best = f"{method_of(config).describe_best(state.best_loss)} at step {state.best_step:,}"
     duration = format_duration(state.seconds)
-    if state.seconds:
-        rate = state.tokens / state.seconds
-        duration += f" ({rate:,.0f} tokens/s, evaluations included)"
     lines = [f"\ndone: {state.step:,} steps, {state.tokens:,} tokens in {duration}", f"  {best}"]
     if state.step < config.train.max_steps:
         lines.append(

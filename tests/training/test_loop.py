@@ -19,7 +19,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from assertions import at_step, column, numbers, replace_step, same_weights, weights
 from nanogpt_hf.checkpoint.reader import read_checkpoint
 from nanogpt_hf.config.load import load_config
-from nanogpt_hf.data.blocks import TokenBlocks
 from nanogpt_hf.data.prepared import load_prepared
 from nanogpt_hf.distributed import signals
 from nanogpt_hf.errors import Stopped, UserError
@@ -342,23 +341,17 @@ def test_nan_loss_is_not_best(start, monkeypatch):
     assert set(column(run, "val/loss").values()) == {None}
 
 
-def test_throughput_and_data_wait_average_since_last_log(start, monkeypatch):
-    clock, batch = [0.0], TokenBlocks.batch
+def test_throughput_is_averaged_since_last_log(start, monkeypatch):
+    clock = [0.0]
 
     def slow_step(*arguments):
-        clock[0] += 1.5
+        clock[0] += 2.0
         return train_step(*arguments)
-
-    def slow_batch(blocks, indices):
-        clock[0] += 0.25  # two micro-batches per step
-        return batch(blocks, indices)
 
     monkeypatch.setattr(tracking.time, "perf_counter", lambda: clock[0])
     replace_step(monkeypatch, slow_step)
-    monkeypatch.setattr(TokenBlocks, "batch", slow_batch)
     run = start(train__max_steps=40, tracking__every=10, eval__every=1000, checkpoint__every=1000)
     assert column(run, "train/tokens_per_second") == dict.fromkeys((10, 20, 30, 40), 64.0)
-    assert column(run, "train/data_wait") == dict.fromkeys((10, 20, 30, 40), 0.25)
 
 
 @pytest.mark.slow

@@ -75,7 +75,6 @@ def test_branch_has_other_text_rates_and_steps(honest, branch, text_file, tmp_pa
         ("--at 8 --run-dir NEW", "--train.max_steps 8: is not past step 8"),
         ("--at 4 --run-dir STEM", "is inside"),
         ("--at 4 --run-dir STEM/new", "is inside"),
-        ("--at 4 --run-dir NEW --data.dir NEW/data", "one is inside the other"),
     ],
 )
 def test_mistake_is_one_line(honest, refused, tmp_path, words, part):

@@ -103,8 +103,7 @@ def test_metrics_are_documented_and_plausible(pretrain, root):
     step_events = [event for event in events if "train/loss" in event]
     assert len(step_events) == 2
     for event in step_events:
-        assert sum(not name.startswith("layers/") for name in event) == 10
-        assert 0 < event["train/data_wait"] < 1
+        assert sum(not name.startswith("layers/") for name in event) == 9
         assert event["train/clipped_share"] == float(event["train/grad_norm"] > 1)
         assert 2**26 < event["train/memory_peak_bytes"] < 2**40
 
@@ -193,7 +192,6 @@ def test_quiet_prints_nothing_and_terminal_shows_bar_and_summary(pretrain, capsy
     assert "4/4" in captured.err
     assert "best validation loss" in captured.err
     assert "done: 4 steps, 512 tokens in " in captured.out
-    assert "tokens/s, evaluations included" in captured.out
     losses = column(run, "val/loss")
     best = min((loss, step) for step, loss in losses.items() if step)
     assert f"  best validation loss {best[0]:.4f} at step {best[1]}\n" in captured.out
