@@ -216,7 +216,7 @@ def test_run_that_was_stopped_before_an_evaluation_is_equal(
 
 
 def test_damaged_checkpoint_is_one_line(run, capsys):
-    (run.checkpoint(2) / CHECKSUMS).write_text("[]")
+    (run.checkpoint(2) / CHECKSUMS).write_text("{")
     assert main(argv("verify {}", run.path)) == 1
     (line,) = capsys.readouterr().out.splitlines()
     assert str(run.checkpoint(2)) in line
