@@ -48,13 +48,11 @@ def make_branch(old: RunFolder, step: int, new: RunFolder, config: Config) -> No
 
 
 def _copy_history(old: RunFolder, new: RunFolder, step: int) -> None:
-    """Copy the metrics and starts up to a step, and add an entry that names the other run."""
+    """Copy the metrics up to a step, and the start before it, which names the other run."""
     events = [event for event in read_metrics(old) if event["step"] <= step]
     write_whole(new.metrics, "".join(f"{json.dumps(event)}\n" for event in events))
-    starts = [start for start in read_starts(old) if start.get("step", 0) <= step]
-    entry = {"step": step, "time": now(), "branch_of": str(old.path.resolve())}
-    for start in [*starts, (starts or [{}])[-1] | entry]:
-        add_start(new, start)
+    start = [start for start in read_starts(old) if start["step"] <= step][-1]
+    add_start(new, start | {"step": step, "time": now(), "branch_of": str(old.path.resolve())})
 
 
 def _copy_checkpoint(source: Path, target: Path, identity: dict[str, Any]) -> None:

@@ -58,7 +58,7 @@ def check_repeatable(folder: RunFolder, config: Config, mesh: Mesh) -> None:
         raise UserError(f"{folder.path}: verify does not repeat finetune.unfreeze_every")
     now = requested_precision().replace("no", "fp32")
     for start in read_starts(folder):
-        count, precision = start.get("processes", 1), start.get("precision", now)
+        count, precision = start["processes"], start["precision"]
         if precision != now:
             raise UserError(
                 f"{folder.path}: was trained in {precision}, and the accelerate config sets {now}; "
@@ -100,7 +100,7 @@ def segments_to_verify(
 
 def seconds_to_repeat(folder: RunFolder, segments: list[tuple[int, int]], mesh: Mesh) -> float:
     """How long segments take if each process computes as fast as each of the run."""
-    processes = max([1, *(start.get("processes", 1) for start in read_starts(folder)[-1:])])
+    processes = read_starts(folder)[-1]["processes"]
     at = {
         step: read_checkpoint(folder.checkpoint(step)).state.seconds if step else 0.0
         for segment in segments

@@ -6,7 +6,7 @@ import numpy as np
 
 from nanogpt_hf.config.schema import KNOBS, Config
 from nanogpt_hf.config.sources import knob_text
-from nanogpt_hf.formatting import align, format_duration, format_number
+from nanogpt_hf.formatting import align, format_duration
 from nanogpt_hf.runs.metrics import Event, column, names
 
 
@@ -16,14 +16,14 @@ def summarize(events: list[Event], metric: str) -> dict[str, Any]:
     """
     steps, values = column(events, metric)
     rates = column(events, "train/tokens_per_second")[1]
-    last, best = events[-1], None
+    last, best = {"step": 0, "tokens": 0, "seconds": 0} | (events[-1] if events else {}), None
     if len(values):
         best = int((-values if metric == "val/reward" else values).argmin())
     sources = [name for name in names(events) if name.startswith(f"{metric}/")]
     return {
         "steps": last["step"],
-        "tokens": last.get("tokens", 0),
-        "seconds": last.get("seconds", 0),
+        "tokens": last["tokens"],
+        "seconds": last["seconds"],
         "tokens_per_second": float(np.median(rates)) if len(rates) else None,
         "best": None if best is None else float(values[best]),
         "best_step": None if best is None else int(steps[best]),
@@ -38,18 +38,15 @@ def compare_runs(runs: dict[str, dict[str, Any]], metric: str) -> str:
     head = ["run", "steps", "tokens", "time", "tokens/s", f"best {metric}", "at step", "last"]
     rows = [[*head, *(name.removeprefix(f"{metric}/") for name in sources)]]
     for name, run in runs.items():
-        speed, step = (
-            "–" if value is None else f"{value:,.0f}"
-            for value in (run["tokens_per_second"], run["best_step"])
-        )
-        counts = [f"{run[count]:,}" for count in ("steps", "tokens")]
-        row = [name, *counts, format_duration(run["seconds"]), speed, _loss(run["best"]), step]
-        rows.append([*row, _loss(run["last"]), *(_loss(run["sources"].get(s)) for s in sources)])
+        done = [f"{run['steps']:,}", f"{run['tokens']:,}", format_duration(run["seconds"])]
+        best = [_shown(run["best"]), _shown(run["best_step"], ","), _shown(run["last"])]
+        losses = [*best, *(_shown(run["sources"].get(source)) for source in sources)]
+        rows.append([name, *done, _shown(run["tokens_per_second"], ",.0f"), *losses])
     return align(rows, range(1, len(rows[0])))
 
 
-def _loss(value: float | None) -> str:
-    return "–" if value is None else format_number(value, 4)
+def _shown(value: float | None, form: str = ".5g") -> str:
+    return "–" if value is None else format(value, form)
 
 
 def compare_recipes(configs: dict[str, Config]) -> dict[str, dict[str, str]]:

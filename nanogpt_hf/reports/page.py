@@ -12,6 +12,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import yaml
 from jinja2 import Environment
 
 import nanogpt_hf
@@ -19,7 +20,7 @@ from nanogpt_hf.config.load import config_to_yaml, load_config
 from nanogpt_hf.config.schema import KNOBS, Config, get_value
 from nanogpt_hf.config.sources import knob_text, source_text
 from nanogpt_hf.config.stages import stages_of
-from nanogpt_hf.errors import UserError, one_line
+from nanogpt_hf.errors import one_line
 from nanogpt_hf.formatting import format_duration, format_number
 from nanogpt_hf.reports.comparison import summarize
 from nanogpt_hf.reports.curves import draw_run
@@ -35,13 +36,12 @@ _SECONDS_BETWEEN_PLOTS = 30.0  # the first takes about half a second
 MAX_POINTS = 4000  # per curve, since a browser has to draw them; longer ones are thinned out
 
 
-def write_report(run: RunFolder, path: Path, events: list[Event] | None = None) -> None:
-    """Write the report of `run` to `path`, atomically.
+def write_report(run: RunFolder, path: Path) -> None:
+    """Write the report of `run`, which may still be training, to `path`, atomically.
 
-    Works for a run that is still training, and for one with missing files, which the page names.
-    Raises UserError if `path` is not writable.
+    Raises UserError if `path` is not writable, or the recipe was edited and has mistakes.
     """
-    write_whole(path, render(run, read_metrics(run) if events is None else events))
+    write_whole(path, render(run, read_metrics(run)))
 
 
 def render(run: RunFolder, events: list[Event]) -> str:
@@ -49,24 +49,19 @@ def render(run: RunFolder, events: list[Event]) -> str:
 
     Text from the run is escaped, and the content security policy allows only our script.
     """
-    config, problem = None, ""
-    try:
-        config = load_config(run.recipe)
-    except UserError as error:
-        problem = str(error).partition("\n")[0]
+    config = load_config(run.recipe)
+    reference = find_reference(config)
     metric = "val/reward" if "train/reward" in names(events) else "val/loss"
-    judged = config if metric == "val/loss" else None  # rewards have no reference
-    reference = find_reference(judged) if judged else None
-    figures = summarize(events, metric) if events else None
+    figures = summarize(events, metric)
     data = {
         "groups": _curves(events),
         "band": reference.curve if reference else None,
-        "stages": [[stage.first, stage.name] for stage in stages_of(config)[1:]] if config else [],
+        "stages": [[stage.first, stage.name] for stage in stages_of(config)[1:]],
     }
     style, script = (_asset(f"page.{kind}") for kind in ("css", "js"))
     policy = "default-src 'none'; base-uri 'none'; form-action 'none'; img-src data:; "
     policy += f"style-src '{_hash(style)}'; script-src '{_hash(script)}'"
-    is_adapter = config is not None and config.lora.rank is not None and not config.lora.merge
+    is_adapter = config.lora.rank is not None and not config.lora.merge
     environment = Environment(autoescape=True, finalize=_redacted)
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     return environment.from_string(_asset("page.html")).render(
@@ -74,15 +69,15 @@ def render(run: RunFolder, events: list[Event]) -> str:
         policy=policy,
         style=style,
         script=script,
-        state=_state_line(run, config, events),
-        verdict=judge(reference, judged, events) if judged else None,
-        tiles=_tiles(figures, metric) if figures else [],
+        state=_state_line(run, config, figures["steps"]),
+        # rewards have no reference
+        verdict=judge(reference, config, events) if metric == "val/loss" else None,
+        tiles=_tiles(figures, metric),
         samples=_samples(events),
-        evaluations=_evaluation_table(events, figures["best_step"] if figures else None),
-        knobs=config and _knob_rows(config),
-        recipe=config and config_to_yaml(config),
-        problem=problem,
-        machine=_machine_rows(read_starts(run)),
+        evaluations=_evaluation_table(events, figures["best_step"]),
+        knobs=_knob_rows(config),
+        recipe=config_to_yaml(config),
+        machine=yaml.safe_dump(read_starts(run), allow_unicode=True, sort_keys=False),
         verified=[
             [f"{event.get('from')} to {event['step']}", *map(event.get, _VERIFIED)]
             for event in read_events(run.verified)
@@ -128,14 +123,11 @@ def _curves(events: list[Event]) -> list[dict[str, Any]]:
     return groups
 
 
-def _state_line(run: RunFolder, config: Config | None, events: list[Event]) -> str:
-    step = max((event["step"] for event in events), default=0)
-    total = f" of {config.train.max_steps:,}" if config else ""
-    is_done = run.final.is_dir()
-    state = f"done: {step:,} steps" if is_done else f"step {step:,}{total}, not finished"
-    if config is None:
-        return state
+def _state_line(run: RunFolder, config: Config, step: int) -> str:
     model, data, train = config.model, config.data, config.train
+    state = f"step {step:,} of {train.max_steps:,}, not finished"
+    if run.final.is_dir():
+        state = f"done: {step:,} steps"
     start = f"from {config.finetune.model}" if config.finetune.model else "from scratch"
     return (
         f"{state}. {model.n_layer} layers, {model.n_head} heads, "
@@ -197,17 +189,6 @@ def _knob_rows(config: Config) -> list[list[str]]:
     ]
 
 
-def _machine_rows(starts: list[dict[str, Any]]) -> list[list[str]]:
-    """Names and values of each start of the run."""
-    rows = []
-    for start in starts:
-        for name, value in start.items():
-            if isinstance(value, dict):
-                value = ", ".join(f"{part} {number}" for part, number in value.items())
-            rows.append([name, str(value)])
-    return rows
-
-
 class LiveReports:
     """Draws loss.png every 30 seconds or more while a run trains, and both files at its end.
 
@@ -229,7 +210,7 @@ class LiveReports:
         # a folder that is gone is why the run ended
         if self.is_main and self.folder.path.is_dir():
             _try(draw_run, self.folder, self.config, events)
-            _try(write_report, self.folder, self.folder.report, events)
+            _try(write_report, self.folder, self.folder.report)
 
 
 def _try(function: Callable[..., None], *arguments: Any) -> None:

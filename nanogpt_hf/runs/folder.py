@@ -274,7 +274,7 @@ def find_run(name: str) -> RunFolder:
     Raises RunFolderError, with the nearest run's folder, if there is none.
     """
     run = RunFolder(name)
-    if run.recipe.is_file() or run.metrics.is_file():
+    if run.recipe.is_file():
         return run
     if run.path.is_dir():
         raise RunFolderError(

@@ -118,8 +118,8 @@ def branched_at(run: RunFolder) -> tuple[int, str]:
     """The step at which the run began, and the folder of the run that it is a branch of; 0 and ""
     if it is none.
     """
-    starts = reversed(read_starts(run))
-    return next(((s.get("step", 0), s["branch_of"]) for s in starts if "branch_of" in s), (0, ""))
+    first = read_starts(run)[0]
+    return first["step"], first.get("branch_of", "")
 
 
 def add_start(run: RunFolder, start: dict[str, Any]) -> None:

@@ -5,7 +5,6 @@ The identity is the knobs that a resume may not change, and the data.
 
 import json
 import math
-import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -124,11 +123,5 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     if new.get("train sha256") and changed == ["revision"]:
         return lines  # the same tokens, from files that are split or stored otherwise
     return lines + [
-        f"{_SHOWN.get(name, f'data {name}')}: {_short(old.get(name))} -> {_short(new[name])}"
-        for name in changed
+        f"{_SHOWN.get(name, f'data {name}')}: {old.get(name)} -> {new[name]}" for name in changed
     ]
-
-
-def _short(value: Any) -> str:
-    """A fact with the first 8 digits of each hash in it."""
-    return re.sub(r"\b([0-9a-f]{8})[0-9a-f]{32,}\b", r"\1", str(value))

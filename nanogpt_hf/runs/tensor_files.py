@@ -1,5 +1,4 @@
-"""Tensors in safetensors files: written in chunks, read by slices, whole or split over several
-files by ranks.
+"""Tensors in safetensors files: read by slices, whole or split over several files by ranks.
 
 A file that holds a part of a tensor states the tensor's shape and the part's offset in the
 file's metadata, as JSON under `slices`. All other tensors are whole, so files of one process are
@@ -8,16 +7,15 @@ plain safetensors.
 
 import hashlib
 import json
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
-_CHUNK = 2**22  # bytes written at a time
 # values per operation: torch starts no threads below that, which would compete with the training
 _SERIAL = 2**15
 _SLICES = "slices"
@@ -35,7 +33,6 @@ _DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-_CODES = {dtype: code for code, dtype in _DTYPES.items()}
 Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]  # name -> shape, dtype
 
 
@@ -63,47 +60,28 @@ class NotFiniteError(ValueError):
 
 
 def write_tensors(path: Path, parts: Mapping[str, Part]) -> str:
-    """Write parts of tensors as a safetensors file and flush it to the disk; return its checksum.
+    """Write parts of tensors as a safetensors file; return its checksum.
 
-    Holds Python's global lock only briefly, so that it does not delay another thread. Raises
-    NotFiniteError before it writes a tensor with an infinite or NaN value.
+    Raises OSError if it cannot be written, and NotFiniteError before it writes a tensor with an
+    infinite or NaN value.
     """
-    # the order keeps values aligned
-    parts = dict(sorted(parts.items(), key=lambda item: (-item[1].values.element_size(), item[0])))
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    cut = {name: part for name, part in parts.items() if part.box.shape != part.shape}
-    if cut:
-        slices = {name: {"shape": p.shape, "offset": p.box.offset} for name, p in cut.items()}
-        header["__metadata__"][_SLICES] = json.dumps(slices)
-    end = 0
     for name, part in parts.items():
-        start, end = end, end + part.values.nbytes
-        dtype = _CODES[part.values.dtype]
-        header[name] = {"dtype": dtype, "shape": part.box.shape, "data_offsets": [start, end]}
-    head = json.dumps(header, separators=(",", ":")).encode()
-    head += b" " * (-len(head) % 8)
-    digest = hashlib.sha256()
-    with path.open("wb", buffering=0) as file:
-        for data in _contents(len(head).to_bytes(8, "little") + head, parts):
-            digest.update(data)
-            while data:
-                data = data[file.write(data) :]
-        os.fsync(file.fileno())
-    return digest.hexdigest()
-
-
-def _contents(head: bytes, parts: Mapping[str, Part]) -> Iterator[memoryview]:
-    yield from _chunks(memoryview(head))
-    for name, part in parts.items():
-        values: Any = part.values.reshape(-1)
+        values = part.values.reshape(-1)
         is_float = values.is_floating_point() and values.element_size() > 1
         if is_float and not all(bool(chunk.isfinite().all()) for chunk in values.split(_SERIAL)):
             raise NotFiniteError(name)
-        yield from _chunks(memoryview(values.view(torch.uint8).numpy()))
-
-
-def _chunks(data: memoryview) -> Iterator[memoryview]:
-    return (data[start : start + _CHUNK] for start in range(0, len(data), _CHUNK))
+    cut = {name: part for name, part in parts.items() if part.box.shape != part.shape}
+    slices = {name: {"shape": part.shape, "offset": part.box.offset} for name, part in cut.items()}
+    metadata = {"format": "pt"} | ({_SLICES: json.dumps(slices)} if cut else {})
+    path.touch()
+    mode = path.stat().st_mode
+    try:
+        save_file({name: part.values for name, part in parts.items()}, path, metadata)
+    except SafetensorError as error:
+        raise OSError(str(error)) from None
+    path.chmod(mode)  # safetensors lets nobody else read it
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 class TensorFiles(Mapping[str, Tensor]):

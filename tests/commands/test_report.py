@@ -30,7 +30,7 @@ def test_training_writes_it_and_the_command_writes_it_again_or_elsewhere(trained
     assert (tmp_path / "other.html").stat().st_size > 10_000
 
 
-def test_report_of_unfinished_and_damaged_run(trained, tmp_path, capsys):
+def test_report_of_an_unfinished_run(trained, tmp_path):
     run = shutil.copytree(trained, tmp_path / "run")
     for name in ("best", "final", "checkpoints"):
         shutil.rmtree(run / name)
@@ -38,7 +38,3 @@ def test_report_of_unfinished_and_damaged_run(trained, tmp_path, capsys):
     (run / "metrics.jsonl").write_text("\n".join(lines[:5]) + '\n{"step": 4, "tra')
     assert main(["report", str(run)]) == 0
     assert "of 6, not finished" in (run / "report.html").read_text()
-    (run / "recipe.yaml").write_text("model: {n_layer: many}\n")
-    (run / "loss.png").unlink()
-    assert main(["report", str(run)]) == 0
-    assert "n_layer: expected an integer" in (run / "report.html").read_text()

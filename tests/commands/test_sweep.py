@@ -159,43 +159,25 @@ def test_runs_share_prepared_data_of_equal_tokens(grid):
 # --- the table and the plot
 
 
-@pytest.fixture
-def sizes(tmp_path, grid):
-    """A sweep over three depths of which the last is half done; the losses follow the law
-    9 · FLOPs^-0.1.
-    """
+def test_table_json_and_law_have_the_results(tmp_path, grid):
     runs = grid(("model.depth", "1,2,4"), ("model.aspect_ratio", "8"), ("train.seed", "1"))
     sizes = sweep.Sweep("tiny", runs, tmp_path / "si$zes")
-    for row, share in zip(sizes.planned(), (1, 1, 0.5), strict=True):
+    for row in sizes.planned():
         folder = sizes.folder / row["run"]
         folder.mkdir(parents=True)
-        with (folder / "metrics.jsonl").open("w") as file:
-            for step in range(round(row["steps"] * share) + 1):
-                tokens = row["tokens"] * step // row["steps"]
-                loss = 9 * row["flops"] ** -0.1 + 0.1 * (row["steps"] - step)
-                event = {"step": step, "tokens": tokens, "seconds": 1.5 * step}
-                file.write(json.dumps(event | {"val/loss": loss, "val/bits_per_byte": loss}) + "\n")
-    return sizes
-
-
-def test_table_json_and_law_have_the_results(sizes):
-    done = {run.name: "done" for run in sizes.runs}
+        loss = 9 * row["flops"] ** -0.1
+        end = {"step": row["steps"], "tokens": row["tokens"], "seconds": 1.5, "val/loss": loss}
+        (folder / "metrics.jsonl").write_text(json.dumps(end))
+    done = {run.name: "done" for run in runs}
     tree = sweep.write_results(sizes, done)
     assert (sizes.folder / "sweep.png").read_bytes().startswith(b"\x89PNG")
     assert json.loads((sizes.folder / "sweep.json").read_text()) == tree
-    planned, rows = sizes.planned(), tree["runs"]
-    assert rows[2]["flops"] == pytest.approx(planned[2]["flops"] / 2, rel=0.1)
-    assert rows[1]["steps"] == planned[1]["steps"]
-    assert all(f"{row['val_loss']:.4f}" in sweep.table(rows) for row in rows)
-    finished = [
-        row | {"flops": p["flops"], "val_loss": 9 * p["flops"] ** -0.1}
-        for row, p in zip(rows, planned, strict=True)
-    ]
-    law = sweep.fit_scaling(finished)
+    assert all(f"{row['val_loss']:.4f}" in sweep.table(tree["runs"]) for row in tree["runs"])
+    law = tree["fit"]
     assert (law["coefficient"], law["exponent"]) == (pytest.approx(9), pytest.approx(-0.1))
-    worse = finished[1] | {"val_loss": 99.0}
-    assert sweep.fit_scaling([worse, *finished]) == pytest.approx(law)
-    assert sweep.fit_scaling([*finished[:2], finished[2] | {"status": "interrupted"}]) is None
+    worse = tree["runs"][1] | {"val_loss": 99.0}
+    assert sweep.fit_scaling([worse, *tree["runs"]]) == pytest.approx(law)
+    assert sweep.write_results(sizes, done | {runs[2].name: "interrupted"})["fit"] is None
 
 
 def test_seed_means_average_finished_runs_of_equal_knobs():

@@ -106,11 +106,7 @@ def test_report_loads_nothing_and_allows_only_its_script(folder):
     )
 
 
-def test_report_names_missing_files(folder):
-    folder.machine.unlink()
-    folder.recipe.unlink()
-    text = Parsed(render(folder, read_metrics(folder))).text
-    assert all(word in text for word in ("recipe.yaml: ", "machine.json", "step 3, "))
+def test_report_of_a_run_without_events(folder):
     assert "None yet" in Parsed(render(folder, [])).text
 
 
@@ -148,10 +144,10 @@ def test_report_of_reinforcement_learning_shows_rewards(folder, write_recipe):
     folder.recipe.write_text(config_to_yaml(load_config(write_recipe(**knobs))))
     answer = {"prompt": "2+2", "text": "<4>", "reward": "0.25"}
     events = [
-        {"step": 0, "val/reward": 0.5, "val/pass@1": 0.4, "val/pass@4": 0.7},
-        {"step": 0, "samples": [answer]},
-        {"step": 1, "train/loss": 0.1, "train/reward": 0.6},
-        {"step": 2, "val/reward": 0.75, "val/pass@1": 0.65, "val/pass@4": 0.9},
+        event(0, 0, **{"val/reward": 0.5, "val/pass@1": 0.4, "val/pass@4": 0.7}),
+        event(0, 0, samples=[answer]),
+        event(1, 1, **{"train/loss": 0.1, "train/reward": 0.6}),
+        event(2, 2, **{"val/reward": 0.75, "val/pass@1": 0.65, "val/pass@4": 0.9}),
     ]
     parsed = Parsed(text := render(folder, events))
     assert "best mean reward0.7500at step 2" in parsed.text
