@@ -129,9 +129,13 @@ class _Meter(TorchDispatchMode):
 def _own_line(stack: traceback.StackSummary) -> str:
     """The innermost line of this package in a stack, and its text."""
     root = os.path.dirname(nanogpt_hf.__file__)
-    frames = [frame for frame in stack if frame.filename.startswith(root)]
-    frames = [f for f in frames if f.filename != __file__ and f.name != "__torch_function__"]
-    frame = frames[-1]
+    frame = [
+        frame
+        for frame in stack
+        if frame.filename.startswith(root)
+        and frame.filename != __file__
+        and frame.name != "__torch_function__"
+    ][-1]
     return f"{os.path.relpath(frame.filename, root)}:{frame.lineno} {frame.line}"
 
 

@@ -162,11 +162,11 @@ def run_push(arguments: Namespace) -> None:
     A run folder's resolved recipe, metrics and loss plot are pushed too. The token is the one that
     `hf auth login` stored, or HF_TOKEN. Nothing in the repository is ever deleted.
     """
-    folder = Path(find_model(arguments.model, on_hub=False))
-    if not folder.is_dir():
+    if not Path(arguments.model).is_dir():
         raise UserError(
             f"{arguments.model}: no such folder; push takes a run, model or adapter folder"
         )
+    folder = Path(find_model(arguments.model))
 
     from huggingface_hub.utils import disable_progress_bars
 

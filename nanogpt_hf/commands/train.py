@@ -250,7 +250,7 @@ def run_sweep(arguments: Namespace, overrides: Overrides) -> int:
         with grid.locked(sweep):
             statuses, exit_status = grid.train_runs(sweep)
             tree = grid.write_results(sweep, statuses)
-        lines = [grid.table(tree["runs"]), "", *tree["seed_means"]]
+        lines = [grid.table(tree["runs"]), ""]
         if law := tree["fit"]:
             lines.append(
                 f"scaling over depths: loss = {law['coefficient']:.4g} × "

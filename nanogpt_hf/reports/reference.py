@@ -81,14 +81,10 @@ def make_reference(runs: list[RunFolder], name: str) -> Reference:
     if len(set(reference.seeds)) < max(3, len(runs)):
         seeds = ", ".join(map(str, reference.seeds))
         raise UserError(f"a reference needs three runs with different seeds; these have {seeds}")
-    return replace(reference, curve=band_of(steps.astype(int).tolist(), np.array(losses)))
-
-
-def band_of(steps: list[int], losses: np.ndarray) -> Curve:
-    """The mean over seeds and the band around it, for `losses` of shape (seeds, steps)."""
-    mean, reach = losses.mean(axis=0), _WIDTH * losses.std(axis=0, ddof=1)
-    parts = {"mean": mean, "low": mean - reach, "high": mean + reach}
-    return {"step": steps, **{name: part.round(4).tolist() for name, part in parts.items()}}
+    mean, reach = np.mean(losses, axis=0), _WIDTH * np.std(losses, axis=0, ddof=1)
+    band = {"step": steps.astype(int), "mean": mean, "low": mean - reach, "high": mean + reach}
+    curve = {name: values.round(4).tolist() for name, values in band.items()}
+    return replace(reference, curve=curve)
 
 
 def text_facts(config: Config) -> dict[str, Any] | None:

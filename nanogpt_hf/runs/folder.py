@@ -285,18 +285,17 @@ def find_run(name: str) -> RunFolder:
     raise RunFolderError(f"{name}: no such run folder{near}")
 
 
-def find_model(name: str, on_hub: bool = True) -> str:
+def find_model(name: str) -> str:
     """The model folder that MODEL means: a run folder's best/ (else final/), any other folder or
     Hub id as it is.
 
     Raises RunFolderError for a run folder without a model, and UserError for a path that does
-    not exist. With `on_hub` False a name always means a folder, and the caller checks whether it
-    exists.
+    not exist.
     """
     name = os.path.expanduser(name)
     run = RunFolder(name)
     if not run.recipe.is_file():
-        return folder_or_hub_id(name) if on_hub else str(run.path)
+        return folder_or_hub_id(name)
     for folder in (run.best, run.final):
         if folder.is_dir():
             return str(folder)

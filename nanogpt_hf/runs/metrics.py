@@ -53,13 +53,9 @@ def names(events: list[Event]) -> list[str]:
 
 
 def smooth(values: np.ndarray, span: int) -> np.ndarray:
-    """Exponential moving average over about `span` values, with Adam's bias correction for the
-    start.
-    """
-    decay = 1 - 1 / max(1, span)
-    averages, total, weight = [], 0.0, 0.0
-    for value in values:
-        total = decay * total + (1 - decay) * value
-        weight = decay * weight + (1 - decay)
-        averages.append(total / weight)
+    """Exponential moving average over about `span` values, at the start the mean of all so far."""
+    averages, average = [], 0.0
+    for number, value in enumerate(values, 1):
+        average += (value - average) / min(number, max(1, span))
+        averages.append(average)
     return np.array(averages)

@@ -200,20 +200,6 @@ def table(rows: Sequence[Row]) -> str:
     return align(lines, right=range(1, 7))
 
 
-def seed_means(rows: Sequence[Row], knobs: Sequence[str]) -> list[str]:
-    """Mean and standard deviation of the final losses over seeds, by the other swept knobs."""
-    losses: dict[str, list[float]] = {}
-    for row in rows if "train.seed" in knobs else ():
-        others = ", ".join(f"{key} {row[key]}" for key in knobs if key != "train.seed")
-        if row["status"] == "done" and row["val_loss"]:
-            losses.setdefault(others, []).append(row["val_loss"])
-    return [
-        f"{others or 'all'}: {np.mean(of):.4f} ± {np.std(of, ddof=1):.4f} over {len(of)} seeds"
-        for others, of in losses.items()
-        if len(of) > 1
-    ]
-
-
 def fit_scaling(rows: Sequence[Row]) -> dict[str, float] | None:
     """loss = coefficient × FLOPs^exponent, by least squares over the best runs of three depths."""
     measured = [row for row in rows if row["status"] == "done" and row["val_loss"]]
@@ -242,7 +228,6 @@ def write_results(sweep: Sweep, statuses: dict[str, str]) -> dict[str, Any]:
             row[f"val_{name}"] = float(values[-1]) if len(values) else None
     tree = {"sweep": sweep.folder.resolve().name, "runs": rows}
     tree["fit"] = None if other_tokens else fit_scaling(rows)
-    tree["seed_means"] = seed_means(rows, list(sweep.runs[0].values))
     sweep.folder.mkdir(parents=True, exist_ok=True)
     write_json(sweep.folder / "sweep.json", tree)
     metric = "val/bits_per_byte" if other_tokens else "val/loss"

@@ -180,21 +180,6 @@ def test_table_json_and_law_have_the_results(tmp_path, grid):
     assert sweep.write_results(sizes, done | {runs[2].name: "interrupted"})["fit"] is None
 
 
-def test_seed_means_average_finished_runs_of_equal_knobs():
-    rows = [
-        {"optim.beta1": beta, "train.seed": seed, "val_loss": loss, "status": status}
-        for beta, seed, loss, status in (
-            (0.5, 1, 2.0, "done"),
-            (0.5, 2, 3.0, "done"),
-            (0.6, 1, 5.0, "done"),
-            (0.6, 2, 9.0, "interrupted"),
-        )
-    ]
-    (mean,) = sweep.seed_means(rows, ["optim.beta1", "train.seed"])
-    assert mean == "optim.beta1 0.5: 2.5000 ± 0.7071 over 2 seeds"
-    assert sweep.seed_means(rows, ["optim.beta1"]) == []
-
-
 # --- processes
 
 

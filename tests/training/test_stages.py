@@ -17,7 +17,7 @@ from nanogpt_hf.runs.folder import RunFolder, step_of
 
 pytestmark = pytest.mark.long
 STAGES = [
-    {"at": 3, "name": "short", "data.block_size": 8, "optim.max_grad_norm": 0.1},
+    {"at": 3, "data.block_size": 8, "optim.max_grad_norm": 0.1},
     {"at": 5, "train.tokens_per_step": 256, "optim.schedule": "linear", "optim.weight_decay": 100},
 ]
 KNOBS = {
@@ -62,7 +62,7 @@ def test_each_step_has_the_knobs_of_its_stage(undisturbed):
     head = [read_checkpoint(undisturbed.checkpoint(step)).weights for step in (4, 5, 6)]
     before, border, after = (weights["transformer.wpe.weight"].norm() for weights in head)
     assert border / before > 0.9 > 0.7 > after / border
-    assert '"stages":[[3,"short"],[5,"stage 3"]]' in undisturbed.report.read_text()
+    assert '"stages":[[3,"stage 2"],[5,"stage 3"]]' in undisturbed.report.read_text()
 
 
 @pytest.mark.parametrize(
@@ -150,5 +150,5 @@ def test_plot_and_report_name_the_stages(undisturbed, monkeypatch):
     )
     draw_run(undisturbed, load_config(undisturbed.recipe), read_metrics(undisturbed))
     assert marks == [3, 3, 5, 5]
-    assert {" short", " stage 3"} <= set(texts)
-    assert '"stages":[[3,"short"],[5,"stage 3"]]' in undisturbed.report.read_text()
+    assert {" stage 2", " stage 3"} <= set(texts)
+    assert '"stages":[[3,"stage 2"],[5,"stage 3"]]' in undisturbed.report.read_text()
