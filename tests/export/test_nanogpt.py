@@ -285,7 +285,6 @@ def test_command_imports_a_checkpoint_that_sample_opens(tmp_path, meta, capsys):
     assert main(argv("import-nanogpt {} {} --meta {}", tmp_path / "ckpt.pt", out, meta)) == 0
     assert capsys.readouterr().out.endswith(f"next: python cli.py sample {out}\n")
     assert [path.name for path in out.parent.iterdir()] == ["model"]
-    assert "trained by nanoGPT" in (out / "README.md").read_text()
     assert main(argv("sample {} --max-new-tokens 20 --prompt ab", out)) == 0
     assert set(capsys.readouterr().out) <= set(CHARACTERS)
 
@@ -306,9 +305,9 @@ def test_command_imports_data_that_pretrain_takes(tmp_path, characters, write_re
         ("none.pt x", "none.pt: no such file or folder"),
         ("ckpt.pt letters --meta meta.pkl", "letters: exists already"),
         ("letters letters", "letters: exists already"),
-        ("ckpt.pt meta.pkl/x --meta meta.pkl", "cannot be written: Not a directory"),
-        ("ckpt.pt deep/x", "has 9 tokens, the vocabulary of GPT-2 50,257"),
-        ("empty deep/x", "train.bin: cannot be read"),
+        ("ckpt.pt meta.pkl/x --meta meta.pkl", "Not a directory"),
+        ("ckpt.pt x", "has 9 tokens, the vocabulary of GPT-2 50,257"),
+        ("empty x", "train.bin: cannot be read"),
     ],
 )
 def test_command_refuses_a_mistake(refused, tmp_path, meta, characters, words, message):
