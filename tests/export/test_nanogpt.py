@@ -273,10 +273,15 @@ def test_import_bins_writes_one_row_per_document(tmp_path, out, monkeypatch):
 UNKNOWN_TOKEN = np.array([*[0] * 321, 999, *[0] * 178], dtype=np.uint16).tobytes()
 
 
-def test_import_bins_refuses_unknown_tokens(out, characters, monkeypatch):
+@pytest.mark.parametrize(
+    ("content", "reason"), [(UNKNOWN_TOKEN, "token 999 "), (b"", "has no"), (b"x", "has no")]
+)
+def test_import_bins_refuses_what_is_no_file_of_tokens(
+    out, characters, monkeypatch, content, reason
+):
     monkeypatch.setattr(module, "TOKENS_PER_READ", 100)
-    (characters / "val.bin").write_bytes(UNKNOWN_TOKEN)
-    assert "val.bin: token 999 " in refusal(import_bins, characters, out)
+    (characters / "val.bin").write_bytes(content)
+    assert f"val.bin: {reason}" in refusal(import_bins, characters, out)
 
 
 def test_command_imports_a_checkpoint_that_sample_opens(tmp_path, meta, capsys):
