@@ -85,8 +85,8 @@ class Rollouts(Blocks):
         empty = Completions(ids, lengths, torch.ones(self._length, dtype=torch.bool))
         self._answers = Answers([[0]] * self._length, empty, torch.zeros(self._length), [], 1)
         self._advantages = torch.zeros(self._length)
-        # (rows, max_new_tokens), by their name in a batch
-        self._log_probs: dict[str, Tensor] = {}
+        # of micro-batches, as `shift_labels`, by their name in a batch and their sequences
+        self._log_probs: dict[str, dict[tuple[int, ...], Tensor]] = {}
         # of the questions, by epoch: a step may cross an epoch's end
         order = partial(epoch_order, config.train.seed, length=len(task.train))
         self._order = lru_cache(2)(order)
@@ -103,12 +103,7 @@ class Rollouts(Blocks):
         log-probabilities.
         """
         batch = sequence_batch(self._answers, indices)
-        counts = batch["shift_labels"] != -100
-        for name, values in self._log_probs.items():
-            batch[name] = torch.zeros(counts.shape)
-            batch[name][counts] = values[indices][
-                _is_token(self._answers.completions.lengths[indices], values.shape[1])
-            ]
+        batch |= {name: found[tuple(indices)] for name, found in self._log_probs.items()}
         return batch | {"advantages": self._advantages[indices]}
 
     def questions_at(self, step: int) -> list[Question]:
@@ -135,6 +130,7 @@ class Rollouts(Blocks):
         self._advantages = grouped.reshape(-1)
         self._log_probs = {}
 
+    @torch.no_grad()
     def score(
         self,
         name: str,
@@ -144,16 +140,16 @@ class Rollouts(Blocks):
         accelerator: Accelerator,
     ) -> None:
         """Compute the log-probabilities of this rank's sequences under `model`; they become part
-        of its batches.
+        of its batches, 0 where there is no target.
         """
         rows = batches.indices(step).reshape(-1, batches.micro_batch_size)
-        own = [rows[batches.micro_batch_number(index)] for index in range(batches.accumulation)]
-        values = [
-            answer_log_probs(model, self._answers, indices, accelerator, self.config.rl.temperature)
-            for indices in own
-        ]
-        scored = torch.zeros(self._answers.completions.ids.shape)
-        scored[np.concatenate(own)] = torch.cat(values)
+        scored = {}
+        for index in range(batches.accumulation):
+            indices = rows[batches.micro_batch_number(index)]
+            batch: Any = send_to_device(sequence_batch(self._answers, indices), accelerator.device)
+            with eval_mode(model), accelerator.autocast():
+                found = completion_log_probs(model, batch, self.config.rl.temperature)[0]
+            scored[tuple(indices)] = found.where(batch["shift_labels"] != -100, 0.0).cpu()
         self._log_probs[name] = scored
 
     def metrics(self) -> dict[str, float]:
@@ -187,29 +183,3 @@ def sequence_batch(answers: Answers, indices: np.ndarray | Sequence[int]) -> dic
             number, len(prompt) : end
         ]
     return {"input_ids": inputs[:, :-1].contiguous(), "shift_labels": labels}
-
-
-@torch.no_grad()
-def answer_log_probs(
-    model: nn.Module,
-    answers: Answers,
-    indices: np.ndarray | Sequence[int],
-    accelerator: Accelerator,
-    temperature: float,
-) -> Tensor:
-    """Log-probabilities of the completions' tokens under `model`, (n, max_new_tokens), 0 after
-    the end.
-    """
-    batch = sequence_batch(answers, indices)
-    counts = batch["shift_labels"] != -100
-    on_device: Any = send_to_device(batch, accelerator.device)
-    with eval_mode(model), accelerator.autocast():
-        found = completion_log_probs(model, on_device, temperature)[0].cpu()
-    values = torch.zeros(len(counts), answers.completions.ids.shape[1])
-    values[_is_token(answers.completions.lengths[indices], values.shape[1])] = found[counts]
-    return values
-
-
-def _is_token(lengths: Tensor, columns: int) -> Tensor:
-    """(rows, columns): whether a column is before the end of its completion."""
-    return torch.arange(columns) < lengths[:, None]

@@ -4,7 +4,6 @@ labeled alone (KTO), their steps and their evaluation.
 A step's loss is the mean over its pairs or answers.
 """
 
-import contextlib
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -12,7 +11,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from accelerate.utils import broadcast_object_list
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -246,11 +244,8 @@ def fill_reference(run: Run) -> None:
     if (row and not row.uses_reference) or splits["train"].reference.any():
         return
     accelerator, mesh, saved, filled = run.accelerator, run.mesh, {}, {}
-    if mesh.is_main:
-        with contextlib.suppress(OSError, SafetensorError):  # there is none, or it is damaged
-            saved = load_file(run.folder.reference)
-        if any(len(saved.get(name, ())) != len(blocks) for name, blocks in splits.items()):
-            saved = {}  # of other rows
+    if mesh.is_main and run.folder.reference.is_file():
+        saved = load_file(run.folder.reference)
     is_saved: list[bool] = broadcast_object_list([bool(saved)], from_process=0)
     for name, blocks in splits.items():
         found = saved.get(name, torch.zeros(len(blocks), 2)).to(accelerator.device)

@@ -219,8 +219,7 @@ def _start_trackers(run: Run, start: dict[str, Any]) -> None:
     ids_file = folder.trackers / "runs.json"
     ids = json.loads(ids_file.read_text(encoding="utf-8")) if ids_file.exists() else {}
     values = {key: get_value(config, key) for key in KNOBS}
-    values |= {f"start.{name}": value for name, value in start.items() if name != "versions"}
-    values |= {f"start.versions.{name}": value for name, value in start["versions"].items()}
+    values |= {f"start.{name}": value for name, value in start.items()}
     values = json.loads(redact(json.dumps(values, ensure_ascii=False)))
     values = {name: _as_scalar(value) for name, value in values.items() if value is not None}
     try:
