@@ -17,7 +17,7 @@ from nanogpt_hf.data.tokenizer import char_tokenizer
 from nanogpt_hf.errors import RunFolderError
 from nanogpt_hf.export.model_folder import write_model_folder
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM
-from nanogpt_hf.optim.optimizer import build_optimizer
+from nanogpt_hf.optim.optimizer import build_optimizer, set_learning_rate
 from nanogpt_hf.place import replaced_folder
 from nanogpt_hf.runs.files import write_whole
 from nanogpt_hf.runs.folder import RunFolder
@@ -41,6 +41,7 @@ def new_training():
 def train(parts, first: int, last: int) -> None:
     """Train the steps after `first` up to `last`, each on other tokens."""
     accelerator, model, optimizer = parts
+    set_learning_rate(optimizer.optimizer, 1e-3)  # as each step of a run does
     model.eval()
     for step in range(first, last):
         tokens = (torch.arange(8)[None] * (step + 1) + step) % 4
