@@ -2,8 +2,6 @@
 and export the student alone, teachers that do not fit are refused.
 """
 
-import multiprocessing
-import shutil
 from dataclasses import replace
 
 import pytest
@@ -12,6 +10,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import Gemma2Config, LlamaConfig
@@ -110,51 +109,21 @@ def test_evaluation_has_the_cross_entropy_alone():
     assert metrics == {}
 
 
-def sharded_rank(rank: int, folder, kind: str) -> None:
-    """The sums of two steps of a process that has half of both models, in a file."""
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    mesh, model, taught = init_device_mesh("cpu", (2,)), build("gpt2", 1), build(kind, 2)
-    for block in architecture_of(model).blocks(model):
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    objective = objective_of(taught, weight=0.7, temperature=2.0)
-    for _ in range(2):
-        model.zero_grad()
-        own = {name: rows[rank * 2 : rank * 2 + 2] for name, rows in batch_of(4).items()}
-        loss, metrics = objective(model, own)
-        loss.backward()
-    sums = {name: p.grad.full_tensor() * 2 for name, p in model.named_parameters()}  # of a mean
-    for name, value in {"loss": loss, **metrics}.items():
-        dist.all_reduce(value := value.detach().clone())
-        sums[name] = value
-    held = [p.to_local().numel() for p in architecture_of(taught).blocks(taught).parameters()]
-    sums["held"] = torch.tensor(sum(held))
-    save_file({name: value.contiguous() for name, value in sums.items()}, folder / str(rank))
-    dist.destroy_process_group()
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "gemma2"])
-def test_sharded_teacher_equals_a_whole_one(tmp_path, kind):
-    model, taught = build("gpt2", 1), build(kind, 2)
-    loss, metrics = objective_of(taught, weight=0.7, temperature=2.0)(model, batch_of(4))
-    loss.backward()
-    expected = {name: p.grad for name, p in model.named_parameters()}
-    expected |= {"loss": loss.detach(), **metrics}
-    whole = sum(p.numel() for p in architecture_of(taught).blocks(taught).parameters())
-    fork = multiprocessing.get_context("fork")
-    ranks = [fork.Process(target=sharded_rank, args=(rank, tmp_path, kind)) for rank in range(2)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(120)
-        assert process.exitcode == 0
-    for rank in range(2):
-        found = load_file(tmp_path / str(rank))
-        assert found.pop("held").item() <= 0.55 * whole
-        assert found.keys() == expected.keys()
-        for name, value in found.items():
-            torch.testing.assert_close(value, expected[name], atol=1e-6, rtol=1e-5)
+def test_teacher_is_sharded_as_the_student(kind):
+    """Sums over processes: distributed/test_equalities.py. This is one of a fake group of two."""
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        mesh, model, taught = init_device_mesh("cpu", (2,)), build("gpt2", 1), build(kind, 2)
+        whole = sum(p.numel() for p in architecture_of(taught).blocks(taught).parameters())
+        for block in architecture_of(model).blocks(model):
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        objective_of(taught)(model, batch_of())[0].backward()
+        blocks = architecture_of(taught).blocks(taught)
+        assert sum(p.to_local().numel() for p in blocks.parameters()) <= 0.55 * whole
+    finally:
+        dist.destroy_process_group()
 
 
 class Largest(TorchDispatchMode):
@@ -223,26 +192,8 @@ def test_changed_teacher_is_one_line_at_resume(pretrain, teacher):
     assert file_contents(run.path) == before
 
 
-def of_another_tokenizer(folder, letter_model):
-    for path in letter_model.glob("tokenizer*"):
-        shutil.copy(path, folder)
-
-
-def without_weights(folder, _):
-    (folder / "model.safetensors").unlink()
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (of_another_tokenizer, "its tokenizer has 11 tokens"),
-        (without_weights, "cannot be loaded"),
-    ],
-)
-def test_teacher_that_does_not_fit_is_one_line(pretrain, teacher, letter_model, change, words):
-    change(teacher, letter_model)
-    ended = pretrain("--distill.teacher", teacher)
+def test_teacher_of_another_tokenizer_is_one_line(pretrain, letter_model):
+    ended = pretrain("--distill.teacher", letter_model)
     assert ended.status == 2
     assert ended.line.startswith("distill.teacher: ")
-    assert words in ended.line
-    assert not ended.run.path.exists() or not list(ended.run.path.iterdir())
+    assert "its tokenizer has 11 tokens" in ended.line

@@ -67,16 +67,7 @@ def finetune(base, text_file, tmp_path, monkeypatch, forget_accelerate):
     return finetune
 
 
-def logits_of(folder, ids) -> torch.Tensor:
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    assert type(model).__module__.startswith("transformers.")
-    with torch.no_grad():
-        return model(ids).logits
-
-
-def test_finetune_continues_a_llama_of_transformers_and_saves_one(
-    base, finetune, text_file, capsys
-):
+def test_finetune_continues_a_llama_of_transformers_and_saves_one(base, finetune, text_file):
     final = finetune()
     before, after = (json.loads((folder / "config.json").read_text()) for folder in (base, final))
     assert after == before | {"dtype": "float32", "eos_token_id": [before["eos_token_id"], 5]}
@@ -92,11 +83,6 @@ def test_finetune_continues_a_llama_of_transformers_and_saves_one(
     }
     loss = {folder: model(ids, labels=ids).loss for folder, model in models.items()}
     assert loss[final] < loss[base]
-    capsys.readouterr()
-    assert main(["export", str(final.parent), str(final.parent / "plain")]) == 0
-    torch.testing.assert_close(
-        logits_of(final.parent / "plain", ids), logits_of(final.parent / "best", ids)
-    )
 
 
 def test_documents_of_a_finetuning_run_start_with_the_tokenizers_start_token(

@@ -62,21 +62,6 @@ def test_run_resumes_bit_for_bit_and_is_a_model_of_transformers(
 
 
 @pytest.mark.slow
-def test_run_of_adapters_resumes_bit_for_bit(train, emulated, start, tmp_path, text_file):
-    base = start("base", **KNOBS)
-    command = f"finetune --from {base.final} --data {text_file} --data.dir {tmp_path / 'tuned'} "
-    command += "--lora 16 --train.tokens_per_step 64 --train.micro_batch_size 2 --tracking.every 1 "
-    command += "--data.block_size 16 --checkpoint.every 2 --checkpoint.keep 9 --train.max_steps 4"
-    whole = tmp_path / "whole"
-    assert main([*command.split(), "--run-dir", str(whole)]) == 0
-    from nanogpt_hf.runs.folder import RunFolder
-
-    resumed = copy_at(RunFolder(whole), 2, tmp_path / "resumed")
-    assert main([*command.split(), "--run-dir", str(resumed.path), "--resume"]) == 0
-    assert numbers(RunFolder(whole)) == numbers(resumed)
-
-
-@pytest.mark.slow
 def test_processes_that_are_killed_resume_and_are_near_one_process(
     launch_warm, make_recipe, tmp_path
 ):
@@ -118,16 +103,12 @@ def test_model_without_layers_for_it_is_refused(start, emulated):
         start(**KNOBS | {"model__n_embd": 20})
 
 
-@pytest.mark.parametrize(
-    ("capability", "refused"), [((8, 0), True), ((8, 9), False), ((9, 0), False)]
-)
-def test_gpu_needs_products_of_8_bits(capability, refused, monkeypatch):
+def test_gpu_needs_products_of_8_bits(monkeypatch):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp8")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    if refused:
-        with pytest.raises(UserError, match=r"compute capability 8\.9 or higher"):
-            accelerate_config.check_config()
-    else:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
+    accelerate_config.check_config()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    with pytest.raises(UserError, match=r"compute capability 8\.9 or higher"):
         accelerate_config.check_config()

@@ -10,16 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
 from assertions import assert_same_experiment, file_contents, numbers
 from nanogpt_hf.checkpoint.reader import read_checkpoint
 from nanogpt_hf.config.load import load_config
-from nanogpt_hf.data.batches import Batches
-from nanogpt_hf.data.blocks import TokenBlocks, TokenStream
-from nanogpt_hf.distributed.gradient_tree import GradientTree
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.provenance import read_starts
 from nanogpt_hf.training.start import build_run
@@ -168,35 +164,12 @@ def test_run_is_verified_on_fewer_processes(trained, launch_warm, feature, proce
     launch(launch_warm, words, layout, ends_with=equal)
 
 
-@pytest.mark.exhaustive
-def test_run_of_64_processes_is_verified_on_one(words_of, launch_warm, tmp_path):
-    words = [*words_of("gpt2", tmp_path / "run"), "--train.gradient_groups", "64"]
-    words += ["--train.tokens_per_step", "1024", "--train.max_steps", "4"]
-    run = launch_warm("cpu_ddp", *words, machine_options=["--num_processes=64"])
-    assert read_starts(run)[0]["processes"] == 64
-    launch(launch_warm, ["verify", str(run.path), "--steps", "0:4"], "one", ends_with=equal)
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("layout", ["DDP 2", pytest.param("FSDP2 2", marks=pytest.mark.slow)])
 def test_plain_run_is_verified_on_the_same_processes(words_of, launch_warm, tmp_path, layout):
     words = [*words_of("gpt2", tmp_path / "run"), "--train.gradient_groups", "null"]
     run = launch(launch_warm, words, layout)
-    events = [json.loads(line) for line in run.metrics.read_text().splitlines()]
-
-    def verified(expected: int, lines: str) -> None:
-        def check(status: int, output: str) -> None:
-            assert status == expected, output
-            assert lines in output
-
-        launch(launch_warm, ["verify", str(run.path), "--sample", "2"], layout, ends_with=check)
-
-    verified(0, "\nsteps 8 to 10: equal\nsteps 10 to 12: equal\n")
-    for event in events:
-        if event["step"] == 9 and "train/loss" in event:
-            event["train/loss"] *= 1 + 1e-15
-    run.metrics.write_text("".join(json.dumps(event) + "\n" for event in events))
-    verified(1, "\nstep 9: differs\n  train/loss: recorded ")
+    launch(launch_warm, ["verify", str(run.path), "--sample", "2"], layout, ends_with=equal)
 
 
 @pytest.mark.long
@@ -272,61 +245,3 @@ def test_deterministic_kernels_are_asked_for_on_gpus(monkeypatch, make_recipe, t
         recipe = make_recipe(tmp_path / "recipe.yaml", train__gradient_groups=groups)
         build_run(load_config(recipe), gpu, SimpleNamespace(vocab_size=9))
     assert (asked, os.environ["CUBLAS_WORKSPACE_CONFIG"]) == ([True], ":4096:8")
-
-
-@pytest.mark.parametrize("processes", [1, 2, 4])
-def test_branches_of_processes_are_those_of_one_tree(processes):
-    # sums of these depend on their order
-    values = [3e7, 1.0, -3e7, 1.0, 5e6, 1e-3, -5e6, 0.1, 1.0, 7e7, 0.3, -7e7, 0.7, 2e7, -2e7, 3.0]
-
-    def summed(values: list[float], per_group: int) -> tuple[float, float]:
-        model = torch.nn.ParameterDict({"weight": torch.zeros(1)})
-        weight = model["weight"]
-        tree = GradientTree(model, [weight], per_group)
-        for value in values:
-            (weight * value).backward()
-            tree.add(torch.tensor(2 * value))
-        loss = tree.finish()
-        return weight.grad.item(), loss.item()
-
-    share = len(values) // processes
-    branches = [summed(values[n * share :][:share], 2)[0] for n in range(processes)]
-    expected = summed(values, 2)
-    assert summed(branches, 1)[0] == expected[0] != sum(values)
-    assert expected[1] == 2 * expected[0]
-
-
-@pytest.mark.parametrize("turn", ["whole models", "shards"])
-def test_micro_batches_of_a_group_are_the_same_on_any_number_of_ranks(turn):
-    per_group, groups = 2, 4
-
-    def drawn(ranks: int) -> list[list[int]]:
-        """The micro-batches of each group, in their order, by the group's place in the tree."""
-        each = groups * per_group // ranks
-        shares = [
-            Batches(
-                TokenBlocks(TokenStream([np.arange(9)]), 1),
-                order="shuffled",
-                seed=0,
-                micro_batch_size=1,
-                accumulation=each,
-                dp_rank=rank,
-                dp_size=ranks,
-                turn=each if turn == "whole models" else per_group,
-            )
-            for rank in range(ranks)
-        ]
-        of = [
-            [share.micro_batch_number(n + i) for i in range(per_group)]
-            for share in shares
-            for n in range(0, each, per_group)
-        ]
-        if turn == "shards":  # all ranks take one group each, then the next
-            of = [
-                of[rank * (each // per_group) + n]
-                for n in range(each // per_group)
-                for rank in range(ranks)
-            ]
-        return of
-
-    assert drawn(1) == drawn(2) == drawn(4) == [[0, 1], [2, 3], [4, 5], [6, 7]]

@@ -1,11 +1,8 @@
-"""train.micro_batch_size auto: dry-run steps that find the largest size; the advice after an
-out-of-memory error.
-"""
+"""train.micro_batch_size auto: dry-run steps that find the largest size."""
 
 import mmap
-import os
+import multiprocessing
 import sys
-import traceback
 
 import pytest
 import torch
@@ -14,45 +11,10 @@ from accelerate import Accelerator
 from assertions import same_weights
 from nanogpt_hf.config.checks import divisors
 from nanogpt_hf.config.load import load_config
-from nanogpt_hf.config.schema import Config, replace_knobs
 from nanogpt_hf.errors import UserError
-from nanogpt_hf.planning.placement import Placement
 from nanogpt_hf.training import micro_batch, step
-from nanogpt_hf.training.micro_batch import largest_micro_batch, memory_advice, next_size
+from nanogpt_hf.training.micro_batch import largest_micro_batch
 from nanogpt_hf.training.start import prepare_run
-
-
-@pytest.mark.parametrize(
-    ("needed", "room", "size"),
-    [
-        ({1: 110}, 1000, 2),  # a second measurement gives the cost per sequence
-        ({1: 110}, 100, None),
-        ({1: 110, 2: 120}, 220, 12),  # 100 + 10 each
-        ({1: 110, 2: 120}, 219, 8),
-        ({1: 110, 2: 120}, 125, None),
-        ({1: 110, 2: 120, 12: 180}, 220, None),  # 108 + 6 each: 24 would need 252
-        ({1: 110, 2: 120, 12: 180}, 260, 24),
-        ({1: 110, 2: 110}, 200, 24),  # too small to be measured
-        ({24: 340}, 1000, None),
-    ],
-)
-def test_next_size_assumes_linear_memory(needed, room, size):
-    assert next_size([1, 2, 3, 4, 6, 8, 12, 24], needed, room) == size
-
-
-class FakeMemory:
-    """Memory of `room` bytes; a dry-run step takes 100 bytes and 10 per sequence."""
-
-    def __init__(self, monkeypatch, room: int, max_size: int | None = None):
-        self.tried, self.max_size = [], max_size
-        monkeypatch.setattr(micro_batch, "available_memory", lambda accelerator: room)
-        monkeypatch.setattr(micro_batch, "reset_peak_memory", lambda accelerator: None)
-        monkeypatch.setattr(micro_batch, "peak_memory", lambda device: 100 + 10 * self.tried[-1])
-
-    def dry_run(self, size: int) -> None:
-        self.tried.append(size)
-        if self.max_size is not None and size > self.max_size:
-            raise torch.OutOfMemoryError("CUDA out of memory")
 
 
 @pytest.mark.parametrize(
@@ -65,9 +27,19 @@ class FakeMemory:
     ],
 )
 def test_few_dry_runs_find_largest_micro_batch(monkeypatch, room, max_size, reserved, tried):
-    memory = FakeMemory(monkeypatch, room, max_size)
-    found = largest_micro_batch(Accelerator(), divisors(480), memory.dry_run, reserved)
-    assert (found, memory.tried) == (tried[-1], tried)
+    """In memory of `room` bytes: a dry-run step takes 100 bytes and 10 per sequence."""
+    sizes = []
+
+    def dry_run(size: int) -> None:
+        sizes.append(size)
+        if max_size and size > max_size:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(micro_batch, "available_memory", lambda accelerator: room)
+    monkeypatch.setattr(micro_batch, "reset_peak_memory", lambda accelerator: None)
+    monkeypatch.setattr(micro_batch, "peak_memory", lambda device: 100 + 10 * sizes[-1])
+    found = largest_micro_batch(Accelerator(), divisors(480), dry_run, reserved)
+    assert (found, sizes) == (tried[-1], tried)
 
 
 def test_unmeasurable_memory_is_one_line(monkeypatch):
@@ -93,26 +65,25 @@ def test_peak_memory_is_measured():
     def peak() -> int:
         return micro_batch.peak_memory(accelerator.device)
 
-    child = os.fork()  # since other threads of this process may free memory at any time
-    if child == 0:
-        try:
-            micro_batch.reset_peak_memory(accelerator)
-            before = peak()
-            # new pages; an allocator may reuse those that an earlier test freed
-            memory = mmap.mmap(-1, size)
-            for page in range(0, size, mmap.PAGESIZE):  # torch's threads do not survive a fork
-                memory[page] = 1
-            # code that is loaded at its first use counts, too
-            assert 0.9 * size < peak() - before < 1.5 * size
-            memory.close()
-            assert peak() - before > 0.9 * size
-            micro_batch.reset_peak_memory(accelerator)
-            assert peak() - before < 0.5 * size
-            os._exit(0)
-        except BaseException:
-            traceback.print_exc()
-            os._exit(1)
-    assert os.waitpid(child, 0)[1] == 0
+    def measure() -> None:
+        micro_batch.reset_peak_memory(accelerator)
+        before = peak()
+        # new pages; an allocator may reuse those that an earlier test freed
+        memory = mmap.mmap(-1, size)
+        for page in range(0, size, mmap.PAGESIZE):  # torch's threads do not survive a fork
+            memory[page] = 1
+        # code that is loaded at its first use counts, too
+        assert 0.9 * size < peak() - before < 1.5 * size
+        memory.close()
+        assert peak() - before > 0.9 * size
+        micro_batch.reset_peak_memory(accelerator)
+        assert peak() - before < 0.5 * size
+
+    # since other threads of this process may free memory at any time
+    child = multiprocessing.get_context("fork").Process(target=measure)
+    child.start()
+    child.join()
+    assert child.exitcode == 0
 
 
 @pytest.fixture
@@ -165,15 +136,3 @@ def test_auto_measures_memory(start):
     run = start(train__micro_batch_size="auto", train__max_steps=2)
     # one micro-batch per step fits any machine
     assert load_config(run.recipe).train.micro_batch_size == 8
-
-
-def test_advice_names_parts_and_knobs():
-    config = replace_knobs(Config(), {"train.micro_batch_size": 64})
-    advice = memory_advice(config, 50257, Placement(precision="bf16"))
-    assert advice.startswith("weights 497.4 MB, optimizer 994.7 MB, ")
-    for knob in ("train.micro_batch_size 32", "optim.state 8bit", "fsdp_activation_checkpointing"):
-        assert knob in advice
-    config = replace_knobs(config, {"train.micro_batch_size": 1, "optim.state": "8bit"})
-    advice = memory_advice(config, 50257, Placement(precision="bf16", checkpointing="true"))
-    for knob in ("train.micro_batch_size", "optim.state", "fsdp_activation_checkpointing"):
-        assert knob not in advice

@@ -2,7 +2,6 @@
 weights, whose error names a sound checkpoint, and which every command handles.
 """
 
-import dataclasses
 import json
 import math
 import shutil
@@ -13,20 +12,16 @@ from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 
 from arguments import argv
-from assertions import column, numbers, replace_step, same_weights
+from assertions import column, replace_step
 from nanogpt_hf.checkpoint import writer
 from nanogpt_hf.checkpoint.reader import read_checkpoint
 from nanogpt_hf.checkpoint.writer import CheckpointWriter
 from nanogpt_hf.commands import main
-from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.schema import Config, replace_knobs
-from nanogpt_hf.errors import UserError
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.metrics import read_metrics
 from nanogpt_hf.runs.state import TrainState
-from nanogpt_hf.training import loop
 from nanogpt_hf.training.monitor import Monitor
-from nanogpt_hf.training.start import prepare_run
 from nanogpt_hf.training.step import train_step
 
 ROLLBACK = {"checkpoint__every": 3, "eval__every": 4, "model__dropout": 0.1}
@@ -76,16 +71,6 @@ def test_repeated_spikes_end_the_run(pretrain, patched_steps):
     assert ended.run.newest_checkpoint() == ended.run.checkpoint(6)
 
 
-@pytest.mark.long
-def test_run_of_python_has_the_model_after_a_rollback(write_recipe, tmp_path, patched_steps):
-    patched_steps[1].add(7)
-    run = prepare_run(load_config(write_recipe(**ROLLBACK)), tmp_path / "run")
-    final = load_file(loop.train(run).final / "model.safetensors")
-    trained = run.model.transformer.ln_f.weight
-    assert (run.state.step, run.state.skipped_steps) == (12, 2)
-    assert torch.equal(trained, final["transformer.ln_f.weight"])
-
-
 @pytest.fixture
 def monitor(tmp_path):
     """A Monitor of a run without a checkpoint, with knobs such as tracking__every=5."""
@@ -114,62 +99,25 @@ def test_loss_average_ignores_spikes_and_nan(monitor):
     assert state.loss_average == pytest.approx(3.8)
 
 
-def test_ten_non_finite_steps_end_the_run(monitor):
-    build, monitor = monitor, monitor(tracking__every=5)
-    state = TrainState(step=5)
-    for _ in range(4):
-        monitor.add(torch.tensor(1.0))
-    monitor.add(torch.tensor(float("inf")))
-    assert monitor.report(state)["train/skipped_steps"] == 1
-    for step in range(6, 15):
-        state.step = step
-        monitor.add(torch.tensor(float("nan")))
-        if step == 8:  # a resume continues with the counts in the state
-            monitor.count_steps(state)
-            state, monitor = dataclasses.replace(state), build(tracking__every=5)
-    with pytest.raises(UserError, match="no finite gradient in the last 10 steps"):
-        monitor.report(state)
-
-
 @pytest.mark.parametrize(
     ("max_norm", "norms", "share"),
     [
-        (1.0, [2.0, 0.5, 3.0, 0.1], 0.5),
-        (1.0, [float("inf"), 0.5, 0.5, 0.5], 0.0),  # skipped, not clipped
+        (1.0, [2.0, 0.5, 3.0, float("inf")], 0.5),  # the last is skipped, not clipped
         (0.0, [2.0], None),  # nothing is clipped
     ],
 )
-@pytest.mark.parametrize("saved_after", [None, 1])
-def test_clipped_share_counts_steps_since_last_report(monitor, max_norm, norms, share, saved_after):
+def test_clipped_share_counts_steps_since_last_report(monitor, max_norm, norms, share):
     build, state = monitor, TrainState(step=4, reported_step=4)
     monitor = build(optim__max_grad_norm=max_norm)
     for index, norm in enumerate(norms):
         state.step += 1
         monitor.add(torch.tensor(norm))
-        if index == saved_after:  # and resumed
+        if index == 1:  # saved and resumed
             monitor.count_steps(state)
             monitor = build(optim__max_grad_norm=max_norm)
     values = monitor.report(state)
     assert values.get("train/clipped_share") == share
-    assert values["train/grad_norm"] == pytest.approx(norms[-1])
     assert (state.reported_step, state.clipped_steps, state.not_finite_steps) == (state.step, 0, 0)
-
-
-@pytest.mark.long
-def test_norms_by_layer_change_no_number(start):
-    """test_loop.py compares them with PyTorch."""
-    options = {"model__dropout": 0.2, "train__max_steps": 5, "tracking__every": 2}
-    plain, measured = start("plain", **options), start("measured", tracking__layers=True, **options)
-    assert same_weights(plain, measured)
-    events = numbers(measured)
-    norms = [
-        {key: event.pop(key) for key in [*event] if key.startswith("layers/")} for event in events
-    ]
-    assert events == numbers(plain)
-    kinds = ("grad_norm", "weight_norm", "update_ratio")
-    layers = ("embedding", "0", "1", "head")
-    names = {f"layers/{layer}/{kind}" for layer in layers for kind in kinds}
-    assert [of.keys() for of in norms if of] == [names, names]
 
 
 def test_frozen_layers_have_no_norms(start, tiny_base, text_file):
@@ -190,9 +138,8 @@ def test_frozen_layers_have_no_norms(start, tiny_base, text_file):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("every", "keep"), [(1, 1), pytest.param(7, 2, marks=pytest.mark.slow)])
-def test_checkpoint_named_after_divergence_is_sound_and_resumes(pretrain, every, keep):
-    knobs = DIVERGING | {"checkpoint__every": every, "checkpoint__keep": keep}
+def test_checkpoint_named_after_divergence_is_sound_and_resumes(pretrain):
+    knobs = DIVERGING | {"checkpoint__every": 1, "checkpoint__keep": 1}
     assert pretrain(**knobs | {"train__max_steps": 10}).status == 0
     ended = pretrain("--resume", "--optim.learning_rate", 1e20, **knobs)
     assert ended.status == 2
@@ -215,17 +162,10 @@ def test_divergence_before_first_checkpoint(pretrain):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("part", ["model", "optimizer"])
-def test_non_finite_checkpoint_is_not_saved(pretrain, monkeypatch, part):
+def test_non_finite_checkpoint_is_not_saved(pretrain, monkeypatch):
     knobs = {"optim__schedule": "constant", "eval__every": 100, "checkpoint__keep": 3}
     run = pretrain(train__max_steps=4, **knobs).run
-    end = "ln_f.weight" if part == "model" else "ln_f.weight.exp_avg_sq"
-    name = f"transformer.{end}"
-    owner, function = {
-        "model": (writer, "own_weights"),
-        "optimizer": (writer.FullState, "own_optimizer_state"),
-    }[part]
-    saved = getattr(owner, function)
+    name, saved = "transformer.ln_f.weight.exp_avg_sq", writer.FullState.own_optimizer_state
 
     def with_an_infinity(*arguments):
         for other, tensor in saved(*arguments):
@@ -234,7 +174,7 @@ def test_non_finite_checkpoint_is_not_saved(pretrain, monkeypatch, part):
                 tensor.view(-1)[1] = math.inf
             yield other, tensor
 
-    monkeypatch.setattr(owner, function, with_an_infinity)
+    monkeypatch.setattr(writer.FullState, "own_optimizer_state", with_an_infinity)
     ended = pretrain("--resume", train__max_steps=8, **knobs)
     assert ended.status == 2
     assert ended.line.startswith(f"step 6: {name} is not finite")
@@ -248,7 +188,6 @@ def test_samples_with_non_finite_logits_do_not_end_the_run(pretrain):
     ended = pretrain("--optim.learning_rate", 1e20, **knobs)
     assert ended.status == 0
     assert "step 2: eval.samples: no sample is generated" in ended.out + ended.err
-    assert max(len(line) for line in ended.out.splitlines() if "perplexity" in line) < 200
     assert list(column(ended.run, "samples")) == [0]
     assert "NaN" not in ended.run.metrics.read_text()
 
@@ -274,7 +213,5 @@ def test_commands_on_diverged_model_end_in_one_line(
     assert not (tmp_path / "out").exists()
     words = argv("evaluate {} --data {} --output {}", folder, tmp_path / "text.txt", tmp_path / "o")
     assert main(words) == 0
-    output = capsys.readouterr().out.replace(str(tmp_path), "")
-    assert "the loss is not finite: training diverged" in output
-    assert max(map(len, output.splitlines())) < 200
+    assert "the loss is not finite: training diverged" in capsys.readouterr().out
     assert json.loads((tmp_path / "o").read_text())["text"]["loss"] is None

@@ -108,7 +108,6 @@ def test_run_with_more_positions_resumes_exactly(base, finetune, tmp_path, reque
     ("base", "options", "named"),
     [
         ("rotary_base", "--model.n_positions 80 --lora 2", ["lora.rank 2", "n_positions"]),
-        ("rotary_base", "--finetune.rope_theta 5e5 --lora 2", ["lora.rank 2", "rope_theta"]),
         (
             "rotary_base",
             "--model.n_positions 16 --data.block_size 16",

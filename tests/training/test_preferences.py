@@ -6,7 +6,6 @@ import importlib.util
 import json
 import math
 import random
-import re
 import runpy
 from types import SimpleNamespace
 
@@ -18,17 +17,16 @@ from safetensors.torch import load, load_file
 from torch.nn import functional as F
 from transformers import AutoTokenizer
 
-from assertions import replace_step, same_weights, series
+from assertions import copy_at, same_weights, series
 from nanogpt_hf.commands import main
 from nanogpt_hf.config.schema import AlignSection
 from nanogpt_hf.data.conversations import labeled_of, pair_of
 from nanogpt_hf.distributed.mesh import Mesh
-from nanogpt_hf.errors import DataError, Stopped
+from nanogpt_hf.errors import DataError
 from nanogpt_hf.evaluation.loss import pad_batch
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.metrics import read_metrics
-from nanogpt_hf.training import methods
 from nanogpt_hf.training.pairs import LabeledAnswers, Pairs, encode_answer
 from nanogpt_hf.training.preferences import (
     divergence,
@@ -232,10 +230,7 @@ def test_rows_of_every_shape_are_pairs(row):
     ("row", "words"),
     [
         ({"prompt": "Why?", "completion": "No."}, "a row with prompt . chosen . rejected"),
-        ([1], "expected a row"),
         ({"prompt": "Why?", "chosen": "Because.", "rejected": 3}, "rejected: expected a list"),
-        ({"chosen": "Because.", "rejected": "No."}, "chosen: message 1: role: expected user"),
-        ({"prompt": "Why?", "chosen": " ", "rejected": "No."}, "chosen: message 2: expected text"),
         (
             {
                 "chosen": [*QUESTION, GOOD],
@@ -267,7 +262,6 @@ def test_rows_of_every_shape_are_labeled_answers(row):
     [
         ({"prompt": "Why?", "chosen": "So.", "rejected": "No."}, "prompt . completion . label"),
         ({"prompt": "Why?", "completion": "So.", "label": 1}, "label: expected true or false"),
-        ({"prompt": "Why?", "completion": " ", "label": True}, "completion: message 2: expected"),
     ],
 )
 def test_rows_that_are_no_labeled_answers_are_refused(row, words):
@@ -285,7 +279,6 @@ KNOBS = {
     "checkpoint.every": 2,
     "tracking.every": 1,
 }
-METHODS = {"dpo": methods.PREFERENCES, "kto": methods.KTO}
 
 
 @pytest.fixture(scope="module")
@@ -353,27 +346,15 @@ def test_run_starts_at_its_reference_and_learns_the_preference(whole):
         assert series(each, "val/margin")[0] == pytest.approx(0, abs=1e-5)
         assert series(each, "val/accuracy")[-1] == 1
         assert series(each, "val/loss")[-1] < series(each, "val/loss")[0] - 0.05
-    assert "mean reward" not in (card := (run.best / "README.md").read_text())
-    assert "36 preference pairs, loss dpo" in card
-    assert "on held-out pairs (step 6)" in card
+    assert "36 preference pairs, loss dpo" in (run.best / "README.md").read_text()
     assert len(series(run, "train/reward_chosen")) == len(series(kto, "train/kl")) == 6
     assert "36 labeled answers, loss kto" in (kto.best / "README.md").read_text()
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("loss", ["dpo", pytest.param("kto", marks=pytest.mark.slow)])
-def test_run_resumes_exactly_in_the_middle(loss, whole, align, monkeypatch):
-    method = METHODS[loss]
-
-    def stopping(run, step, learning_rate):
-        if step == 3:
-            raise Stopped("here")
-        return method.step(run, step, learning_rate)
-
-    with monkeypatch.context() as patch:
-        replace_step(patch, stopping, method)
-        with pytest.raises(AssertionError):
-            align(f"{loss} parts")
+def test_run_resumes_exactly_in_the_middle(loss, whole, align, folder):
+    copy_at(whole(loss), 4, folder / f"{loss} parts")
     resumed = align(f"{loss} parts", "--resume")
     assert same_weights(resumed, whole(loss))
     for name in ("train/loss", "val/loss", "val/margin"):
@@ -381,7 +362,7 @@ def test_run_resumes_exactly_in_the_middle(loss, whole, align, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("loss", METHODS)
+@pytest.mark.parametrize("loss", ["dpo", "kto"])
 @pytest.mark.parametrize("machine", ["cpu_ddp", "fsdp2", "accumulated"])
 def test_processes_and_accumulation_change_no_number(
     whole, arguments, align, launch_warm, loss, machine
@@ -439,16 +420,10 @@ def test_new_tokens_and_adapters_have_a_reference(align, folder):
 def test_shipped_toy_trains_on_its_pairs(folder, root, tmp_path, monkeypatch, forget_accelerate):
     monkeypatch.chdir(tmp_path)
     runpy.run_path(str(root / "docs" / "alignment.py"))["pairs"]()
-    rows = {name: json_rows(tmp_path / f"{name}.jsonl") for name in ("pairs", "right", "stop")}
-    assert [len(found) for found in rows.values()] == [4000, 500, 500]
-    trained, asked = ({row["prompt"] for row in rows[name]} for name in ("pairs", "right"))
-    assert not trained & asked
-    for row, right in zip(rows["pairs"], rows["right"], strict=False):
-        answer = str(eval(row["prompt"]))
-        assert (row["chosen"], row["rejected"]) == (f"{answer}.", answer)
-        answer = str(eval(right["prompt"]))
-        matches = [bool(re.search(right["completion"], text)) for text in (answer, f"{answer}.")]
-        assert [*matches, re.search(right["completion"], f"1{answer}")] == [True, True, None]
+    pairs, asked = (json_rows(tmp_path / f"{name}.jsonl") for name in ("pairs", "right"))
+    assert not {row["prompt"] for row in pairs} & {row["prompt"] for row in asked}
+    answer = str(eval(pairs[0]["prompt"]))
+    assert (pairs[0]["chosen"], pairs[0]["rejected"]) == (f"{answer}.", answer)
     forget_accelerate()
     small = ["--train.max_steps", "1", "--optim.warmup_steps", "0", "--eval.tokens", "400"]
     recipe = str(root / "recipes" / "arithmetic_align.yaml")

