@@ -51,7 +51,7 @@ def series(run: RunFolder, name: str) -> list[float]:
 
 def numbers(run: RunFolder) -> list[dict]:
     """The events of metrics.jsonl without times and memory."""
-    measured = {"seconds", "train/tokens_per_second", "train/memory_peak_bytes"}
+    measured = {"seconds", "train/tokens_per_second", "train/data_wait", "train/memory_peak_bytes"}
     return [
         {name: value for name, value in event.items() if name not in measured}
         for event in read_metrics(run)

@@ -2,6 +2,7 @@
 step and be moved.
 """
 
+import time
 from collections.abc import Iterator, Sequence
 from functools import lru_cache, partial
 
@@ -22,7 +23,7 @@ class Batches:
     the ranks take turns, each for `turn` micro-batches. `shuffled` takes every block once per
     epoch, `random` draws them with replacement. Of a mixture, each source has the order that it
     would have alone. The blocks are those of the steps from `first_step` on; of each source `read`
-    blocks were read before.
+    blocks were read before. `seconds_waited` adds up how long the host took to make micro-batches.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class Batches:
         self.turn, self.first_step = turn, first_step
         self._read = np.array(read or [0] * len(blocks.lengths), dtype=np.int64)
         self.blocks_per_step = micro_batch_size * accumulation * dp_size
+        self.seconds_waited = 0.0
         # By source, of each the last two epochs: a step may cross an epoch's end.
         self._orders = [
             lru_cache(2)(partial(epoch_order, seed, length=length)) for length in blocks.lengths
@@ -103,9 +105,11 @@ class Batches:
         """
         rows = self.indices(step).reshape(-1, self.micro_batch_size)
         for index in range(self.accumulation):
+            started = time.perf_counter()
             batch = self.blocks.batch(rows[self.micro_batch_number(index)])
             if self.pin_memory:
                 batch = {name: tensor.pin_memory() for name, tensor in batch.items()}
+            self.seconds_waited += time.perf_counter() - started
             yield batch
 
 

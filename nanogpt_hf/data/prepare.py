@@ -4,8 +4,10 @@ The folder is complete or absent, also if several processes prepare it.
 """
 
 import itertools
+import logging
 import os
 import shutil
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -36,6 +38,9 @@ from nanogpt_hf.data.tokenizer import Tokenizer, build_tokenizer, save_tokenizer
 from nanogpt_hf.errors import DataError
 from nanogpt_hf.formatting import plural, shows_bars
 from nanogpt_hf.place import make_once
+
+logger = logging.getLogger(__name__)
+_SECONDS_BETWEEN_LINES = 60  # of the log
 
 
 def prepare(config: Config) -> tuple[Manifest, bool]:
@@ -167,8 +172,13 @@ def _write_splits(
     threads = (data.num_threads or allowed_cores()) if FORMATS[data.format].in_threads else 1
 
     def encoded_split(split: Any) -> Iterator[tuple[int, list[Row]]]:
+        logged = time.monotonic()
         bar = _bar(split(), "tokenizing", documents.count)
-        return encoded(bar, encode, threads, data.max_tokens)
+        for count, rows in encoded(bar, encode, threads, data.max_tokens):
+            if time.monotonic() > logged + _SECONDS_BETWEEN_LINES:
+                logged = time.monotonic()
+                logger.info(f"{data.dir}: {count:,} documents tokenized")
+            yield count, rows
 
     writers = {split: ShardWriter(folder / split) for split in SPLITS}
     if documents.validation is not None:

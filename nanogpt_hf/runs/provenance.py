@@ -118,8 +118,8 @@ def branched_at(run: RunFolder) -> tuple[int, str]:
     """The step at which the run began, and the folder of the run that it is a branch of; 0 and ""
     if it is none.
     """
-    first = read_starts(run)[0]
-    return first["step"], first.get("branch_of", "")
+    first = next(iter(read_starts(run)), {})
+    return first.get("step", 0), first.get("branch_of", "")
 
 
 def add_start(run: RunFolder, start: dict[str, Any]) -> None:

@@ -119,6 +119,7 @@ class Tracking:
         speed.
         """
         self._clock, self._clock_tokens = time.perf_counter(), self.run.state.tokens
+        self._clock_waited = self.run.batches.seconds_waited
 
     def _write(self, values: dict[str, float]) -> None:
         # JSON has no NaN: values that are not finite become null
@@ -148,12 +149,15 @@ class Tracking:
         steps.
         """
         now, tokens = time.perf_counter(), self.run.state.tokens
-        rate = (tokens - self._clock_tokens) / max(now - self._clock, 1e-9)
+        elapsed = max(now - self._clock, 1e-9)
+        rate = (tokens - self._clock_tokens) / elapsed
+        waited = self.run.batches.seconds_waited - self._clock_waited
         self.restart_clock()
         values = {
             "train/loss": loss,
             "train/learning_rate": learning_rate,
             "train/tokens_per_second": round(rate, 1),
+            "train/data_wait": round(waited / elapsed, 4),
             **self._epochs(),
             **metrics,
         }

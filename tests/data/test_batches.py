@@ -113,3 +113,18 @@ def test_pin_memory_pins_every_tensor(monkeypatch):
     tensors = [t for batch in batches(pin_memory=True).micro_batches(0) for t in batch.values()]
     assert len(pinned) == len(tensors) == 2 * 4
     assert all(a is b for a, b in zip(pinned, tensors, strict=True))
+
+
+def test_batch_time_excludes_their_use(monkeypatch):
+    clock, part = [0.0], batches(accumulation=3)
+    monkeypatch.setattr("nanogpt_hf.data.batches.time.perf_counter", lambda: clock[0])
+    made = part.blocks.batch
+
+    def slow(indices):
+        clock[0] += 2.0
+        return made(indices)
+
+    monkeypatch.setattr(part.blocks, "batch", slow)
+    for _ in part.micro_batches(10):
+        clock[0] += 100.0
+    assert part.seconds_waited == 6.0

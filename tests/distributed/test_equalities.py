@@ -27,7 +27,7 @@ from nanogpt_hf.runs.metrics import read_metrics
 
 pytestmark = pytest.mark.long
 STEPS = 3
-MEASURED = ("seconds", "train/tokens_per_second", "train/memory_peak_bytes")
+MEASURED = ("seconds", "train/tokens_per_second", "train/data_wait", "train/memory_peak_bytes")
 ROUTING = ("train/balance_loss", "train/router_entropy", "train/expert_load_max")
 ROUTING += ("train/unused_experts",)
 

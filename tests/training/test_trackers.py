@@ -103,6 +103,7 @@ def test_metrics_are_documented_and_plausible(pretrain, root):
     assert len(step_events) == 2
     for event in step_events:
         assert event["train/clipped_share"] == float(event["train/grad_norm"] > 1)
+        assert 0 < event["train/data_wait"] < 1
         assert 2**26 < event["train/memory_peak_bytes"] < 2**40
 
 
