@@ -105,10 +105,13 @@ def run_estimate(arguments: Namespace, overrides: Overrides) -> None:
 
 
 def _check_options(arguments: Namespace) -> None:
-    """Raises UserError for GPUs that fill no machines, or are not in the table."""
+    """Raises UserError for options that need --gpus, or GPUs that fill no machines."""
     if arguments.gpus is None:
-        if arguments.write_config:
-            raise UserError("--write-config: only with --gpus, which proposes a layout")
+        for option in ("gpu", "network", "write_config"):
+            if getattr(arguments, option) is not None:
+                raise UserError(
+                    f"--{option.replace('_', '-')}: only with --gpus, which proposes a layout"
+                )
         return
     if arguments.gpus > arguments.per_machine and arguments.gpus % arguments.per_machine:
         raise UserError(
@@ -121,6 +124,11 @@ def _check_options(arguments: Namespace) -> None:
         raise UserError(
             f"--gpu {arguments.gpu}: not in the table of GPUs, "
             f"{', '.join(GPUS)}{did_you_mean(arguments.gpu, GPUS)}"
+        )
+    path = arguments.write_config
+    if path and path.is_file() and b"written by `estimate`" not in path.read_bytes()[:100]:
+        raise UserError(
+            f"--write-config {path}: exists, and `estimate` did not write it; name another file"
         )
 
 

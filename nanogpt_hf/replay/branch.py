@@ -17,6 +17,7 @@ from nanogpt_hf.runs.metrics import read_metrics
 from nanogpt_hf.runs.provenance import add_start, now, read_starts
 from nanogpt_hf.runs.state import run_identity
 from nanogpt_hf.training.methods import ON_TEXT, method_of
+from nanogpt_hf.training.start import check_folders
 
 
 def make_branch(old: RunFolder, step: int, new: RunFolder, config: Config) -> None:
@@ -26,6 +27,7 @@ def make_branch(old: RunFolder, step: int, new: RunFolder, config: Config) -> No
     """
     if method_of(config) not in ON_TEXT:
         raise UserError(f"{old.path}: trained by {method_of(config).name}; only text is branched")
+    check_folders(config, new)
     checkpoint = read_checkpoint(old.checkpoint(step))
     known = (checkpoint.state.identity or {}).get("data", {}).get("tokenizer_hash")
     new.lock()

@@ -24,7 +24,7 @@ from nanogpt_hf.config.checks import accumulation_steps
 from nanogpt_hf.config.compatibility import check_settings
 from nanogpt_hf.config.dial import dial_lines
 from nanogpt_hf.config.schema import Config
-from nanogpt_hf.config.sources import packs
+from nanogpt_hf.config.sources import packs, sources_of
 from nanogpt_hf.config.stages import config_at, naming, stages_of
 from nanogpt_hf.cpu import share_threads
 from nanogpt_hf.data.manifest import identity
@@ -91,7 +91,7 @@ def prepare_run(
     disable_progress_bar()
     mesh = mesh or Mesh.from_environment()
     folder = RunFolder(Path(run_dir or Path("runs") / config.name))
-    _check_before_the_data(config, mesh)
+    _check_before_the_data(config, folder, mesh)
     method = method_of(config)
     options = {"resume": resume, "overwrite": overwrite, "auto_resume": auto_resume}
     flags = [f"--{name.replace('_', '-')}" for name, is_given in options.items() if is_given]
@@ -119,8 +119,25 @@ def prepare_run(
         raise
 
 
-def _check_before_the_data(config: Config, mesh: Mesh) -> None:
-    """Raises UserError for what is wrong without the data: machine, section `model`."""
+def check_folders(config: Config, folder: RunFolder) -> None:
+    """Raises UserError if the run folder and prepared data or the teacher are inside each other."""
+    dirs = [config.data.dir, *(source.data.dir for source in sources_of(config.data))]
+    others = [("data.dir", path) for path in dirs]
+    if config.distill.teacher:
+        others.append(("distill.teacher", config.distill.teacher))
+    run = folder.path.resolve()
+    for knob, path in others:
+        other = Path(path).expanduser().resolve()
+        if run.is_relative_to(other) or other.is_relative_to(run):
+            raise UserError(
+                f"--run-dir {folder.path} and --{knob} {path}: one is inside the other; choose two "
+                "separate folders"
+            )
+
+
+def _check_before_the_data(config: Config, folder: RunFolder, mesh: Mesh) -> None:
+    """Raises UserError for what is wrong without the data: folders, machine, section `model`."""
+    check_folders(config, folder)
     for stage in stages_of(config):
         with naming(stage):
             check_launch(stage.config, mesh)
