@@ -8,6 +8,7 @@ turn or starts another.
 import json
 import re
 from datetime import datetime
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
@@ -18,6 +19,7 @@ from nanogpt_hf.errors import DataError, one_line
 from nanogpt_hf.time_limit import TimeUpError, time_limit
 
 _SECONDS = 10.0  # templates render in milliseconds
+_SHAPES = 1000  # sequences of roles whose special tokens are remembered
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _TODAY = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 # The date that templates write: the one that Llama 3.1's has for programs without a clock.
@@ -45,7 +47,8 @@ class ChatFormat:
 
     A control token that is spelled out in a message is broken by a space: `<|im_end|>` becomes
     `< |im_end|>`. These are all special tokens, and in messages of user and system also added
-    tokens that the template writes. A template that writes the date always writes the same one.
+    tokens that the template writes. The special tokens of each rendering are compared with those
+    of the same roles with other text. A template that writes the date always writes the same one.
     """
 
     def __init__(self, hf: PreTrainedTokenizerBase):
@@ -70,15 +73,23 @@ class ChatFormat:
         }
         self._special, self._control = _any_of(special), _any_of(control)
         vocabulary = hf.get_vocab()
-        self._control_ids = {vocabulary[token] for token in control}
+        self._special_ids, self._control_ids = (
+            {vocabulary[token] for token in tokens} for tokens in (special, control)
+        )
+        if hf.unk_token_id not in (hf.bos_token_id, hf.eos_token_id):
+            self._special_ids.discard(hf.unk_token_id)  # any text may have unknown characters
+        self._expected = lru_cache(_SHAPES)(self._special_of)  # a server's clients choose the roles
 
     def prompt_ids(self, messages: Conversation) -> list[int]:
         """Ids of the prompt for the answer to the last of `messages`.
 
-        Raises DataError if the template fails or takes 10 seconds.
+        Raises DataError if the template fails or takes 10 seconds, and for text that would become a
+        special token.
         """
         text = self._render(self._harmless(messages), add_generation_prompt=True)
-        return self._tokens([text])[0]
+        (ids,) = self._tokens([text])
+        self._check_special(ids, messages, add_generation_prompt=True)
+        return ids
 
     def examples(self, conversations: list[Conversation]) -> list[ChatExample]:
         """The conversations as examples to train on, in order.
@@ -161,6 +172,27 @@ class ChatFormat:
     def _tokens(self, texts: list[str]) -> list[list[int]]:
         return self.hf(texts, add_special_tokens=False, verbose=False)["input_ids"]
 
+    def _special_of(self, roles: tuple[str, ...], add_generation_prompt: bool) -> list[int]:
+        """The special tokens of messages with these roles."""
+        messages = [{"role": role, "content": "x"} for role in roles]
+        (ids,) = self._tokens([self._render(messages, add_generation_prompt)])
+        return [i for i in ids if i in self._special_ids]
+
+    def _check_special(
+        self, ids: list[int], messages: Conversation, add_generation_prompt: bool = False
+    ) -> None:
+        """Raises DataError unless `ids` have the special tokens of the same roles with other
+        text.
+        """
+        roles = tuple(message["role"] for message in messages)
+        if [i for i in ids if i in self._special_ids] != self._expected(
+            roles, add_generation_prompt
+        ):
+            raise DataError(
+                "its text changes the special tokens of the conversation; leave out what becomes "
+                "one of them"
+            )
+
     def _examples_by_marks(self, conversations: list[Conversation]) -> list[ChatExample]:
         out = self._apply(
             conversations,
@@ -168,12 +200,12 @@ class ChatFormat:
             return_assistant_tokens_mask=True,
             tokenizer_kwargs={"verbose": False},
         )
-        return [
-            ChatExample(ids, mask, _answer_bytes(conversation), number)
-            for number, (ids, mask, conversation) in enumerate(
-                zip(out["input_ids"], out["assistant_masks"], conversations, strict=True)
-            )
-        ]
+        examples = []
+        for number, conversation in enumerate(conversations):
+            ids, mask = out["input_ids"][number], out["assistant_masks"][number]
+            self._check_special(ids, conversation)
+            examples.append(ChatExample(ids, mask, _answer_bytes(conversation), number))
+        return examples
 
     def _examples_by_prefixes(self, conversation: Conversation) -> list[ChatExample]:
         turns = [
@@ -224,6 +256,7 @@ class ChatFormat:
                     "learn to end one; choose a tokenizer whose template does"
                 )
             mask[start:end] = [1] * (end - start)
+        self._check_special(whole, messages)
         return ChatExample(
             whole, mask, _answer_bytes(messages[-1:] if len(pairs) == 1 else messages)
         )
