@@ -72,7 +72,8 @@ def write_tensors(path: Path, parts: Mapping[str, Part]) -> str:
             raise NotFiniteError(name)
     cut = {name: part for name, part in parts.items() if part.box.shape != part.shape}
     slices = {name: {"shape": part.shape, "offset": part.box.offset} for name, part in cut.items()}
-    metadata = {"format": "pt"} | ({_SLICES: json.dumps(slices)} if cut else {})
+    # one entry, since safetensors writes several in random order
+    metadata = {_SLICES: json.dumps(slices)} if cut else {"format": "pt"}
     path.touch()
     mode = path.stat().st_mode
     try:
