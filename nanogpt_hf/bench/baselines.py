@@ -81,14 +81,17 @@ def bare_step(work: Workload) -> Callable[[], None]:
 
 
 def pairs_with_bare(work: Workload, windows: int, steps: int) -> list[Pair]:
-    """Time both alternately, `steps` of each per window."""
+    """Time both alternately, `steps` of each per window; the order changes with each window."""
     device, theirs = work.run.accelerator.device, bare_step(work)
     for _ in range(WARM_STEPS):
         theirs()
         work.step()
-    return [
-        (time_of(device, work.step, steps), time_of(device, theirs, steps)) for _ in range(windows)
-    ]
+    pairs = []
+    for window in range(windows):
+        first, second = (work.step, theirs) if window % 2 else (theirs, work.step)
+        pair = time_of(device, first, steps), time_of(device, second, steps)
+        pairs.append(pair if window % 2 else pair[::-1])
+    return pairs
 
 
 class _Rows(torch.utils.data.IterableDataset):

@@ -9,7 +9,9 @@ process writes, else between two steps.
 import dataclasses
 import json
 import logging
+import socket
 import threading
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -167,8 +169,13 @@ class CheckpointWriter:
             for kind, parts in save.parts.items():
                 name = f"{kind}{split}.safetensors"
                 files[name] = write_tensors(folder / name, parts)
-        except Exception as error:  # raised on all processes when the checkpoint ends
+        except OSError as error:
+            where = f"process {self._rank} on {socket.gethostname()}: " if self._rank else ""
+            self._files = OSError(f"{where}{error}")
+        except NotFiniteError as error:
             self._files = error
+        except Exception:  # a bug: raised on all processes, with this traceback
+            self._files = RuntimeError(traceback.format_exc())
 
     def _complete(self, save: _Save, reports: list[dict[str, str] | Exception]) -> None:
         """Give the hidden folder its name; only the main process calls it."""

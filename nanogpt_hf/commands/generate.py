@@ -247,13 +247,14 @@ def run_serve(arguments: Namespace) -> None:
     with listen(arguments.host, arguments.port) as listener:
         model, tokenizer = open_model(arguments.model)
         precision = functools.partial(_autocast, accelerator)
-        name = Path(arguments.model).name
+        path = Path(arguments.model)  # a Hub id stays as it is
+        name = path.resolve().name if path.is_dir() else arguments.model
         server = Server(name, model.to(accelerator.device), tokenizer, precision, arguments.host)
         host, port = listener.getsockname()[:2]
         if not is_loopback(arguments.host):
             _log.warning(
                 f"--host {host}: all who reach this machine can use the model; there is no password"
             )
-        url = f"http://{host}:{port}"
+        url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         _log.info(f"{name}: the API is at {url}/v1, the chat page at {url}; Ctrl-C ends the server")
         server.run(sockets=[listener])

@@ -26,6 +26,7 @@ _KEYS = {
     **{key: KNOBS[f"data.{key}"] for key in _OF_A_SOURCE},
 }
 _EXAMPLE = "{source: web.txt, weight: 0.7}"
+_NAME = re.compile(r"[\w-][\w.-]{0,99}")
 # samples after which the weights are met exactly; the order of one period is a table
 _LONGEST_PERIOD = 1_000_000
 
@@ -44,6 +45,8 @@ def read_sources(entries: list[Any]) -> list[dict[str, Any]]:
     names = []
     for source in sources:
         name = source.setdefault("name", short_name(source["source"]))
+        if not _NAME.fullmatch(name):  # it names a folder
+            raise ValueError(f"name: {name!r:.80}: expected letters, digits, -, _ and dots")
         if name in names:
             raise ValueError(f"two sources are named {name}; set another `name` for one of them")
         names.append(name)

@@ -97,8 +97,10 @@ def _from_messages(messages: Any) -> _Turns:
 
 
 def _from_instruction(row: dict[str, Any]) -> _Turns:
-    parts = (str(row["instruction"]).strip(), str(row.get("input") or "").strip())
-    return [("user", "\n\n".join(parts).strip()), ("assistant", row["output"])]
+    parts = [_text("instruction", row["instruction"])]
+    if row.get("input"):
+        parts.append(_text("input", row["input"]))
+    return [("user", "\n\n".join(map(str.strip, parts))), ("assistant", row["output"])]
 
 
 def _from_choices(row: dict[str, Any]) -> _Turns:
@@ -108,11 +110,10 @@ def _from_choices(row: dict[str, Any]) -> _Turns:
             "expected choices, a list of texts, and answer, the index of one, got "
             f"{choices!r:.40} and {answer!r:.40}"
         )
-    lines = "\n".join(
-        f"{letter}. {str(choice).strip()}"
-        for letter, choice in zip(_LETTERS, choices, strict=False)
-    )
-    asked = f"{str(row['question']).strip()}\n\n{lines}\n\nAnswer with the letter only."
+    texts = (_text("choices", choice).strip() for choice in choices)
+    lines = "\n".join(f"{letter}. {text}" for letter, text in zip(_LETTERS, texts, strict=False))
+    question = _text("question", row["question"]).strip()
+    asked = f"{question}\n\n{lines}\n\nAnswer with the letter only."
     return [("user", asked), ("assistant", _LETTERS[answer])]
 
 
@@ -137,6 +138,15 @@ _SHAPES: dict[tuple[str, ...], Callable[[dict[str, Any]], _Turns]] = {
 }
 
 
+def _text(name: str, content: Any) -> str:
+    if not isinstance(content, str) or not content.strip():
+        raise ValueError(
+            f"{name}: expected text, got {content!r:.40}; leave the row out, or fill it"
+        )
+    content.encode()  # JSON can escape half a character, which UTF-8 cannot encode
+    return content
+
+
 def _checked(turns: _Turns) -> Conversation:
     expected = "user"
     for number, (role, content) in enumerate(turns, 1):
@@ -144,12 +154,7 @@ def _checked(turns: _Turns) -> Conversation:
             raise ValueError(f"message {number}: role: expected {expected}, got {role!r:.40}")
         if role != "system":
             expected = "assistant" if role == "user" else "user"
-        if not isinstance(content, str) or not content.strip():
-            raise ValueError(
-                f"message {number}: expected text, got {content!r:.40}; leave the row out, or "
-                "fill it"
-            )
-        content.encode()  # JSON can escape half a character, which UTF-8 cannot encode
+        _text(f"message {number}", content)
     if not turns or turns[-1][0] != "assistant":
         raise ValueError("the last message has to be an answer of the assistant")
     return [{"role": role, "content": content} for role, content in turns]

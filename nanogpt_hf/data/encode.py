@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 import pyarrow
@@ -87,20 +87,22 @@ def _batches(documents: Iterable[Any]) -> Iterator[tuple[int, list[Any]]]:
 
 
 class Spool:
-    """Rows in a scratch file, to write them when the number of their documents is known."""
+    """Rows in a scratch file, to write them when the number of their documents is known.
 
-    def __init__(self, path: Path, rows: Iterable[tuple[int, list[Row]]]):
+    The file has no name (tempfile.TemporaryFile), so that nobody else can change what is unpickled.
+    """
+
+    def __init__(self, file: IO[bytes], rows: Iterable[tuple[int, list[Row]]]):
         self.documents = self._batches = 0
-        self._path = path
-        with path.open("wb") as file:
-            for self.documents, batch in rows:
-                pickle.dump(batch, file)
-                self._batches += 1
+        self._file = file
+        for self.documents, batch in rows:
+            pickle.dump(batch, file)
+            self._batches += 1
 
     def __iter__(self) -> Iterator[list[Row]]:
-        with self._path.open("rb") as file:
-            for _ in range(self._batches):
-                yield pickle.load(file)
+        self._file.seek(0)
+        for _ in range(self._batches):
+            yield pickle.load(self._file)
 
 
 class ShardWriter:

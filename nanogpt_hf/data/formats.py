@@ -6,6 +6,7 @@ NAME.ds.index for each document the number of tokens up to its end, 8 bytes each
 pipeline/tokens/tokenizer.py).
 """
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,7 @@ from nanogpt_hf.formatting import shows_bars
 
 Document = str | Conversation | None  # None and "" are the empty rows of a Hub data set
 
+logger = logging.getLogger(__name__)
 _AT_ONCE = 2**22  # tokens
 
 
@@ -188,6 +190,7 @@ def describe_token_files(
     enough. Raises DataError for a token beyond the vocabulary.
     """
     files, start, ends = open_token_files(data), 0, []
+    _check_name(local_files(data)[0], data.tokenizer)
     for file in files:
         ends.append(file.ends.astype(np.int64) + start)
         start += len(file.tokens)
@@ -221,6 +224,17 @@ def _count_bytes(chunks: list[np.ndarray], sizes: np.ndarray, tokenizer: Tokeniz
                 )
             total += int(sizes[piece].sum())
     return total
+
+
+def _check_name(path: Path, tokenizer: str) -> None:
+    """Warn if datatrove's metadata names another tokenizer; the ids alone cannot show it."""
+    metadata = path.with_name(f"{path.name}.metadata")
+    if metadata.is_file():
+        name = metadata.read_text(encoding="utf-8", errors="replace").partition("|")[0]
+        if name != tokenizer:
+            logger.warning(
+                f"{path}: made with the tokenizer {name}, not {tokenizer}; check its ids"
+            )
 
 
 FORMATS = {

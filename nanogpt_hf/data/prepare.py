@@ -7,6 +7,7 @@ import itertools
 import logging
 import os
 import shutil
+import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -186,13 +187,14 @@ def _write_splits(
             for _, rows in encoded_split(getattr(documents, split)):
                 writer.write(rows)
     else:
-        batches = (rows for _, rows in encoded_split(documents.train))
-        if held is None:  # the number of documents is known when all are encoded
-            batches = Spool(folder / "scratch" / "rows", encoded_split(documents.train))
-            held = held_out(batches.documents, data)
-        for rows in batches:
-            writers["train"].write([row for row in rows if not held[row.document]])
-            writers["validation"].write([row for row in rows if held[row.document]])
+        with tempfile.TemporaryFile(dir=folder) as scratch:
+            batches = (rows for _, rows in encoded_split(documents.train))
+            if held is None:  # the number of documents is known when all are encoded
+                batches = Spool(scratch, encoded_split(documents.train))
+                held = held_out(batches.documents, data)
+            for rows in batches:
+                writers["train"].write([row for row in rows if not held[row.document]])
+                writers["validation"].write([row for row in rows if held[row.document]])
     facts = {split: writer.close() for split, writer in writers.items()}
     for split, of_split in facts.items():
         if not of_split.tokens:

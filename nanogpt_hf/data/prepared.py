@@ -2,7 +2,8 @@
 describe it in a few lines.
 """
 
-from dataclasses import dataclass
+import contextlib
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from nanogpt_hf.data.manifest import (
     SplitFacts,
     find_manifest,
     read_manifest,
+    write_manifest,
 )
 from nanogpt_hf.data.tokenizer import end_of_text_id_of, load_tokenizer, vocabulary_hash
 from nanogpt_hf.errors import DataError
@@ -148,12 +150,14 @@ def check_fits(manifest: Manifest, data: DataSection) -> None:
             if FORMATS[data.format].encoder is None:  # its tokens are read where they are
                 raise
             return  # the text is on the machine that prepared it
-        # files with other times are read: copies have them
-        unchanged = not files or file_state(files) == manifest.file_state
-        if not unchanged and manifest.revision != f"sha256:{file_digest(files)}":
+        if not files or (state := file_state(files)) == manifest.file_state:
+            return
+        if manifest.revision != f"sha256:{file_digest(files)}":
             raise DataError(
                 f"{data.dir}: {data.source} has changed since it was prepared; {_REMEDY}"
             )
+        with contextlib.suppress(OSError):  # the next call does not read the text again
+            write_manifest(Path(data.dir), replace(manifest, file_state=state))
 
 
 def open_tokenizer(folder: Path, manifest: Manifest) -> PreTrainedTokenizerBase:

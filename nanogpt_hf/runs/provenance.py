@@ -72,7 +72,9 @@ def code_version() -> str:
         return __version__
     describe = ["git", "describe", "--always", "--exclude=*", "--abbrev=12", "--dirty=, dirty"]
     try:
-        commit = subprocess.check_output(describe, cwd=checkout, text=True, timeout=10).strip()
+        commit = subprocess.check_output(
+            describe, cwd=checkout, text=True, timeout=10, stderr=subprocess.DEVNULL
+        ).strip()
     except (OSError, subprocess.SubprocessError):
         return __version__
     return f"{__version__} (commit {commit})"

@@ -16,6 +16,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from nanogpt_hf.place import flush
+
 # values per operation: torch starts no threads below that, which would compete with the training
 _SERIAL = 2**15
 _SLICES = "slices"
@@ -60,7 +62,7 @@ class NotFiniteError(ValueError):
 
 
 def write_tensors(path: Path, parts: Mapping[str, Part]) -> str:
-    """Write parts of tensors as a safetensors file; return its checksum.
+    """Write parts of tensors as a safetensors file and flush it to the disk; return its checksum.
 
     Raises OSError if it cannot be written, and NotFiniteError before it writes a tensor with an
     infinite or NaN value.
@@ -80,7 +82,8 @@ def write_tensors(path: Path, parts: Mapping[str, Part]) -> str:
         save_file({name: part.values for name, part in parts.items()}, path, metadata)
     except SafetensorError as error:
         raise OSError(str(error)) from None
-    path.chmod(mode)  # safetensors lets nobody else read it
+    path.chmod(mode)  # safetensors makes it readable by its owner alone
+    flush(path)
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -5,6 +5,7 @@ advice.
 import contextlib
 import dataclasses
 import gc
+import logging
 import resource
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -29,11 +30,13 @@ from nanogpt_hf.errors import NotEnoughMemoryError, UserError, is_out_of_memory
 from nanogpt_hf.formatting import format_bytes
 from nanogpt_hf.model.build import model_of_run
 from nanogpt_hf.optim.state import local_part
-from nanogpt_hf.planning.footprint import footprint
+from nanogpt_hf.planning.footprint import footprint, useless_checkpointing
 from nanogpt_hf.planning.hardware import USABLE_MEMORY, free_memory
 from nanogpt_hf.planning.placement import Placement
 from nanogpt_hf.training.run import Run
 from nanogpt_hf.training.step import train_step
+
+logger = logging.getLogger(__name__)
 
 
 def build_batches(
@@ -118,7 +121,7 @@ def choose_micro_batch(run: Run, *, resume: bool = False) -> None:
 
 def check_memory(config: Config, accelerator: Accelerator, mesh: Mesh, vocab_size: int) -> None:
     """Raises UserError if a step needs more memory than this machine has free; a collective before
-    a model is built.
+    a model is built. Logs a warning if activation checkpointing saves none.
 
     It raises only with the model on CPUs: a process that takes more than there is would be killed
     without a line.
@@ -127,12 +130,15 @@ def check_memory(config: Config, accelerator: Accelerator, mesh: Mesh, vocab_siz
     on_cpu = accelerator.device.type == "cpu"
     precision, checkpointing = str(accelerator.mixed_precision), requested_checkpointing()
     place = Placement(precision=precision, on_cpu=on_cpu, checkpointing=checkpointing)
+    step = _one_micro_batch(config)
+    if mesh.is_main and (line := useless_checkpointing(model, place, **step)):
+        logger.warning(line)
     # whose frozen weights are not counted in 8 bits
     if not on_cpu or config.lora.quantize:
         return
     needed = 4.0 * model.num_parameters()  # a sharded model, too, is built whole in each process
     if not is_sharded(accelerator):
-        needed = footprint(model, place, **_one_micro_batch(config)).peak
+        needed = footprint(model, place, **step).peak
     processes = mesh.local_world_size
     free = min(_gather(accelerator, (free_memory() + psutil.swap_memory().free) // processes))
     if needed > free:

@@ -200,14 +200,17 @@ class LayerStats:
             return {}
         # undo the scaling of nn.utils.clip_grad_norm_
         scale = min(1.0, self.max_grad_norm / (grad_norm + 1e-6)) if self.max_grad_norm else 1.0
-        gradients, weights, updates = self._norms
+        gradients, weights, updates = (  # the host waits once for each
+            dict(zip(of, torch.stack([*of.values()]).tolist(), strict=True)) if of else {}
+            for of in self._norms
+        )
         values: dict[str, float] = {
-            f"layers/{name}/grad_norm": norm.item() / scale for name, norm in gradients.items()
+            f"layers/{name}/grad_norm": norm / scale for name, norm in gradients.items()
         }
-        for name, weight in weights.items():
-            values[f"layers/{name}/weight_norm"] = norm = weight.item()
+        for name, norm in weights.items():
+            values[f"layers/{name}/weight_norm"] = norm
             if norm:
-                values[f"layers/{name}/update_ratio"] = updates[name].item() / norm
+                values[f"layers/{name}/update_ratio"] = updates[name] / norm
         return merged_over_stages(pipeline_of(self.accelerator), values)
 
     def _trainable(self, model: nn.Module) -> dict[str, list[nn.Parameter]]:

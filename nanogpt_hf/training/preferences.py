@@ -152,14 +152,14 @@ def pair_log_probs(
 
 def preference_step(run: Run, step: int, learning_rate: float) -> StepResult:
     """Take one optimizer step on the pairs of `step`."""
-    fill_reference(run)
+    fill_reference(run, lambda: False)
     return train_step(run, step, learning_rate)
 
 
 def kto_step(run: Run, step: int, learning_rate: float) -> StepResult:
     """Estimate the KL divergence on the answers of `step`, and take an optimizer step on them."""
     blocks: Any = run.data.train
-    fill_reference(run)
+    fill_reference(run, lambda: False)
     blocks.kl = divergence(run, blocks, run.batches.indices(step))
     result = train_step(run, step, learning_rate)
     accuracy = {"accuracy": result.metrics["accuracy"]}
@@ -170,7 +170,8 @@ def evaluate_preferences(run: Run, stopping: Callable[[], bool]) -> Evaluated | 
     """The loss on held-out pairs or answers, the share whose rewards are on the right side, and the
     margin between the mean rewards of both sides, if both occur; the same on all processes.
     """
-    fill_reference(run)
+    if not fill_reference(run, stopping):
+        return None
     blocks = run.data.validation
     indices, sides = evaluation_indices(blocks, run.config.eval.tokens), ("chosen", "rejected")
     if labeled := isinstance(blocks, LabeledAnswers):
@@ -233,16 +234,16 @@ def divergence(run: Run, blocks: LabeledAnswers, indices: np.ndarray) -> float:
 
 
 @torch.no_grad()
-def fill_reference(run: Run) -> None:
+def fill_reference(run: Run, stopping: Callable[[], bool]) -> bool:
     """Compute the log-probabilities of all rows under the model before training, once: they are
-    kept in the run folder.
+    kept in the run folder. Returns whether they are there; not if `stopping()` has ended it.
 
     At step 0 that is the model of the run; later, if the file was lost, it is loaded again.
     """
     splits: dict[str, Any] = {"train": run.data.train, "validation": run.data.validation}
     row = LOSSES.get(run.config.align.loss or "dpo")  # none of KTO
     if (row and not row.uses_reference) or splits["train"].reference.any():
-        return
+        return True
     accelerator, mesh, saved, filled = run.accelerator, run.mesh, {}, {}
     if mesh.is_main and run.folder.reference.is_file():
         saved = load_file(run.folder.reference)
@@ -257,6 +258,8 @@ def fill_reference(run: Run) -> None:
                     with accelerator.autocast():
                         sums, _ = pair_log_probs(model, batch["input_ids"], batch["shift_labels"])
                     found[torch.from_numpy(rows).to(found.device)] = sums[: len(rows)].float()
+                    if stopping():
+                        return False
         filled[name] = sum_over_ranks(accelerator, mesh, found).cpu()
     run.start_model = None  # frees its memory
     if mesh.is_main and not is_saved[0]:
@@ -264,3 +267,4 @@ def fill_reference(run: Run) -> None:
             partial.write_bytes(save(filled))
     for name, reference in filled.items():
         splits[name].reference = reference
+    return True

@@ -7,7 +7,12 @@ import torch
 
 from assertions import refusal
 from nanogpt_hf.bench import baselines
-from nanogpt_hf.bench.baselines import bare_step, check_comparable, pairs_with_trainer
+from nanogpt_hf.bench.baselines import (
+    bare_step,
+    check_comparable,
+    pairs_with_bare,
+    pairs_with_trainer,
+)
 from nanogpt_hf.config.schema import replace_knobs
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.optim.optimizer import build_optimizer
@@ -30,6 +35,16 @@ def test_bare_step_reaches_our_weights(work, monkeypatch):
         bare()
     for ours, theirs in zip(work.run.model.parameters(), built[0].parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
+
+
+def test_pairs_with_bare_alternates_the_order(work, monkeypatch):
+    calls = []
+    monkeypatch.setattr(baselines, "bare_step", lambda _: lambda: calls.append("bare"))
+    monkeypatch.setattr(type(work), "step", lambda _: calls.append("ours"))
+    pairs = pairs_with_bare(work, windows=3, steps=2)
+    assert len(pairs) == 3
+    bare, ours = ["bare", "bare"], ["ours", "ours"]
+    assert calls[6:] == [*bare, *ours, *ours, *bare, *bare, *ours]
 
 
 def test_pairs_with_trainer_keeps_our_accumulation(work):

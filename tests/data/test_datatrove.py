@@ -132,6 +132,13 @@ def test_changed_or_missing_files_are_found(make, encode, tmp_path):
     assert str(path.parent) in refusal(load_prepared, config)
 
 
+def test_another_tokenizer_in_the_metadata_is_a_warning(make, encode, tmp_path, caplog):
+    path = write(tmp_path / "tokens", "one", TEXTS, encode)
+    path.with_name("one.ds.metadata").write_text("their/tokenizer|2\n1000\n1.0 kT")
+    prepare(make(path))
+    assert "their/tokenizer" in caplog.text
+
+
 def test_datatrove_and_text_mix(make, encode, text_file, tmp_path):
     path = write(tmp_path / "tokens", "one", TEXTS, encode)
     source = [

@@ -268,12 +268,14 @@ def test_changed_or_added_text_is_refused(make, tmp_path, text):
     assert load_prepared(config)
 
 
-def test_touched_text_is_accepted(text, make):
+def test_touched_text_is_accepted_and_read_once(text, make, monkeypatch):
     path = text()
     config = make(path)
     manifest, _ = prepare(config)
     os.utime(path, ns=(1, 1))
     assert prepare(config) == (manifest, False)
+    monkeypatch.setattr(prepared_module, "file_digest", None)  # it is not read again
+    assert prepare(config)[0].file_state != manifest.file_state
 
 
 def test_text_may_be_removed_and_prepared_data_moved(text, make, tmp_path):

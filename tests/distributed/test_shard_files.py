@@ -104,8 +104,13 @@ def test_full_disk_of_one_process_is_one_line(train, uninterrupted, tmp_path, ra
     run = train("fsdp2", tmp_path / "run", FAULT=f"{rank}:full:2", ends_with=ends_with)
     (line,) = lines  # the main process prints it for all
     target = re.escape(str(run.checkpoint(2)))
+    where = r"process 1 on \S+: " if rank else ""
     assert re.fullmatch(
-        rf"{target}: the checkpoint cannot be written, older ones are intact: .*", line
+        (
+            rf"{target}: the checkpoint cannot be written, older ones are intact: "
+            rf"{where}.*"
+        ),
+        line,
     )
     assert [path.name for path in run.checkpoints.iterdir()] == ["step_00000001"]
     train("fsdp2", tmp_path / "run", "--resume")

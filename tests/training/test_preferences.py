@@ -5,8 +5,10 @@ runs learn, resume exactly and do not depend on processes, rows of other shapes 
 import importlib.util
 import json
 import math
+import os
 import random
 import runpy
+import signal
 from types import SimpleNamespace
 
 import numpy as np
@@ -27,6 +29,7 @@ from nanogpt_hf.evaluation.loss import pad_batch
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.metrics import read_metrics
+from nanogpt_hf.training import preferences
 from nanogpt_hf.training.pairs import LabeledAnswers, Pairs, encode_answer
 from nanogpt_hf.training.preferences import (
     divergence,
@@ -331,6 +334,23 @@ def whole(align):
     """The run of each loss, trained once."""
     runs = {}
     return lambda loss: runs.get(loss) or runs.setdefault(loss, align(f"{loss} whole"))
+
+
+def test_a_signal_ends_the_reference_without_a_file(
+    folder, arguments, forget_accelerate, monkeypatch
+):
+    log_probs = preferences.pair_log_probs
+
+    def stopped(*given):
+        if not torch.is_grad_enabled():  # no step
+            os.kill(os.getpid(), signal.SIGTERM)
+        return log_probs(*given)
+
+    monkeypatch.setattr(preferences, "pair_log_probs", stopped)
+    forget_accelerate()
+    assert main(["align", *arguments("dpo stopped")]) == 75
+    forget_accelerate()
+    assert not RunFolder(folder / "dpo stopped").reference.exists()
 
 
 def json_rows(path) -> list[dict]:

@@ -1,4 +1,6 @@
-"""Runs with activation checkpointing: the numbers of the plain run."""
+"""Runs with activation checkpointing: the numbers of the plain run, and what saves nothing."""
+
+import logging
 
 import pytest
 
@@ -25,8 +27,16 @@ def test_run_equals_the_plain_one_also_resumed_with_another_level(
         run = start(level, **KNOBS)
         assert same_weights(run, plain)
         assert numbers(run) == numbers(plain)
+    assert "saves no memory" not in caplog.text
     resumed = copy_at(run, 2, tmp_path / "resumed")
     monkeypatch.setenv("FSDP_ACTIVATION_CHECKPOINTING", "TRUE")
     train(resumed.path, resume=True, **KNOBS)
     assert same_weights(resumed, plain)
     assert numbers(resumed) == numbers(plain)
+
+
+def test_level_that_saves_nothing_is_said(start, monkeypatch, caplog):
+    monkeypatch.setenv("FSDP_ACTIVATION_CHECKPOINTING", "true")
+    with caplog.at_level(logging.WARNING):
+        start(**KNOBS | {"model__n_layer": 1})
+    assert "fsdp_activation_checkpointing true saves no memory here: the top block" in caplog.text
