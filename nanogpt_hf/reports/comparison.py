@@ -45,7 +45,7 @@ def compare_runs(runs: dict[str, dict[str, Any]], metric: str) -> str:
     return align(rows, range(1, len(rows[0])))
 
 
-def _shown(value: float | None, form: str = ".5g") -> str:
+def _shown(value: float | None, form: str = "#.5g") -> str:
     return "–" if value is None else format(value, form)
 
 

@@ -216,7 +216,8 @@ class RunFolder:
     def _locked(self) -> filelock.AcquireReturnProxy:
         """Acquire the lock. Raises RunFolderError if another process holds it."""
         try:
-            return self._lock.acquire(timeout=0)
+            # not 0: each rank of `verify` holds it for a moment, to check it
+            return self._lock.acquire(timeout=1)
         except filelock.Timeout:
             raise RunFolderError(
                 f"{self.path}: another process is training in it; wait for it to end"

@@ -158,7 +158,7 @@ def test_config_file_without_settings_is_one_line(capsys, tmp_path, content):
     file.write_bytes(content)
     assert main(["launch", "--config_file", str(file), "pretrain", "R"]) == 2
     err = capsys.readouterr().err
-    assert err.startswith(f"cli.py launch: --config_file {file}: ")
+    assert err.startswith(f"--config_file {file}: ")
     assert err.count("\n") == 1
 
 

@@ -1,8 +1,10 @@
 """Run folders: never emptied by accident; links to another disk are followed or refused."""
 
 import shutil
+import threading
 from pathlib import Path
 
+import filelock
 import pytest
 
 from assertions import column
@@ -189,3 +191,10 @@ def test_checkpoints_are_sorted_by_step(tmp_path):
         run.checkpoint(step).mkdir(parents=True)
     names = [path.name for path in run.checkpoint_folders()]
     assert names == ["step_00000007", "step_99999999", "step_100000000"]
+
+
+def test_a_lock_held_for_a_moment_is_waited_for(tmp_path):
+    lock = filelock.FileLock(tmp_path / ".lock", thread_local=False)
+    lock.acquire()
+    threading.Timer(0.2, lock.release).start()
+    RunFolder(tmp_path).check_unlocked()
