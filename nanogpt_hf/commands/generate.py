@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import importlib.util
+import io
 import logging
 import sys
 from argparse import ArgumentParser, Namespace
@@ -137,6 +138,8 @@ def show_note(note: str) -> None:
 
 def questions() -> Iterator[str]:
     """Lines from the terminal, with a prompt and a history, or from a pipe; no empty ones."""
+    if isinstance(sys.stdin, io.TextIOWrapper):  # tokenizers raise an error for half characters
+        sys.stdin.reconfigure(encoding="utf-8", errors="replace")
     if not sys.stdin.isatty():
         yield from filter(None, map(str.strip, sys.stdin))
         return

@@ -9,6 +9,7 @@ from transformers import AutoTokenizer
 
 from nanogpt_hf import generate
 from nanogpt_hf.commands import main
+from nanogpt_hf.commands.generate import questions
 
 
 @pytest.fixture
@@ -107,6 +108,11 @@ def test_interrupted_answer_is_kept_in_part(talk, scripted, ids_of):
     assert calls[1][0] == ids_of(
         "### User:\nA?\n\n### Assistant:\nYe<|endoftext|>### User:\nB?\n\n### Assistant:\n"
     )
+
+
+def test_invalid_utf8_of_a_pipe_is_replaced(monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a\xff\n"), "ascii"))
+    assert [*questions()] == ["a\ufffd"]
 
 
 def test_chat_in_a_terminal_ends_at_ctrl_d(capsys, chat_model, scripted, ids_of, monkeypatch):
