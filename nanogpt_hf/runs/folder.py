@@ -81,8 +81,9 @@ class RunFolder:
                     "--overwrite, or choose another --run-dir"
                 )
             if resume:
+                how = "with --overwrite" if self.recipe.exists() else "without --resume"
                 raise RunFolderError(
-                    f"{self.path}: no checkpoint to resume from yet; start again with --overwrite"
+                    f"{self.path}: no checkpoint to resume from; start again {how}"
                 )
         if self.recipe.exists():
             if not (overwrite or auto_resume):
