@@ -86,11 +86,11 @@ def pairs_with_bare(work: Workload, windows: int, steps: int) -> list[Pair]:
     for _ in range(WARM_STEPS):
         theirs()
         work.step()
-    pairs = []
-    for window in range(windows):
-        first, second = (work.step, theirs) if window % 2 else (theirs, work.step)
-        pair = time_of(device, first, steps), time_of(device, second, steps)
-        pairs.append(pair if window % 2 else pair[::-1])
+    sides, pairs = [theirs, work.step], []
+    for _ in range(windows):
+        times = {side: time_of(device, side, steps) for side in sides}
+        pairs.append((times[work.step], times[theirs]))
+        sides.reverse()
     return pairs
 
 

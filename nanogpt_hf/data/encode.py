@@ -89,7 +89,7 @@ def _batches(documents: Iterable[Any]) -> Iterator[tuple[int, list[Any]]]:
 class Spool:
     """Rows in a scratch file, to write them when the number of their documents is known.
 
-    The file has no name (tempfile.TemporaryFile), so that nobody else can change what is unpickled.
+    It is a tempfile.TemporaryFile, which no other user can open: pickle runs code of its input.
     """
 
     def __init__(self, file: IO[bytes], rows: Iterable[tuple[int, list[Row]]]):

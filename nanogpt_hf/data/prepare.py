@@ -187,10 +187,10 @@ def _write_splits(
             for _, rows in encoded_split(getattr(documents, split)):
                 writer.write(rows)
     else:
-        with tempfile.TemporaryFile(dir=folder) as scratch:
+        with tempfile.TemporaryFile(dir=folder) as file:
             batches = (rows for _, rows in encoded_split(documents.train))
             if held is None:  # the number of documents is known when all are encoded
-                batches = Spool(scratch, encoded_split(documents.train))
+                batches = Spool(file, encoded_split(documents.train))
                 held = held_out(batches.documents, data)
             for rows in batches:
                 writers["train"].write([row for row in rows if not held[row.document]])

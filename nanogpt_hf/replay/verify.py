@@ -100,7 +100,8 @@ def segments_to_verify(
 
 def seconds_to_repeat(folder: RunFolder, segments: list[tuple[int, int]], mesh: Mesh) -> float:
     """How long segments take if each process computes as fast as each of the run."""
-    processes = max([1, *(start["processes"] for start in read_starts(folder)[-1:])])
+    starts = read_starts(folder)
+    processes = starts[-1]["processes"] if starts else 1
     at = {
         step: read_checkpoint(folder.checkpoint(step)).state.seconds if step else 0.0
         for segment in segments

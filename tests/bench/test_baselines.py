@@ -41,10 +41,14 @@ def test_pairs_with_bare_alternates_the_order(work, monkeypatch):
     calls = []
     monkeypatch.setattr(baselines, "bare_step", lambda _: lambda: calls.append("bare"))
     monkeypatch.setattr(type(work), "step", lambda _: calls.append("ours"))
-    pairs = pairs_with_bare(work, windows=3, steps=2)
-    assert len(pairs) == 3
-    bare, ours = ["bare", "bare"], ["ours", "ours"]
-    assert calls[6:] == [*bare, *ours, *ours, *bare, *bare, *ours]
+
+    def time_of(device, step, steps: int) -> str:
+        step()
+        return calls[-1]
+
+    monkeypatch.setattr(baselines, "time_of", time_of)
+    assert pairs_with_bare(work, windows=3, steps=2) == [("ours", "bare")] * 3
+    assert calls[6:] == ["bare", "ours", "ours", "bare", "bare", "ours"]
 
 
 def test_pairs_with_trainer_keeps_our_accumulation(work):

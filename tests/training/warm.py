@@ -5,12 +5,9 @@ JSON, the arguments of `accelerate launch` and environment variables, and answer
 highest exit status and the output. Each launch runs in a fork, so that it leaves nothing behind.
 """
 
-import contextlib
 import importlib.util
 import json
 import os
-import random
-import socket
 import sys
 import tempfile
 
@@ -24,6 +21,7 @@ import torch.utils.cpp_extension
 import transformers.models.gpt2.modeling_gpt2  # noqa: F401
 from accelerate.commands import launch
 from accelerate.utils.launch import prepare_simple_launcher_cmd_env
+from accelerate.utils.other import get_free_port
 from launched import run
 
 from nanogpt_hf.commands import train  # noqa: F401
@@ -41,23 +39,13 @@ torch.set_num_threads(1)  # a thread pool does not survive a fork; a process set
 os.fsync = lambda descriptor: None  # as in conftest.py
 
 
-def free_port() -> int:
-    """A port below those that systems give to connections: of those, the connection of another test
-    may take one before rank 0 listens, and then the launch hangs.
-    """
-    while True:
-        port = random.SystemRandom().randrange(15_000, 30_000)
-        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            return port
-
-
 def start_processes(count: int, arguments: list[str], environment: dict[str, str]) -> None:
     """Start processes with torchrun's environment variables, and exit with their highest status."""
     shared = {
         "WORLD_SIZE": count,
         "LOCAL_WORLD_SIZE": count,
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": free_port(),
+        "MASTER_PORT": get_free_port(),
     }
     children = []
     for rank in range(count):
