@@ -65,11 +65,16 @@ def bf16_peak(name: str) -> float | None:
 
 def free_memory(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
     """Bytes of host memory that are free, within the limits of this process's cgroups."""
-    folder = root
-    with suppress(OSError):
-        folder /= own.read_text().strip().rpartition("::/")[2]  # of 0::/a/b
-    limits = map(_below_limit, [folder, *folder.parents])
-    return int(min(psutil.virtual_memory().available, *limits))
+    # A container sees its own cgroup as the root, that of version 1 in the folder of a controller.
+    folders = [root, root / "memory"]
+    with suppress(OSError, ValueError):
+        # 0::/a/b of version 2, 4:memory:/a/b of version 1
+        for line in own.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            for controller in controllers.split(","):
+                folder = root / controller / path.lstrip("/")
+                folders += [folder, *folder.parents]
+    return int(min(psutil.virtual_memory().available, *map(_below_limit, folders)))
 
 
 def _below_limit(cgroup: Path) -> float:
@@ -77,11 +82,19 @@ def _below_limit(cgroup: Path) -> float:
 
     Infinite without a limit.
     """
-    with suppress(OSError, ValueError):  # no such file; no limit, which is `max`
-        stat = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
-        cached = int(stat["active_file"]) + int(stat["inactive_file"])
-        limit, used = (int((cgroup / f"memory.{name}").read_text()) for name in ("max", "current"))
-        return max(0, limit - used + cached)
+    # version 2, and version 1, whose memory.stat has the smallest limit of the cgroups above, too
+    for limit_file, used_file, prefix in (
+        ("memory.max", "memory.current", ""),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+    ):
+        # There is no such file, or no limit, which is `max` in version 2.
+        with suppress(OSError, ValueError, KeyError):
+            text = (cgroup / "memory.stat").read_text()
+            stat = {name: int(value) for name, value in map(str.split, text.splitlines())}
+            cached = sum(stat[f"{prefix}{kind}_file"] for kind in ("active", "inactive"))
+            limit = int((cgroup / limit_file).read_text())
+            limit = min(limit, stat.get("hierarchical_memory_limit", limit))
+            return max(0, limit - int((cgroup / used_file).read_text()) + cached)
     return math.inf
 
 

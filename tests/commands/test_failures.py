@@ -2,16 +2,21 @@
 
 import os
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
+from accelerate import Accelerator
 
 from arguments import argv
 from nanogpt_hf import console
 from nanogpt_hf.commands import main
+from nanogpt_hf.config.load import load_config
+from nanogpt_hf.distributed.mesh import Mesh
+from nanogpt_hf.errors import UserError
 from nanogpt_hf.training import micro_batch, start
 
 
@@ -91,6 +96,17 @@ def test_run_that_needs_more_memory_than_is_free_is_refused_before_it_is_built(
     assert "2.0 MB are free" in error_line
     assert "train.micro_batch_size" in error_line
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("free", [5000, 4999])
+def test_run_may_take_all_memory_that_is_free_and_no_byte_more(monkeypatch, write_recipe, free):
+    monkeypatch.setattr(micro_batch, "free_memory", lambda: free)
+    monkeypatch.setattr(psutil, "swap_memory", lambda: SimpleNamespace(free=0))
+    monkeypatch.setattr(micro_batch, "footprint", lambda *_, **__: SimpleNamespace(peak=5000.0))
+    monkeypatch.setattr(micro_batch, "memory_advice", lambda *_: "")
+    config, accelerator = load_config(write_recipe()), Accelerator(cpu=True)
+    with nullcontext() if free == 5000 else pytest.raises(UserError, match="are free"):
+        micro_batch.check_memory(config, accelerator, Mesh(), vocab_size=61)
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "cp1252"])

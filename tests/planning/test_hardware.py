@@ -33,17 +33,31 @@ def test_bf16_peak_matches_whole_words_of_the_name(name, peak):
     assert bf16_peak(name) == peak
 
 
-LIMIT = {"max": "5000", "current": "3000", "stat": "anon 9\nactive_file 500\ninactive_file 1"}
+V2 = {"max": "5000", "current": "3000", "stat": "anon 9\nactive_file 500\ninactive_file 1"}
+V1 = {
+    "limit_in_bytes": "5000",
+    "usage_in_bytes": "3000",
+    "stat": "cache 9\nactive_file 1\ntotal_active_file 500\ntotal_inactive_file 1",
+}
+UNLIMITED = {"limit_in_bytes": "9223372036854771712"}
+HIERARCHY = {"stat": V1["stat"] + "\nhierarchical_memory_limit 4000"}
 
 
 @pytest.mark.parametrize(
     ("own", "folder", "files", "free"),
     [
-        ("0::/a/b\n", "a/b", LIMIT, 2501),
-        ("0::/a/b\n", "a", LIMIT, 2501),  # the limit of a cgroup above
-        ("0::/other\n", ".", LIMIT, 2501),  # in a container, whose own cgroup is the root
-        ("0::/a/b\n", "a/b", LIMIT | {"max": "max"}, None),
-        ("0::/a/b\n", "a/b", LIMIT | {"current": "9000"}, 0),
+        ("0::/a/b\n", "a/b", V2, 2501),
+        ("0::/a/b\n", "a", V2, 2501),  # the limit of a cgroup above
+        ("0::/other\n", ".", V2, 2501),  # in a container, whose own cgroup is the root
+        ("0::/a/b\n", "a/b", V2 | {"max": "max"}, None),
+        ("0::/a/b\n", "a/b", V2 | {"current": "9000"}, 0),
+        ("4:memory:/a/b\n0::/\n", "memory/a/b", V1, 2501),
+        ("5:cpu,memory:/a/b\n", "memory/a", V1, 2501),
+        ("4:memory:/host/a\n", "memory", V1, 2501),  # in a container
+        ("4:memory:/a/b\n", "memory/a", V1 | UNLIMITED, None),
+        ("4:memory:/a/b\n", "memory/a/b", V1 | UNLIMITED | HIERARCHY, 1501),
+        ("4:memory:/a/b\n", "memory/a/b", V1 | {"usage_in_bytes": "9000"}, 0),
+        ("4:memory:/a/b\n", "memory/a/b", V1 | {"stat": "nonsense"}, None),
         ("nonsense", "a", {}, None),
     ],
 )
