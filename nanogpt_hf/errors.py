@@ -104,6 +104,13 @@ def explain(error: BaseException) -> str | None:
     return explain(error.__cause__) if error.__cause__ else None
 
 
+def is_utf8(text: str) -> bool:
+    """Whether a text can be encoded: not with a byte of a path that was no UTF-8, or with half a
+    character, as in JSON's "\\ud800".
+    """
+    return text == text.encode(errors="replace").decode()
+
+
 def one_line(error: BaseException | str, limit: int = 300) -> str:
     """The message of an error in one line, cut at `limit` characters."""
     text = " ".join(str(error).split())

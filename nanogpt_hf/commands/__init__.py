@@ -5,6 +5,7 @@ import contextlib
 import gc
 import importlib
 import inspect
+import os
 import sys
 import time
 import traceback
@@ -27,36 +28,44 @@ from nanogpt_hf.errors import (
     UserError,
     did_you_mean,
     explain,
+    is_utf8,
 )
 from nanogpt_hf.runs.files import STDOUT
 
 
 class Command(NamedTuple):
-    """A row of the table: its file, and its summary in `cli.py --help`."""
+    """A row of the table: its file, its summary in `cli.py --help`, and whether a launch may start
+    it in several processes. Others would write or print the same once per process.
+    """
 
     file: str
     summary: str
+    several: bool = False
 
 
 # The file of a command NAME has `add_NAME_arguments(parser)` and `run_NAME(arguments)`, or
 # `run_NAME(arguments, overrides)` if it reads knobs, whose docstring is the help text. `run_NAME`
 # may return an exit status. Only `launch` gets its words unparsed.
 COMMANDS = {
-    "prepare": Command("train", "tokenize a text into shards of tokens"),
-    "pretrain": Command("train", "train a model from scratch"),
+    "prepare": Command("train", "tokenize a text into shards of tokens", True),
+    "pretrain": Command("train", "train a model from scratch", True),
     "sweep": Command(
         "train", "train a grid of runs: learning rates, depths, seeds; one table and plot"
     ),
-    "finetune": Command("train", "train a model further on your text or conversations"),
-    "rl": Command("train", "train a model further by rewards of its answers to questions"),
-    "align": Command("train", "train a model further on pairs of answers, by DPO"),
-    "sample": Command("generate", "generate text with a model"),
+    "finetune": Command("train", "train a model further on your text or conversations", True),
+    "rl": Command("train", "train a model further by rewards of its answers to questions", True),
+    "align": Command("train", "train a model further on pairs of answers, by DPO", True),
+    "sample": Command("generate", "generate text with a model", True),
     "chat": Command("generate", "chat with a model"),
     "serve": Command("generate", "serve a model as OpenAI's API does, with a chat page"),
-    "evaluate": Command("measure", "measure loss and perplexity on a text, and tasks by lm-eval"),
+    "evaluate": Command(
+        "measure", "measure loss and perplexity on a text, and tasks by lm-eval", True
+    ),
     "compare": Command("measure", "compare runs with each other and with their recipe's reference"),
     "report": Command("measure", "write a run's report.html"),
-    "verify": Command("replay", "repeat steps of a run, and compare them with what it recorded"),
+    "verify": Command(
+        "replay", "repeat steps of a run, and compare them with what it recorded", True
+    ),
     "branch": Command("replay", "start a new run from a checkpoint of another, with other knobs"),
     "inspect": Command(
         "replay", "show the text that a step saw, with its losses; find the steps of a text"
@@ -65,9 +74,11 @@ COMMANDS = {
     "import-nanogpt": Command("convert", "convert a checkpoint or data of nanoGPT"),
     "push": Command("convert", "push a model to the Hub, with its card, recipe, metrics and curve"),
     "estimate": Command("plan", "estimate memory, time, tokens and disk of a run"),
-    "bench": Command("plan", "measure speed, MFU and the parts of a step; compare with baselines"),
+    "bench": Command(
+        "plan", "measure speed, MFU and the parts of a step; compare with baselines", True
+    ),
     "knobs": Command("plan", "list every knob of a recipe"),
-    "doctor": Command("plan", "find faults of this machine and its network"),
+    "doctor": Command("plan", "find faults of this machine and its network", True),
     "launch": Command(
         "launch", "run one of these on the machine that an accelerate config describes"
     ),
@@ -184,10 +195,18 @@ def main(arguments: list[str]) -> int:
         if not arguments or arguments[0] in ("-h", "--help", "help"):
             console.show(_overview())
             return 0
+        for word in arguments:
+            if not is_utf8(word):
+                raise UserError(f"{word!r:.200}: not UTF-8, so no file could hold it; name it anew")
         name, *words = arguments
         if name not in COMMANDS:
             raise UserError(
                 f"cli.py {name}: no such command{did_you_mean(name, COMMANDS)}; see cli.py --help"
+            )
+        if not COMMANDS[name].several and "LOCAL_RANK" in os.environ and mesh.world_size > 1:
+            raise UserError(
+                f"{name} runs in one process, and a launch has started {mesh.world_size}; without "
+                f"it: python cli.py {name}"
             )
         if name == "launch":
             from nanogpt_hf.commands import launch

@@ -71,6 +71,40 @@ print("heavy:", heavy & sys.modules.keys())
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("command", COMMANDS)
+def test_command_of_one_process_refuses_a_launch_of_several(refused, monkeypatch, command):
+    launched = {"RANK": 0, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}
+    for name, value in launched.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    several = {"prepare", "pretrain", "finetune", "rl", "align"}
+    several |= {"sample", "evaluate", "verify", "bench", "doctor"}
+    line = refused(command, "--nosuch", "1")
+    assert line.startswith(f"{command} runs in one process, and a") == (command not in several)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert "runs in one process" not in refused(command, "--nosuch", "1")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "pretrain quickstart --run-dir r\udcff",
+        "pretrain quickstart --hub.license=\udcff",
+        "pretrain quickstart --data.dir \udcff",
+        "sweep quickstart --sweep-dir s\udcff --train.seed 1,2",
+        "branch run --at 1 --run-dir r\udcff",
+        "export model out\udcff",
+        "serve model --host \ud800",
+        "launch --config_file f\udcff pretrain quickstart",
+        "a\udcff",
+    ],
+)
+def test_word_that_is_not_utf8_is_refused_before_anything_is_written(refused, words):
+    line = refused(*words.split())
+    assert "not UTF-8" in line
+    assert "\\ud" in line
+
+
 def test_auto_resume_starts_resumes_and_keeps_models(capsys, tmp_path, write_recipe, refused):
     arguments = ["pretrain", write_recipe(train__max_steps=2), "--run-dir", tmp_path / "run"]
     assert run(capsys, *arguments, "--auto-resume")[0] == 0
