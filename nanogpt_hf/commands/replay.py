@@ -115,6 +115,8 @@ def run_inspect(arguments: Namespace) -> None:
     from nanogpt_hf.runs.provenance import branched_at
 
     config, step, text = recipe_of(folder), arguments.step, arguments.find
+    if text == "":
+        raise UserError("--find: expected a text, got nothing")
     kept = [step_of(path) for path in folder.checkpoint_folders()]
     last = max([0, *kept, *(event["step"] for event in read_metrics(folder))])
     last = min(last, config.train.max_steps)

@@ -17,7 +17,9 @@ SCHEDULES = ("1f1b", "zero_bubble")  # a pipeline's; the first is the default
 ROTATIONS = ("allgather", "alltoall")
 
 # Patterns of values. Those that are no list of words are described by _WORDS.
-_COUNT, _INDEX, _PORT = "[1-9][0-9]{0,8}", "[0-9]{1,9}", "[0-9]{1,5}"
+_COUNT, _INDEX = "[1-9][0-9]{0,8}", "[0-9]{1,9}"
+# up to 65535
+_PORT = "[0-9]{1,4}|[1-5][0-9]{4}|6([0-4][0-9]{3}|5([0-4][0-9]{2}|5([0-2][0-9]|3[0-5])))"
 _FLAG = "(?i:true|false)"
 _PRECISION = "no|bf16|fp16|fp8"
 _CHECKPOINTING = "(?i:true|false|selective)|[2-9]|[1-9][0-9]+"
@@ -29,7 +31,7 @@ _FP8 = r"(?i:\{\}|\{'backend': 'AO'\})"
 _WORDS = {
     _COUNT: "a number from 1 on",
     _INDEX: "a number from 0 on",
-    _PORT: "the number of a port",
+    _PORT: "the number of a port, from 0 to 65535",
     _CHECKPOINTING: "true, false, selective, or a number n from 2 on, for one block of n",
     _DEVICE: "a device such as cpu or cuda:0",
     _STEPS: "auto, or a number of steps",
@@ -117,6 +119,9 @@ def check_environment() -> None:
     lacks its others.
     """
     given = os.environ
+    for name in given:
+        if re.fullmatch("PARALLELISM_CONFIG_.*_SIZE", name) and name not in VARIABLES:
+            raise UserError(f"{name}: there is no such size{did_you_mean(name, VARIABLES)}")
     for name in VARIABLES.keys() & given.keys():
         if not re.fullmatch(VARIABLES[name], given[name]):
             raise UserError(

@@ -138,8 +138,10 @@ def one_line_for_a_lost_process(run: RunFolder | None = None) -> Iterator[None]:
         names = ("/gloo/transport/", "ncclRemoteError")
         if not (isinstance(error, kinds) or any(name in str(error) for name in names)):
             raise
-        # without gloo's source file
-        reason = re.sub(r"\[\S+/gloo/\S+\] ", "", str(error).strip().partition("\n")[0])
+        # without gloo's source file, and the wish of good luck at its end
+        reason = re.sub(
+            r"\[\S+/gloo/\S+\] |[\s.:]*GLHF.*", "", str(error).strip().partition("\n")[0]
+        )
         if "connectFullMesh" in reason:
             reason += "; is GLOO_SOCKET_IFNAME the network interface between the machines?"
         newest = run and run.newest_checkpoint()

@@ -175,6 +175,12 @@ def judge_disk(what: str, folder: Path) -> tuple[str, str]:
     whether a file can be written there.
     """
     path = folder.expanduser().absolute()
+    try:
+        path.stat()
+    except FileNotFoundError:
+        pass
+    except OSError as error:  # such as a name that is too long
+        return "fault", f"{what} {folder}: {error.strerror}: choose another folder"
     while not path.is_dir():
         path = path.parent
     free = shutil.disk_usage(path).free

@@ -74,6 +74,16 @@ def test_parse_duration(time, seconds):
             ),
         ),
         (
+            RuntimeError(
+                "[/src/gloo/transport/tcp/pair.cc:1] Timed out ... before reporting an error. "
+                "GLHF! \N{BEACH WITH UMBRELLA}"
+            ),
+            (
+                "lost another process: Timed out ... before reporting an error; --resume "
+                "continues from {}"
+            ),
+        ),
+        (
             torch.distributed.DistNetworkError("reset"),
             "lost another process: reset; --resume continues from {}",
         ),
