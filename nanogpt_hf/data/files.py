@@ -1,39 +1,54 @@
-"""Files of a source: find them, download those at URLs, and read their rows."""
+"""Files of a source: find them, and download those at URLs."""
 
-import csv
 import glob
 import hashlib
-import io
 import json
 import os
 import re
 import urllib.parse
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import fsspec
-import pyarrow
-from fsspec.compression import compr, register_compression
 
 from nanogpt_hf.errors import DataError, one_line
 
 ARITHMETIC = "arithmetic"
 BUILT_IN = ("python-docs", ARITHMETIC)  # sources that are neither files nor downloads
-ROW_ENDINGS = (".jsonl", ".json", ".csv", ".parquet")
+ROW_ENDINGS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 TEXT_ENDINGS = (".txt", ".md", *ROW_ENDINGS)
-_COMPRESSED = (".gz", ".xz", ".zst", ".zip")
-
-if "zstd" not in compr:  # fsspec has it with another package only
-    register_compression(
-        "zstd", lambda file, **_: pyarrow.input_stream(file, compression="zstd"), "zst"
-    )
+COMPRESSIONS = (".gz", ".bz2", ".xz", ".lzma", ".zst")
+ARCHIVE = ".zip"
+# Forms that hold text and are not read.
+_OTHER_ARCHIVES = (".tar", ".tgz", ".tbz", ".tbz2", ".txz", ".7z", ".rar")
+_OTHER_COMPRESSIONS = (".lz4", ".snappy", ".sz", ".br", ".lz", ".lzo", ".z")
+NOT_READ = (*_OTHER_ARCHIVES, *_OTHER_COMPRESSIONS)
+KNOWN = (
+    f"known are {', '.join(TEXT_ENDINGS)}, each also compressed ({', '.join(COMPRESSIONS)}) or in "
+    f"a {ARCHIVE}"
+)
 
 
 def file_ending(path: Path) -> str:
     """`a.jsonl.xz` -> .jsonl"""
-    compressed = path.suffix.lower() in _COMPRESSED
+    compressed = path.suffix.lower() in (*COMPRESSIONS, ARCHIVE)
     return Path(path.stem if compressed else path.name).suffix.lower()
+
+
+def _is_read(path: Path, endings: tuple[str, ...]) -> bool:
+    """Whether a folder's file is read. Raises DataError for text in a form that is not known."""
+    ending, last = file_ending(path), path.suffix.lower()
+    if ending in endings:
+        return True
+    if TEXT_ENDINGS[0] not in endings and ROW_ENDINGS[0] not in endings:
+        return False
+    if ending in _OTHER_ARCHIVES or (
+        last in _OTHER_COMPRESSIONS and Path(path.stem).suffix.lower() in endings
+    ):
+        raise DataError(
+            f"data.source: {path}: {last} is not read; {KNOWN}: extract it, or move it elsewhere"
+        )
+    return last == ARCHIVE
 
 
 def is_url(source: str) -> bool:
@@ -54,8 +69,8 @@ def find_files(source: str, endings: tuple[str, ...] = TEXT_ENDINGS) -> list[Pat
         found = [
             file
             for file in path.rglob("*")
-            if file_ending(file) in endings
-            and not any(part.startswith(".") for part in file.relative_to(path).parts)
+            if not any(part.startswith(".") for part in file.relative_to(path).parts)
+            and _is_read(file, endings)
         ]
     else:  # a name that exists may have characters of a pattern
         found = [path] if os.path.exists(path) else glob.glob(str(path), recursive=True)
@@ -112,58 +127,3 @@ def download(url: str, folder: Path, sha256: str | None) -> Path:
     if sha256 and digest != sha256.lower():
         raise DataError(f"data.sha256: {url} has sha256 {digest}, not {sha256}; nothing was kept")
     return target
-
-
-def text_of(row: Any, column: str) -> str | None:
-    """The text of a row: its column, or the row if it is text. Raises ValueError without one."""
-    is_row = isinstance(row, dict)
-    text = row.get(column, ...) if is_row else row
-    if not isinstance(text, str | None):
-        columns = f" (it has: {', '.join(map(str, row))}); set data.text_column" * is_row
-        raise ValueError(f"column {column!r} does not hold text{columns}")
-    (text or "").encode()  # JSON can escape half a character, which UTF-8 cannot encode
-    return text
-
-
-def read_rows(path: Path, column: str | None) -> Iterator[Any]:
-    """The rows of a file.
-
-    With `column` a file of another ending is plain text, and one row, and of Parquet only this
-    column is read, if it exists. Raises an error of the reader if the file is damaged.
-    """
-    ending = file_ending(path)
-    if column is None and ending not in ROW_ENDINGS:
-        raise ValueError(f"expected rows ({', '.join(ROW_ENDINGS)}), got a file of plain text")
-    with fsspec.filesystem("file").open(str(path), "rb", compression="infer") as file:
-        if ending == ".parquet":
-            from pyarrow import parquet
-
-            table = parquet.ParquetFile(file)
-            columns = [column] if column in table.schema_arrow.names else None
-            for batch in table.iter_batches(columns=columns):
-                yield from batch.to_pylist()
-            return
-        # utf-8-sig drops a byte order mark; line ends become \n, as Python's open() does.
-        with io.TextIOWrapper(file, encoding="utf-8-sig") as text:
-            if ending == ".jsonl":
-                yield from (json.loads(line) for line in text if line.strip())
-            elif ending == ".json":
-                tree = json.load(text)
-                yield from tree if isinstance(tree, list) else [tree]
-            elif ending == ".csv":
-                yield from _csv(text)
-            else:
-                whole = text.read()
-                if "\0" in whole:
-                    raise ValueError("holds NUL bytes: binary data, not text")
-                yield whole
-
-
-def _csv(file: io.TextIOWrapper) -> Iterator[dict[str, str]]:
-    csv.field_size_limit(2**31 - 1)  # the largest C long of all platforms
-    for row in csv.DictReader(file, strict=True):  # else an open quote takes the rest of the file
-        if None in row or None in row.values():
-            raise ValueError(
-                "more or fewer fields than the header; a text with commas must be in quotes"
-            )
-        yield row

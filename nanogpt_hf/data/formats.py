@@ -27,8 +27,9 @@ from nanogpt_hf.data.examples import (
     read_from_end,
     row_lengths,
 )
-from nanogpt_hf.data.files import ROW_ENDINGS, TEXT_ENDINGS, find_files, text_of
+from nanogpt_hf.data.files import ROW_ENDINGS, TEXT_ENDINGS, find_files
 from nanogpt_hf.data.manifest import SPLITS, Manifest, SplitFacts
+from nanogpt_hf.data.rows import text_of
 from nanogpt_hf.data.tokenizer import Tokenizer, bytes_of_tokens
 from nanogpt_hf.errors import DataError
 from nanogpt_hf.formatting import shows_bars

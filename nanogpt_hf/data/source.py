@@ -5,6 +5,7 @@ Built in are Python's documentation and generated additions and subtractions.
 
 import os
 import sys
+import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -23,9 +24,9 @@ from nanogpt_hf.data.files import (
     download,
     file_digest,
     is_url,
-    read_rows,
 )
 from nanogpt_hf.data.formats import FORMATS, Document, local_files
+from nanogpt_hf.data.rows import read_tables
 from nanogpt_hf.errors import DataError, one_line
 from nanogpt_hf.formatting import shows_bars
 
@@ -98,7 +99,12 @@ def _from_files(names: dict[Path, str], data: DataSection, read_row: ReadRow) ->
     """The documents of files with their names, without empty ones."""
     column = data.text_column if FORMATS[data.format].reads_plain_text else None
     for path, name in names.items():
-        yield from filter(None, _documents(read_rows(path, column), name, data, read_row))
+        try:
+            for member, rows in read_tables(path, column):
+                where = f"{name}: {member}" if member else name
+                yield from filter(None, _documents(rows, where, data, read_row))
+        except (OSError, ValueError, zipfile.BadZipFile, NotImplementedError) as error:
+            raise DataError(f"{name}: {one_line(error)}") from None
 
 
 def _documents(
@@ -108,6 +114,8 @@ def _documents(
     number = 1
     try:
         for row in rows:
+            if isinstance(row, Exception):
+                raise row
             yield read_row(row, data)
             number += 1
     except Exception as error:  # the network, a file format, ...

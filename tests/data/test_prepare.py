@@ -260,11 +260,14 @@ def test_changed_or_added_text_is_refused(make, tmp_path, text):
         text(f"{name} " * 50, f"text/{name}.txt")
     prepare(config)
     assert prepare(config)[1] is False
-    for content, name in (("c ", "a"), ("three", "c")):
-        changed = text(content * 50, f"text/{name}.txt")
+    added = text("three", "text/c.txt")  # the others are not touched
+    assert all("text has changed" in message for message in refusals(config))
+    added.unlink()
+    assert prepare(config)[1] is False
+    for name in ("a", "b"):
+        text("c " * 50, f"text/{name}.txt")
         assert all("text has changed" in message for message in refusals(config))
-        text("a " * 50, f"text/{name}.txt")
-    changed.unlink()
+        text(f"{name} " * 50, f"text/{name}.txt")
     assert load_prepared(config)
 
 

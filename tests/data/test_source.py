@@ -1,5 +1,6 @@
 """Sources of text: files and formats, folders, patterns, URLs, the Hub, and errors in one line."""
 
+import bz2
 import csv
 import gc
 import gzip
@@ -10,6 +11,7 @@ import itertools
 import json
 import lzma
 import os
+import struct
 import threading
 import zipfile
 
@@ -39,9 +41,9 @@ def parquet(table):
     return file.getvalue()
 
 
-def csv_bytes(rows):
+def csv_bytes(rows, **dialect):
     file = io.StringIO(newline="")
-    csv.writer(file).writerows([["number", "text"], *enumerate(rows)])
+    csv.writer(file, **dialect).writerows([["number", "text"], *enumerate(rows)])
     return file.getvalue()
 
 
@@ -52,12 +54,14 @@ def contents(extension, texts):
         case ".txt" | ".md":
             texts = ["\n".join(texts)]
             data = texts[0]
-        case ".jsonl":
+        case ".jsonl" | ".ndjson":
             data = "\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
         case ".json":
             data = json.dumps(rows, indent=2)
         case ".csv":
             data = csv_bytes(texts)
+        case ".tsv":
+            data = csv_bytes(texts, delimiter="\t")
         case ".parquet":
             return parquet({"number": range(len(texts)), "text": texts}), texts
     return data.encode(), texts
@@ -67,10 +71,12 @@ COMPRESSIONS = {
     "": lambda data: data,
     ".zip": zipped,
     ".gz": gzip.compress,
+    ".bz2": bz2.compress,
     ".xz": lzma.compress,
+    ".lzma": lambda data: lzma.compress(data, lzma.FORMAT_ALONE),
     ".zst": lambda data: pyarrow.compress(data, codec="zstd", asbytes=True),
 }
-FORMATS = (".txt", ".md", ".jsonl", ".json", ".csv", ".parquet")
+FORMATS = (".txt", ".md", ".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 
 
 @pytest.fixture
@@ -107,7 +113,7 @@ def error_of(source, tmp_path, **knobs):
 
 @pytest.mark.parametrize(
     ("extension", "compression"),
-    [*itertools.product(FORMATS[:-1], COMPRESSIONS), (".parquet", "")],
+    [*itertools.product(FORMATS, COMPRESSIONS)],
 )
 def test_formats_and_compressions(write, tmp_path, extension, compression):
     data, documents = contents(extension, ROWS)
@@ -143,6 +149,28 @@ def test_rows_of_other_shapes(texts_in, name, data, texts):
     assert texts_in(name, data) == texts
 
 
+LINES = '{"text": "one"}\n\n{"text": "two"}\n'
+
+
+@pytest.mark.parametrize(
+    ("data", "texts"),
+    [
+        (LINES, ["one", "two"]),
+        (LINES.strip().replace("\n", "\r\n"), ["one", "two"]),
+        ('\n"one"\n"two"', ["one", "two"]),
+        ('\ufeff{"text":\n"one"}\n', ["one"]),
+        ('[{"text": "one"},\n{"text": "two"}]', ["one", "two"]),
+        ('{"data": [{"text": "one"}, {"text": "two"}]}', ["one", "two"]),
+        ('{"version": "1",\n"data":\n[{"text": "one"}]}\n\n', ["one"]),
+        # a row with the column is a row, whatever else it has
+        ('{"text": "one", "data": [{"text": "two"}]}', ["one"]),
+        ("[]", []),
+    ],
+)
+def test_layouts_of_json(texts_in, data, texts):
+    assert texts_in("a.json", data) == texts
+
+
 def test_parquet_ignores_other_columns(texts_in):
     # a time beyond Python's years cannot be converted
     others = {
@@ -163,6 +191,126 @@ def test_parquet_ignores_other_columns(texts_in):
 )
 def test_byte_order_mark_and_line_ends_are_normalized(texts_in, name, data):
     assert "\n".join(texts_in(name, b"\xef\xbb\xbf" + data.encode())) == "one\ntwo\nthree"
+
+
+# --- archives
+# ------------------------------------------------------------------------------
+
+
+def archive(*members):
+    """A .zip with members: (name, content)."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as opened:
+        for name, data in members:
+            opened.writestr(name, data)
+    return file.getvalue()
+
+
+def test_every_member_of_a_zip_is_read_in_order_by_its_ending(write, tmp_path):
+    members = [
+        ("data/", ""),
+        ("data/z.jsonl", '{"text": "1"}\n{"text": "2"}\n'),
+        ("__MACOSX/data/._z.jsonl", b"\0\5\x16\7"),
+        ("data/._z.jsonl", b"\0\5\x16\7"),
+        (".DS_Store", b"\0\0"),
+        ("data/a.txt", "3"),
+        ("data\\b.csv", "id,text\n1,4\n"),
+        ("c.parquet", parquet({"text": ["5", "6"]})),
+        ("d.jsonl.gz", gzip.compress(b'"7"')),
+        ("empty.txt", ""),
+        ("../e.tsv", "text\n8\n"),
+        ("enwik", "9"),
+        ("code.py", "10"),
+        ("a.txt", "11"),
+    ]
+    for name in ("books.zip", "folder/books.ZIP"):
+        write(name, archive(*members))
+        source = tmp_path / name.partition("/")[0]
+        assert texts_of(source, tmp_path) == [str(number) for number in range(1, 12)]
+
+
+# what a member is, and what the message names beside it
+REFUSED_MEMBERS = [
+    (("b.zip", archive(("c.txt", "c"))), "archive inside"),
+    (("b.pdf", b"%PDF-1.4 text"), "known are .txt"),
+    (("b.bin", b"\xff\xfe"), "known are .txt"),
+    (("b.jsonl.lz4", b"\x04\x22\x4d\x18"), ".zst"),
+    (("b.jsonl", '{"text": "x"}\n{"text"'), "row 2"),
+    (("b.txt.gz", b"plain"), "row 1"),
+]
+
+
+@pytest.mark.parametrize(("member", "word"), REFUSED_MEMBERS)
+def test_member_that_cannot_be_read_is_named(write, tmp_path, member, word):
+    path = write("a.zip", archive(("a.txt", "text"), member))
+    message = error_of(path, tmp_path)
+    assert message.startswith(f"{path}: {member[0]}: ")
+    assert word in message
+
+
+def changed_header(data, flags=0, method=8):
+    """The archive with other flags and another method in the directory and before its member."""
+    data = bytearray(data)
+    for mark, offset in ((b"PK\1\2", 8), (b"PK\3\4", 6)):
+        struct.pack_into("<HH", data, data.index(mark) + offset, flags, method)
+    return bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        (lambda data: changed_header(data, flags=1), "member.txt: row 1: encrypted"),
+        (lambda data: changed_header(data, method=93), "method 93, which is not read; known are"),
+        (lambda data: data[:-10], "not a zip file"),
+        (lambda data: b"plain text", "not a zip file"),
+        (lambda data: data[:60] + bytes([data[60] ^ 1]) + data[61:], "member.txt: row 1: "),
+    ],
+)
+def test_zip_that_cannot_be_read_is_one_line(write, tmp_path, change, word):
+    content = "text " * 2 + "".join(map(chr, range(32, 127)))
+    path = write("a.zip", change(archive(("member.txt", content))))
+    assert word in error_of(path, tmp_path)
+
+
+# --- files of other forms
+# ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["notes", "a.log", "b.py", "c.tex", "d.html", "e.v2", "F.TXT"])
+def test_plain_text_of_any_ending_is_text(texts_in, name):
+    assert texts_in(name, "{text}\n[1] x\n") == ["{text}\n[1] x\n"]
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("a.pdf", b"%PDF-1.4\n1 0 obj"),
+        ("a.rtf", b"{\\rtf1 text}"),
+        ("a.docx", archive(("word/document.xml", "<w/>"))),
+        ("train.bin", bytes(range(256))),
+        ("a.npy", b"\x93NUMPY\1\0"),
+        ("a.jsonl.lz4", b"\x04\x22\x4d\x18"),
+        ("a.txt.tar", b"a.txt" + bytes(600)),
+        ("a.7z", b"7z"),
+        ("a.dat", b"\1\2"),
+    ],
+)
+def test_binary_content_of_another_ending_is_refused_with_the_list(write, tmp_path, name, data):
+    message = error_of(write(name, data), tmp_path)
+    assert all(ending in message for ending in (*FORMATS, *COMPRESSIONS)), message
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.bak", "rows", "a.geojson", "a.ipynb"])
+@pytest.mark.parametrize("data", [LINES, '{\n "text": "x"\n}', '[\n{"text": "x"}]'])
+def test_rows_under_another_ending_are_refused(write, tmp_path, name, data):
+    assert ".jsonl or .json" in error_of(write(name, data), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["a.tar", "a.tar.gz", "b.jsonl.lz4", "c.7z", "d.txt.snappy"])
+def test_text_in_an_unknown_form_is_not_passed_over_in_a_folder(write, tmp_path, name):
+    write("text/a.txt", "x")
+    path = write(f"text/{name}", "x")
+    assert error_of(tmp_path / "text", tmp_path).startswith(f"data.source: {path}: ")
 
 
 # --- folders and patterns
@@ -233,10 +381,17 @@ UNREADABLE = [
     ("a.txt", b"\x7fELF\x02\x01\x01" + bytes(100), "NUL"),
     ("a.parquet", parquet({"text": ["x"]})[:-20]),
     ("a.jsonl", '{"text": "x"}\n\n{"txt": "y", "id": 1}\n', "row 2", "'text'", "txt, id"),
-    ("a.parquet", parquet({"text": [b"x"]}), "row 1", "'text'"),
+    ("a.parquet", parquet({"text": [b"x", b"\xff"]}), "row 2", "'text'", "bytes"),
     ("a.jsonl", '{"text": "x"}\n{"text": 5}\n', "row 2", "'text'"),
     ("a.jsonl", '"x"\n[1]\n', "row 2", "'text'"),
     ("a.jsonl", '{"text": "x"}\nplain words\n', "row 2", "Expecting value"),
+    ("a.json", '{"rows": [{"text": "x"}], "more": [{"text": "y"}]}', "rows, more", '"data"'),
+    ("a.json", '{"text": "x"}\n{"txt": "y"}\n', "row 2", "txt"),
+    ("a.json", '{\n"text": "x"}\n{"text": "y"}\n', "Extra data"),
+    ("a.tsv", "id\ttext\n1\tx\t3\n", "row 1", "tabs"),
+    ("a.jsonl", b'{"text": "x"}\n{"text": "caf\xe9"}\n', "row 2", "byte 0xe9"),
+    ("a.json", b'[{"text": "caf\xe9"}]', "byte 0xe9"),
+    ("a.csv", b"text\nx\ncaf\xe9\n", "row 2", "byte 0xe9"),
     ("a.json", '[\n{"text": "x"},\n{"text" "y"}]', "line 3"),
     ("a.csv", 'text\nx\n"an open quote would\nswallow, all\n', "end of data"),
     # the comma would truncate the text
@@ -256,7 +411,7 @@ def test_unreadable_text_is_refused_with_file_and_row(write, tmp_path, case):
     assert all(word in message for word in named), message
 
 
-@pytest.mark.parametrize("compression", [".gz", ".xz", ".zst"])
+@pytest.mark.parametrize("compression", [".gz", ".bz2", ".xz", ".zst", ".lzma"])
 def test_damaged_compressed_file_is_an_error(write, tmp_path, compression):
     whole = COMPRESSIONS[compression](os.urandom(50_000).hex().encode())
     for data in (b"not compressed at all", whole[:-3]):

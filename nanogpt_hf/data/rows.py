@@ -1,0 +1,254 @@
+"""Read the rows of files: text, JSON, tables and Parquet, compressed or in a .zip."""
+
+import bz2
+import csv
+import gzip
+import io
+import itertools
+import json
+import lzma
+import re
+import shutil
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path, PurePosixPath
+from typing import IO, Any
+
+import pyarrow
+
+from nanogpt_hf.data.files import (
+    ARCHIVE,
+    COMPRESSIONS,
+    KNOWN,
+    NOT_READ,
+    ROW_ENDINGS,
+    TEXT_ENDINGS,
+    file_ending,
+)
+
+# The methods that the zipfile of Python 3.11 reads.
+_METHODS = {
+    zipfile.ZIP_STORED: "stored",
+    zipfile.ZIP_DEFLATED: "deflate",
+    zipfile.ZIP_BZIP2: "bzip2",
+    zipfile.ZIP_LZMA: "lzma",
+}
+_ENCRYPTED = 0x1  # the bit of a member's flags
+_OPENERS: tuple[Callable[[Any], Any], ...] = (
+    gzip.open,
+    bz2.open,
+    lzma.open,
+    lzma.open,
+    lambda file: pyarrow.input_stream(file, compression="zstd"),
+)
+_DECOMPRESS = dict(zip(COMPRESSIONS, _OPENERS, strict=True))
+# Control characters that no text has; one has white space, backspaces and the escapes of terminals.
+_BINARY = re.compile(r"[\0-\7\x0e-\x1a\x1c-\x1f]")
+# An exception among rows stands for a row that cannot be read; the rows after it can.
+Rows = Iterator[Any]
+
+
+def text_of(row: Any, column: str) -> str | None:
+    """The text of a row: its column, or the row if it is text. Raises ValueError without one."""
+    is_row = isinstance(row, dict)
+    text = row.get(column, ...) if is_row else row
+    if isinstance(text, bytes):  # a Parquet file whose writer left out that it is text
+        try:
+            text = text.decode()
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"column {column!r} holds bytes that are no UTF-8 text: {error}"
+            ) from None
+    if not isinstance(text, str | None):
+        columns = f" (it has: {', '.join(map(str, row))}); set data.text_column" * is_row
+        raise ValueError(f"column {column!r} does not hold text{columns}")
+    (text or "").encode()  # JSON can escape half a character, which UTF-8 cannot encode
+    return text
+
+
+def read_tables(path: Path, column: str | None) -> Iterator[tuple[str, Rows]]:
+    """The rows of a file, or of each member of an archive in its order, each with the member's
+    name, "" without an archive. Rows have to be read before the next are asked for.
+
+    With `column` a file of plain text is one row, and of Parquet only this column is read, if it
+    exists. An exception among the rows is a row that cannot be read. Raises an error of the reader
+    if a file is damaged, and ValueError for a form that is not known.
+    """
+    with path.open("rb") as file:
+        if path.suffix.lower() != ARCHIVE:
+            yield "", _rows(file, path.name, column)
+            return
+        with zipfile.ZipFile(file) as archive:
+            for member in archive.infolist():
+                if is_skipped(member.filename):
+                    continue
+                yield member.filename, _member_rows(archive, member, file_ending(path), column)
+
+
+def is_skipped(member: str) -> bool:
+    """Whether a member of an archive is a folder, hidden, or what macOS adds."""
+    parts = PurePosixPath(name := member.replace("\\", "/")).parts
+    hidden = any(part.startswith(".") and part != ".." for part in parts)
+    return name.endswith("/") or hidden or "__MACOSX" in parts
+
+
+def _member_rows(
+    archive: zipfile.ZipFile, member: zipfile.ZipInfo, ending: str, column: str | None
+) -> Rows:
+    """The rows of a member; one without an ending has that of its archive, as in a.jsonl.zip."""
+    if member.flag_bits & _ENCRYPTED:
+        raise ValueError("encrypted; extract it first")
+    if member.compress_type not in _METHODS:
+        raise ValueError(
+            f"compressed by method {member.compress_type}, which is not read; known are "
+            f"{', '.join(_METHODS.values())}: compress it again"
+        )
+    name = PurePosixPath(member.filename.replace("\\", "/")).name
+    with archive.open(member) as file:
+        yield from _rows(file, name if PurePosixPath(name).suffix else f"{name}{ending}", column)
+
+
+def _rows(file: IO[bytes], name: str, column: str | None) -> Rows:
+    while decompress := _DECOMPRESS.get(Path(name).suffix.lower()):
+        file, name = decompress(file), Path(name).stem
+    ending = Path(name).suffix.lower()
+    if ending == ARCHIVE:
+        raise ValueError("an archive inside another file; extract it first")
+    if ending in NOT_READ:
+        raise ValueError(f"{ending} is not read; {KNOWN}: extract it first")
+    if column is None and ending not in ROW_ENDINGS:
+        raise ValueError(f"expected rows ({', '.join(ROW_ENDINGS)}), got a file of plain text")
+    if ending == ".parquet":
+        yield from _parquet(file, column)
+        return
+    # utf-8-sig drops a byte order mark; line ends become \n, as Python's open() does. Bytes that
+    # are no UTF-8 are kept until it is known in which row they are.
+    with io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape") as text:
+        if ending in (".jsonl", ".ndjson"):
+            yield from _json_lines(text)
+        elif ending == ".json":
+            yield from _json(text, column)
+        elif ending in (".csv", ".tsv"):
+            yield from _table(text, "\t" if ending == ".tsv" else ",")
+        else:
+            yield _plain(text.read(), ending)
+
+
+def _utf8(text: str) -> str:
+    """Raises UnicodeDecodeError for a text with bytes that are no UTF-8."""
+    return text if text.isascii() else text.encode("utf-8", "surrogateescape").decode()
+
+
+def _json_lines(lines: Iterable[str]) -> Rows:
+    for line in lines:
+        if line.strip():
+            try:
+                yield json.loads(_utf8(line))
+            except (ValueError, RecursionError) as error:
+                yield error
+
+
+def _json(text: io.TextIOWrapper, column: str | None) -> Rows:
+    """The rows of a list, of {"data": list}, of one row, or of JSON lines under another name."""
+    first = ""
+    while not first.strip() and (line := text.readline()):
+        first += line
+    try:
+        tree = json.loads(_utf8(first))
+    except ValueError:  # not complete in one line
+        tree = json.loads(_utf8(first + text.read()))
+    else:
+        if second := next((line for line in text if line.strip()), ""):
+            yield from _json_lines(itertools.chain((first, second), text))
+            return
+    if isinstance(tree, dict) and column not in tree:
+        lists = [name for name, value in tree.items() if _is_rows(value)]
+        if lists == ["data"]:
+            tree = tree["data"]
+        elif lists and column is not None:
+            raise ValueError(
+                f"an object around {', '.join(lists)}; write the list of rows alone, or as "
+                '{"data": [...]}'
+            )
+    yield from tree if isinstance(tree, list) else [tree]
+
+
+def _is_rows(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(row) is dict for row in value)
+
+
+def _table(text: io.TextIOWrapper, delimiter: str) -> Rows:
+    csv.field_size_limit(2**31 - 1)  # the largest C long of all platforms
+    # Without `strict` an open quote takes the rest of the file.
+    for row in csv.DictReader(text, delimiter=delimiter, strict=True):
+        if None in row or None in row.values():
+            what = "tabs" if delimiter == "\t" else "commas"
+            yield ValueError(
+                f"more or fewer fields than the header; a text with {what} must be in quotes"
+            )
+            continue
+        try:
+            yield {name: _utf8(value) for name, value in row.items()}
+        except UnicodeDecodeError as error:
+            yield error
+
+
+def _plain(text: str, ending: str) -> str | ValueError:
+    """A file of text as one row. Raises ValueError if its ending is not known and it is none."""
+    known = ending in TEXT_ENDINGS
+    problem = None
+    try:
+        text = _utf8(text)
+    except UnicodeDecodeError as error:
+        problem = error
+    if "\0" in text:
+        problem = ValueError("holds NUL bytes: binary data, not text")
+    if not known:
+        if problem or _BINARY.search(text) or text.startswith(("%PDF-", "{\\rtf")):
+            reason = f": {problem}" if problem else ""
+            raise ValueError(f"not plain text{reason}; {KNOWN}")
+        if _is_json(text):
+            raise ValueError(
+                "JSON under another name; name it .jsonl or .json to read its rows, .txt to "
+                "train on it as it is"
+            )
+    return problem or text
+
+
+def _is_json(text: str) -> bool:
+    """Whether a text is a JSON object or list, or its first line is."""
+    if text.lstrip()[:1] not in ("{", "["):
+        return False
+    for part in (text.lstrip().partition("\n")[0], text):
+        try:
+            json.loads(part)
+            return True
+        except (ValueError, RecursionError):
+            continue
+    return False
+
+
+def _parquet(file: IO[bytes], column: str | None) -> Rows:
+    from pyarrow import parquet
+
+    if not isinstance(file, io.BufferedReader):  # its end is read first
+        with tempfile.TemporaryFile() as whole:
+            shutil.copyfileobj(file, whole)
+            whole.seek(0)
+            yield from _parquet_rows(parquet.ParquetFile(whole), column)
+    else:
+        yield from _parquet_rows(parquet.ParquetFile(file), column)
+
+
+def _parquet_rows(table: Any, column: str | None) -> Rows:
+    columns = [column] if column in table.schema_arrow.names else None
+    for batch in table.iter_batches(columns=columns):
+        try:
+            yield from batch.to_pylist()
+        except UnicodeDecodeError:  # bytes in a column of text: find the rows
+            for number in range(len(batch)):
+                try:
+                    yield batch.slice(number, 1).to_pylist()[0]
+                except UnicodeDecodeError as error:
+                    yield error
