@@ -37,7 +37,7 @@ from nanogpt_hf.distributed.context_parallel import needs_ring
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.formatting import format_bytes
-from nanogpt_hf.model import build, loss_decoders
+from nanogpt_hf.model import build, loss_decoders, loss_gpt
 from nanogpt_hf.model.experts import shapes_only
 from nanogpt_hf.optim import muon
 from nanogpt_hf.planning.counts import GpuKernels
@@ -267,6 +267,8 @@ def _faked(place: Placement, meter: _Meter, rank: int, sent: dict[type, Any]) ->
             replace(where, name, outside(getattr(where, name)))
         if not place.on_cpu:  # which start.py would take for a CPU
             replace(start, "write_out_attention", lambda model: None)
+            chunk = loss_gpt.LOGITS_PER_CHUNK * loss_gpt.CHUNKS_OF_A_GPU
+            replace(loss_gpt, "LOGITS_PER_CHUNK", chunk)
         # accelerate finds sharded parameters by it
         replace(FakeTensor, "data_ptr", lambda self: self.untyped_storage()._cdata)
         if place.processes > 1:

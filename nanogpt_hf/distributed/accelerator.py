@@ -292,17 +292,29 @@ def multiply_in_fp8(model: PreTrainedModel, mesh: Mesh) -> None:
         )
 
 
+def _is_one_graph(model: PreTrainedModel, accelerator: Accelerator) -> bool:
+    """Whether the base model can be compiled as one graph, whose kernels a host starts faster than
+    those of its blocks: in small steps a GPU waits for the host.
+
+    FSDP2, ZeRO and parallel layouts run code between the blocks. Recomputed activations and masks
+    of packed documents are known to work block by block.
+    """
+    attention = model.config._attn_implementation
+    is_plain = attention in ("sdpa", "eager") and not requested_checkpointing()
+    return is_plain and not is_sharded(accelerator) and mesh_of(accelerator).cp_size == 1
+
+
 @contextmanager
 def prepared_blocks(
     model: PreTrainedModel, accelerator: Accelerator, optimizer: torch.optim.Optimizer | None = None
 ) -> Iterator[None]:
-    """Compile blocks, loss and the optimizer's update, and checkpoint activations, if the
+    """Compile the model, loss and the optimizer's update, and checkpoint activations, if the
     accelerate config sets it. Name the blocks for FSDP2.
 
     A context for `accelerator.prepare`, inside which accelerate's own versions are off. Compiled
-    in place, block by block, parameters keep their names and one graph serves all blocks.
-    Accelerate's checkpointing draws new dropout masks in the backward pass, which makes the
-    gradient wrong.
+    in place, parameters keep their names. The base model is one graph where that is possible, else
+    each block is compiled, and one graph serves all blocks. Accelerate's checkpointing draws new
+    dropout masks in the backward pass, which makes the gradient wrong.
     """
     if (size := mesh_of(accelerator).tp_size) > 1:
         cast(Any, model)._tp_size = size  # accelerate compares it with its config
@@ -316,8 +328,9 @@ def prepared_blocks(
     if backend != DynamoBackend.NO:
         mode = None if plugin.mode == "default" else plugin.mode
         options: Any = {"backend": backend.value.lower(), "mode": mode}
-        for block in blocks:
-            block.compile(**options)
+        is_whole = _is_one_graph(model, accelerator) and not plugin.use_regional_compilation
+        for part in [model.base_model] if is_whole else blocks:
+            part.compile(**options)
         compile_loss(model.get_output_embeddings(), **options)
         if compile_update := getattr(optimizer, "compile", None):
             compile_update(**options)

@@ -36,6 +36,7 @@ from nanogpt_hf.model.loss_gpt import (
     chunked_loss,
     head_logits,
     rows_of_a_chunk,
+    subtract_one_at,
 )
 from nanogpt_hf.optim.state import local_part
 
@@ -161,7 +162,7 @@ class VocabularyParallelHead(Head):
         gradient = partial(_loss_and_gradient, mesh.get_group(), first)
         if self.softcap is not None:
             gradient = partial(gradient, softcap=self.softcap)
-        size = rows_of_a_chunk(len(hidden), rows)
+        size = rows_of_a_chunk(len(hidden), rows, hidden.device.type)
         return chunked_loss(hidden, weight, bias, targets, vocab_size, size, gradient)
 
 
@@ -196,7 +197,7 @@ def _loss_and_gradient(
     dist.all_reduce(sums, group=group)
     loss = (sums[0].log() - sums[1]).where(counts, 0.0).sum()
     gradient /= sums[0][:, None]
-    gradient.scatter_add_(1, index, -mine[:, None].to(gradient.dtype))
+    subtract_one_at(gradient, index, mine[:, None].to(gradient.dtype))
     if softcap is not None:
         cap_gradient(gradient, logits, own_size, softcap)
     return loss, gradient.to(rows.dtype)

@@ -21,19 +21,23 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 # Logits are computed for at most this many (row, vocabulary) pairs at once: 256 MiB in float32.
 LOGITS_PER_CHUNK = 2**26
+# A GPU gets larger chunks: each one starts kernels and adds a whole gradient of the head. The size
+# depends on the kind of device only, never on free memory, which would change the rounding.
+CHUNKS_OF_A_GPU = 4
 IGNORED = -100  # a target that is not counted
 # Another loss than the cross-entropy: (which of the N rows, their logits (R, V), targets (R,)) ->
 # the summed loss, to which rows with an IGNORED target add nothing.
 RowLoss = Callable[[slice, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def rows_of_a_chunk(rows: int, vocab_size: int) -> int:
+def rows_of_a_chunk(rows: int, vocab_size: int, device_type: str = "cpu") -> int:
     """As many of `rows` as LOGITS_PER_CHUNK allows, or down to half as many if the chunks are then
-    equal.
+    equal; on another device than a CPU, CHUNKS_OF_A_GPU times as many.
 
     With equal chunks a compiled function sees one shape only.
     """
-    limit = max(1, LOGITS_PER_CHUNK // vocab_size)
+    logits = LOGITS_PER_CHUNK * (1 if device_type == "cpu" else CHUNKS_OF_A_GPU)
+    limit = max(1, logits // vocab_size)
     if rows <= limit:
         return rows
     return next((size for size in range(limit, limit // 2, -1) if rows % size == 0), limit)
@@ -70,6 +74,21 @@ def cap_gradient(
     gradient[:, :vocab_size] *= logits[:, :vocab_size].div_(softcap).square_().neg_().add_(1)
 
 
+def subtract_one_at(gradient: torch.Tensor, index: torch.Tensor, amount: torch.Tensor) -> None:
+    """Subtract `amount` (R, 1) from column `index` (R, 1) of each row of `gradient` (R, V), in
+    place.
+
+    Compiled and on a GPU by comparison with all columns: it fuses with the exponential before it,
+    and needs no atomic addition, whose deterministic form sorts. A CPU without a compiler would
+    pass over the gradient twice more.
+    """
+    if torch.compiler.is_compiling() or gradient.is_cuda:
+        columns = torch.arange(gradient.shape[1], device=gradient.device)
+        gradient -= (columns == index).to(gradient.dtype) * amount
+    else:
+        gradient.scatter_add_(1, index, -amount)
+
+
 def chunk_loss(
     rows: torch.Tensor,
     weight: torch.Tensor,
@@ -90,7 +109,7 @@ def chunk_loss(
     index = targets.where(counts, 0)[:, None]
     loss = -log_softmax.gather(1, index)[:, 0].where(counts, 0.0).sum()
     gradient = log_softmax.exp_()
-    gradient.scatter_add_(1, index, torch.full_like(index, -1.0, dtype=gradient.dtype))
+    subtract_one_at(gradient, index, torch.ones_like(index, dtype=gradient.dtype))
     if softcap is not None:
         cap_gradient(gradient, logits, vocab_size, softcap)
     return loss, gradient.to(rows.dtype)
@@ -138,8 +157,9 @@ class Head(nn.Linear):
     ):
         if targets is None:
             return super().forward(hidden)
-        size = rows_of_a_chunk(len(hidden), vocab_size)
-        if size < len(hidden) and torch.is_grad_enabled():
+        size = rows_of_a_chunk(len(hidden), vocab_size, hidden.device.type)
+        is_compiled = self.chunk_loss is not chunk_loss
+        if (size < len(hidden) or is_compiled) and torch.is_grad_enabled():
             gradient = self.chunk_loss if row_loss is None else chunk_row_loss
             if self.softcap is not None:
                 gradient = partial(gradient, softcap=self.softcap)
@@ -239,7 +259,7 @@ def _recomputed_loss(logits_of, hidden, targets, vocab_size, softcap=None, row_l
         logits = cap_logits(logits_of(rows)[:, :vocab_size], softcap)
         return (row_loss or cross_entropy)(chunk, logits, row_targets)
 
-    size = rows_of_a_chunk(len(hidden), vocab_size)
+    size = rows_of_a_chunk(len(hidden), vocab_size, hidden.device.type)
     if size == len(hidden):
         return loss_of(slice(None), hidden, targets)
     # Each chunk's logits are recomputed in the backward pass instead of being kept for it.
@@ -301,6 +321,11 @@ class _ChunkedLoss(torch.autograd.Function):
                     hidden_gradient[chunk] = (by_logits @ matrix) * counts
                 if weight_gradient is not None and dtype == torch.float32:
                     weight_gradient.addmm_(by_logits.T, rows * counts)
+                elif weight_gradient is not None and weight_gradient.is_cuda:
+                    # One product that adds in float32: no chunk's gradient is rounded or stored.
+                    factors = by_logits.T, rows * counts
+                    options = {"out_dtype": torch.float32, "out": weight_gradient}
+                    torch.addmm(weight_gradient, *factors, **options)
                 elif weight_gradient is not None:
                     weight_gradient += by_logits.T @ (rows * counts)
                 if bias_gradient is not None:

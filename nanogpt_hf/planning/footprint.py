@@ -205,7 +205,7 @@ def _loss(
     vocabulary, value = model.config.vocab_size, place.compute_bytes
     if is_split := place.tp > 1 and splits_vocabulary(model):  # always as chunks
         vocabulary = -(-vocabulary // place.tp)
-    chunk = rows_of_a_chunk(rows, vocabulary)
+    chunk = rows_of_a_chunk(rows, vocabulary, "cpu" if place.on_cpu else "cuda")
     logits = chunk * vocabulary
     if chunk == rows and not is_split:  # log-softmax, with a gradient before and after it
         return 3 * 4 * logits, 0.0, 0.0
