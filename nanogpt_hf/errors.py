@@ -93,8 +93,8 @@ def explain(error: BaseException) -> str | None:
         return f"{one_line(error).partition(' from ')[2].strip(chr(39))}: is a link to itself"
     if isinstance(error, RuntimeError) and "deterministic" in str(error):
         return (
-            "train.gradient_groups needs kernels that sum in a fixed order, which torch lacks on "
-            f"this device: {one_line(error)}; leave it out"
+            "train.deterministic, which train.gradient_groups implies, needs kernels that sum in a "
+            f"fixed order, and torch has none on this device: {one_line(error)}; leave both out"
         )
     names = {f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in type(error).__mro__}
     if "safetensors.SafetensorError" in names:

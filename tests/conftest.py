@@ -20,6 +20,11 @@ from unittest import mock
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["WANDB_MODE"] = "offline"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# Tests compare with what CPUs compute: they and the processes that they start see no GPU. Tests of
+# a GPU, in tests/gpu/, run with DEVICE=cuda.
+if os.environ.get("DEVICE", "cpu") == "cpu":
+    for name in ("CUDA", "HIP", "ROCR"):
+        os.environ[f"{name}_VISIBLE_DEVICES"] = ""
 # Tiny models are faster on one thread, also on a busy machine. other_machines.py sets other
 # numbers.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -45,7 +50,9 @@ pytest.register_assert_rewrite("assertions")
 
 
 def pytest_configure() -> None:
-    """Remove the variables of a job that starts the tests, as on a cluster."""
+    """Remove the variables of a job that starts the tests, as on a cluster, or of a user who has an
+    accelerate config.
+    """
     launched = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"}
     launched |= {"MASTER_ADDR", "MASTER_PORT"}
     for name in [*os.environ]:

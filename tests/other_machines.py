@@ -35,6 +35,18 @@ VARIATIONS: dict[str, dict[str, str]] = {
     "avx2": dict(zip(INSTRUCTIONS, ("avx2", "AVX2", "AVX2"), strict=True)),
     **{f"{threads}-threads": {"OMP_NUM_THREADS": str(threads)} for threads in (1, 2, 4)},
     "c-locale": {"LANG": "C", "LC_ALL": "C"},
+    # of a user who launches jobs on GPUs from this terminal
+    "job-settings": {
+        "CUDA_VISIBLE_DEVICES": "7,GPU-none",
+        "ACCELERATE_MIXED_PRECISION": "bf17",
+        "ACCELERATE_TORCH_DEVICE": "cuda:7",
+        "ACCELERATE_USE_FSDP": "perhaps",
+        "ACCELERATE_DYNAMO_BACKEND": "nosuch",
+        "FSDP_VERSION": "7",
+        "PARALLELISM_CONFIG_TP_SIZE": "-3",
+        "WORLD_SIZE": "many",
+        "RANK": "-1",
+    },
     "space-in-path": {},
     "not-root": {},
     "read-only-home": {},
@@ -44,7 +56,10 @@ VARIATIONS: dict[str, dict[str, str]] = {
 }
 # Variations that do not interfere, and which tests they run.
 COMBINED = {
-    ("default-isa", "1-threads", "c-locale", "space-in-path", "random-order"): "not slow",
+    (
+        *("default-isa", "1-threads", "c-locale", "job-settings", "space-in-path"),
+        "random-order",
+    ): "not slow",
     ("avx2", "4-threads", "not-root", "read-only-home", "tmpfs"): "not slow",
     ("2-threads", "busy"): "long and not slow",
 }

@@ -54,6 +54,11 @@ def test_out_of_memory_errors_are_recognized(allocate):
     assert explain(error).startswith("out of memory")
 
 
+def test_operation_without_a_deterministic_kernel_is_explained():
+    error = RuntimeError("histc_cuda does not have a deterministic implementation, but you set ...")
+    assert explain(error).startswith("train.deterministic, which train.gradient_groups implies, ")
+
+
 @pytest.mark.parametrize("bug", [TypeError("x"), KeyError("x"), RuntimeError("shape")])
 def test_bugs_are_not_explained(bug):
     assert explain(bug) is None

@@ -106,7 +106,7 @@ def _parse(words: list[str], commands: Collection[str]) -> argparse.Namespace:
 
 def _check_gpu_ids(ids: str | None, where: str) -> None:
     """Raises UserError for the number of a GPU that is not here; one process would take the CPU."""
-    if ids in (None, "all") or "CUDA_VISIBLE_DEVICES" in os.environ:
+    if ids in (None, "all") or os.environ.get("CUDA_VISIBLE_DEVICES"):
         return
     import torch
 

@@ -210,6 +210,11 @@ class TrainSection:
         1,
         65_536,
     )
+    deterministic: bool = knob(
+        False,
+        "on a GPU, use only kernels whose bytes repeat, so that a resumed run ends bit for bit; "
+        "slower there, and always so on a CPU",
+    )
     rollback_ratio: float | None = knob(
         None, "if the loss exceeds this multiple of its average, go back and skip the data", 1
     )

@@ -9,6 +9,7 @@ micro-batch.
 
 import logging
 import math
+import os
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -207,6 +208,26 @@ def is_sharded(accelerator: Accelerator) -> bool:
     sharded = accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
     mesh = mesh_of(accelerator)
     return sharded or mesh.tp_size * mesh.pp_size * mesh.ep_size > 1
+
+
+def is_deterministic(config: Config, device: torch.device) -> bool:
+    """Whether the bytes of the run's steps repeat on this machine: always on a CPU."""
+    train = config.train
+    return device.type == "cpu" or train.deterministic or train.gradient_groups is not None
+
+
+def choose_kernels(*, deterministic: bool) -> None:
+    """Use only kernels with a fixed order of sums on a GPU, or the fastest ones.
+
+    Without a fixed order, the backward pass of attention adds by atomic operations. torch raises
+    RuntimeError if an operation has no deterministic kernel.
+    """
+    if deterministic:
+        # read with the first product
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(deterministic)
+    # torch would also fill each new tensor, to show what reads it too early
+    cast(Any, torch.utils.deterministic).fill_uninitialized_memory = False
 
 
 def sum_over_ranks(accelerator: Accelerator, mesh: Mesh, tensor: torch.Tensor) -> torch.Tensor:

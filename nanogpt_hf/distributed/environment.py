@@ -27,6 +27,7 @@ _DEVICE = "(cpu|cuda|mps|xpu|npu|hpu)(:[0-9]{1,3})?"
 _STEPS = f"auto|{_COUNT}"
 _COMPRESSION = "no|bf16|fp16"
 _GPUS = "'.+'"  # the repr of a text
+_MODE = "default|max-autotune-no-cudagraphs"
 _FP8 = r"(?i:\{\}|\{'backend': 'AO'\})"
 _WORDS = {
     _COUNT: "a number from 1 on",
@@ -37,6 +38,10 @@ _WORDS = {
     _STEPS: "auto, or a number of steps",
     _COMPRESSION: (
         "no, bf16 or fp16; PowerSGD would not resume, since no checkpoint has its state"
+    ),
+    _MODE: (
+        "default or max-autotune-no-cudagraphs; CUDA graphs overwrite results that a step still "
+        "reads"
     ),
     _GPUS: "all, or numbers in quotes such as '0,1'",
     _FP8: "{backend: AO}, torchao, or leave it out",
@@ -74,8 +79,8 @@ VARIABLES = {
     "ACCELERATE_FP8_BACKEND": "(?i:AO)",
     "ACCELERATE_LOG_LEVEL": "(?i:debug|info|warning|error|critical)",
     "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": _STEPS,
-    "ACCELERATE_DYNAMO_BACKEND": "(?i:no|eager|aot_eager|inductor|cudagraphs)",
-    "ACCELERATE_DYNAMO_MODE": "default|reduce-overhead|max-autotune|max-autotune-no-cudagraphs",
+    "ACCELERATE_DYNAMO_BACKEND": "(?i:no|eager|aot_eager|inductor)",
+    "ACCELERATE_DYNAMO_MODE": _MODE,
     "ACCELERATE_DEEPSPEED_ZERO_STAGE": "0|1|2|3",
     **_all(
         "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE",

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from tqdm import tqdm
 
 from nanogpt_hf.checkpoint.reader import read_checkpoint
@@ -22,7 +23,11 @@ from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.schema import Config, replace_knobs
 from nanogpt_hf.config.stages import next_stage
 from nanogpt_hf.distributed.accelerate_config import requested_precision
-from nanogpt_hf.distributed.accelerator import sum_over_ranks
+from nanogpt_hf.distributed.accelerator import (
+    is_deterministic,
+    precision_of,
+    sum_over_ranks,
+)
 from nanogpt_hf.distributed.full_state import FullState, own_weights
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.distributed.rendezvous import one_line_for_a_lost_process, prepare_on_all_ranks
@@ -70,6 +75,19 @@ def check_repeatable(folder: RunFolder, config: Config, mesh: Mesh) -> None:
                 f"{mesh.world_size} cannot repeat it bit for bit without train.gradient_groups; "
                 f"start {count} under the run's accelerate config, by launch --config_file F"
             )
+
+
+def rounding_bound(folder: RunFolder, run: Run) -> float:
+    """How far repeated numbers may be from recorded ones, as a share of them: 0 if the run repeats
+    its bytes, else the rounding of its products.
+    """
+    recorded = all(start.get("deterministic", True) for start in read_starts(folder))
+    if recorded and is_deterministic(run.config, run.accelerator.device):
+        return 0.0
+    precision = precision_of(run.accelerator)
+    # GPUs multiply float32 as TF32, which has as many digits as float16
+    dtype = torch.float16 if precision in ("fp32", "fp16") else torch.bfloat16
+    return torch.finfo(dtype).eps
 
 
 def segments_to_verify(
@@ -171,9 +189,11 @@ def _stopped_by_signals() -> Iterator[None]:
         raise Stopped(f"stopped by {signal}") from None
 
 
-def first_difference(run: Run, folder: RunFolder, last: int) -> tuple[int, list[str]] | None:
+def first_difference(
+    run: Run, folder: RunFolder, last: int, bound: float = 0.0
+) -> tuple[int, list[str]] | None:
     """Repeat the steps up to `last`; return the first that differs from what the folder has
-    recorded, and what differs. All processes call it, and get the same.
+    recorded by more than `bound`, and what differs. All processes call it, and get the same.
     """
     config, first = run.config, run.state.step
     method, recorded = method_of(config), {}
@@ -204,22 +224,46 @@ def first_difference(run: Run, folder: RunFolder, last: int) -> tuple[int, list[
         if due and not stopped:
             evaluated = method.evaluate(run, lambda: False)
             ours |= evaluated.metrics if evaluated else {}
-        lines = _other_values(ours, theirs)
+        lines = _other_values(ours, theirs, bound)
         if saved:
-            lines += _other_tensors(run, saved)
+            lines += _distant_weights(run, saved, bound) if bound else _other_tensors(run, saved)
             run.state.skipped_steps = saved.state.skipped_steps  # after a rollback to this step
         if lines:
             return step, lines
     return None
 
 
-def _other_values(ours: dict[str, float], recorded: dict[str, Any]) -> list[str]:
-    """A line for each metric that is not the recorded one; null is one that was not finite."""
+def _other_values(ours: dict[str, float], recorded: dict[str, Any], bound: float) -> list[str]:
+    """A line for each metric that is not the recorded one, or further from it than `bound` times
+    its size; null is one that was not finite.
+    """
+
+    def agrees(name: str, value: float) -> bool:
+        other = recorded.get(name, "nothing")
+        if not math.isfinite(value) or not isinstance(other, float | int):
+            return other is None and not math.isfinite(value)
+        return abs(value - other) <= bound * abs(other)
+
     return [
         f"{name}: recorded {recorded.get(name, 'nothing')}, repeated {value}"
         for name, value in ours.items()
-        if recorded.get(name, "nothing") != (value if math.isfinite(value) else None)
+        if not agrees(name, value)
     ]
+
+
+def _distant_weights(run: Run, saved: Any, bound: float) -> list[str]:
+    """A line if all weights together are further from the saved ones than `bound` times their norm.
+
+    Optimizer state is not compared: a parameter whose gradient is rounding only has any.
+    """
+    theirs = dict(saved.weights)
+    distance = size = 0.0
+    for name, weight in own_weights(run.accelerator, run.model):
+        other = full_tensor(theirs[name]).double().cpu()
+        distance += (full_tensor(weight).double().cpu() - other).square().sum().item()
+        size += other.square().sum().item()
+    share = math.sqrt(distance / max(size, 1e-300))
+    return [f"{saved.folder}: weights {share:.1e} of their norm away"] if share > bound else []
 
 
 def _other_tensors(run: Run, saved: Any) -> list[str]:

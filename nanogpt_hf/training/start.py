@@ -32,7 +32,9 @@ from nanogpt_hf.data.prepared import PreparedData, load_prepared
 from nanogpt_hf.distributed.accelerate_config import check_launch, requested_machine
 from nanogpt_hf.distributed.accelerator import (
     build_accelerator,
+    choose_kernels,
     compress_gradients,
+    is_deterministic,
     is_sharded,
     mesh_of,
     multiply_in_fp8,
@@ -168,6 +170,11 @@ def _start_or_resume(
     share_threads(processes)
     if resume:
         continue_on(folder, accelerator.device, processes)
+        if not is_deterministic(config, accelerator.device):
+            logger.info(
+                "losses will agree with an uninterrupted run to rounding, not bit for bit: "
+                "train.deterministic is not set"
+            )
         checkpoint = find_checkpoint(accelerator, folder, run_facts)
         if checkpoint.state.step > config.train.max_steps:
             raise UserError(
@@ -222,9 +229,8 @@ def build_run(
             check_memory(stage.config, accelerator, mesh_of(accelerator), data.vocab_size)
     if accelerator.device.type == "cpu":
         keep_freed_memory()
-    elif config.train.gradient_groups:  # torch raises if a kernel has no fixed order
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read with the first product
-        torch.use_deterministic_algorithms(True)
+    else:
+        choose_kernels(deterministic=is_deterministic(config, accelerator.device))
     return build_unchecked(config, accelerator, data, folder, checkpoint)
 
 

@@ -18,7 +18,12 @@ from tqdm import tqdm
 from nanogpt_hf.config.schema import KNOBS, Config, get_value
 from nanogpt_hf.config.sources import is_mixture, sources_of
 from nanogpt_hf.config.stages import planned_tokens, stage_lines
-from nanogpt_hf.distributed.accelerator import describe_device, describe_machine, precision_of
+from nanogpt_hf.distributed.accelerator import (
+    describe_device,
+    describe_machine,
+    is_deterministic,
+    precision_of,
+)
 from nanogpt_hf.errors import RunFolderError, UserError
 from nanogpt_hf.formatting import format_duration, format_number, shows_bars
 from nanogpt_hf.model.architecture import count_parameters
@@ -62,6 +67,7 @@ class Tracking:
                 "processes": run.mesh.world_size,
                 "precision": precision_of(run.accelerator),
                 "device": describe_device(device),
+                "deterministic": is_deterministic(run.config, device),
                 **describe_start(device),
             }
             if run.accelerator.log_with:

@@ -111,6 +111,43 @@ def test_edited_metrics_line_is_named(run, verify, step, name, found):
     assert ("nothing" in lines[2]) == (name is None)
 
 
+@pytest.mark.parametrize(("error", "status"), [(0.0, 0), (1e-5, 0), (8e-4, 0), (2e-3, 1)], ids=str)
+def test_run_without_deterministic_kernels_is_compared_to_rounding(run, verify, error, status):
+    starts = json.loads(run.machine.read_text())
+    assert [start["deterministic"] for start in starts["starts"]] == [True]
+    starts["starts"][0]["deterministic"] = False
+    run.machine.write_text(json.dumps(starts))
+    events = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    for event in events:
+        for name in ("train/loss", "train/grad_norm", "val/loss"):
+            if name in event:
+                event[name] *= 1 + error
+    run.metrics.write_text("".join(json.dumps(event) + "\n" for event in events))
+    found, lines = verify(run)
+    assert found == status
+    equal = (
+        "steps 2 to 8: equal to rounding, within 0.001 of each number, since the run was trained "
+        "without train.deterministic"
+    )
+    assert lines[1] == ("step 3: differs" if status else equal)
+
+
+def test_other_weights_differ_also_to_rounding(run, verify):
+    starts = json.loads(run.machine.read_text())
+    starts["starts"][0]["deterministic"] = False
+    run.machine.write_text(json.dumps(starts))
+    folder = run.checkpoint(8)
+    path = folder / "model.safetensors"
+    tensors = {name: tensor * 1.01 for name, tensor in load_file(path).items()}
+    save_file(tensors, path, {"format": "pt"})
+    checksums = json.loads((folder / CHECKSUMS).read_text())
+    checksums[path.name] = file_digest(path)
+    (folder / CHECKSUMS).write_text(json.dumps(checksums))
+    status, lines = verify(run, "--steps 6:8")
+    assert (status, lines[1]) == (1, "step 8: differs")
+    assert lines[2] == f"  {folder}: weights 9.9e-03 of their norm away"
+
+
 @pytest.mark.parametrize(("kind", "number"), [("model", 3), ("optimizer", 5)])
 def test_edited_checkpoint_is_named_by_its_tensor(run, verify, kind, number):
     folder = run.checkpoint(6)
