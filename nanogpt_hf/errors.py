@@ -40,6 +40,10 @@ class RunFolderError(UserError):
     """A run folder, checkpoint or model folder that cannot be read or must not be written."""
 
 
+class DamagedFileError(UserError):
+    """A file that this package wrote is missing, or is not as it was written."""
+
+
 class DivergedError(UserError):
     """Weights, optimizer state or logits that are not finite."""
 

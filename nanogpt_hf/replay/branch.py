@@ -53,7 +53,8 @@ def _copy_history(old: RunFolder, new: RunFolder, step: int) -> None:
     """Copy the metrics up to a step, and the start before it, which names the other run."""
     events = [event for event in read_metrics(old) if event["step"] <= step]
     write_whole(new.metrics, "".join(f"{json.dumps(event)}\n" for event in events))
-    start = [start for start in read_starts(old) if start["step"] <= step][-1]
+    starts = [start for start in read_starts(old) if start.get("step", 0) <= step]
+    start = starts[-1] if starts else {}
     add_start(new, start | {"step": step, "time": now(), "branch_of": str(old.path.resolve())})
 
 

@@ -63,13 +63,13 @@ def check_repeatable(folder: RunFolder, config: Config, mesh: Mesh) -> None:
         raise UserError(f"{folder.path}: verify does not repeat finetune.unfreeze_every")
     now = requested_precision().replace("no", "fp32")
     for start in read_starts(folder):
-        count, precision = start["processes"], start["precision"]
+        count, precision = start.get("processes"), start.get("precision", now)
         if precision != now:
             raise UserError(
                 f"{folder.path}: was trained in {precision}, and the accelerate config sets {now}; "
                 "repeat it under a config with that mixed_precision, by launch --config_file F"
             )
-        if count != mesh.world_size and not config.train.gradient_groups:
+        if count not in (None, mesh.world_size) and not config.train.gradient_groups:
             raise UserError(
                 f"{folder.path}: was trained on {plural(count, 'process')}, and "
                 f"{mesh.world_size} cannot repeat it bit for bit without train.gradient_groups; "
@@ -119,7 +119,7 @@ def segments_to_verify(
 def seconds_to_repeat(folder: RunFolder, segments: list[tuple[int, int]], mesh: Mesh) -> float:
     """How long segments take if each process computes as fast as each of the run."""
     starts = read_starts(folder)
-    processes = starts[-1]["processes"] if starts else 1
+    processes = starts[-1].get("processes", 1) if starts else 1
     at = {
         step: read_checkpoint(folder.checkpoint(step)).state.seconds if step else 0.0
         for segment in segments

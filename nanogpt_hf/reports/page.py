@@ -27,8 +27,8 @@ from nanogpt_hf.reports.curves import draw_run
 from nanogpt_hf.reports.reference import find_reference, judge
 from nanogpt_hf.runs.files import redact, write_whole
 from nanogpt_hf.runs.folder import RunFolder
-from nanogpt_hf.runs.metrics import AXES, Event, column, is_number, names, read_events, read_metrics
-from nanogpt_hf.runs.provenance import read_starts
+from nanogpt_hf.runs.metrics import AXES, Event, column, is_number, names, read_metrics
+from nanogpt_hf.runs.provenance import read_starts, read_verifications
 
 logger = logging.getLogger(__name__)
 _VERIFIED = ("result", "time", "machine")
@@ -80,7 +80,7 @@ def render(run: RunFolder, events: list[Event]) -> str:
         machine=yaml.safe_dump(read_starts(run), allow_unicode=True, sort_keys=False),
         verified=[
             [f"{event.get('from')} to {event['step']}", *map(event.get, _VERIFIED)]
-            for event in read_events(run.verified)
+            for event in read_verifications(run)
         ],
         best=repr(str(run.best)) if run.best.is_dir() else "",
         path=shlex.quote(str(run.path)),

@@ -1,13 +1,11 @@
 """Read metrics.jsonl (one event per line), also while a run is still writing it."""
 
-import json
-import math
-from contextlib import suppress
-from pathlib import Path
+import sys
 from typing import Any
 
 import numpy as np
 
+from nanogpt_hf.own_files import read_json_lines
 from nanogpt_hf.runs.folder import RunFolder
 
 Event = dict[str, Any]
@@ -16,27 +14,43 @@ AXES = ("step", "tokens", "seconds")
 
 
 def read_metrics(run: RunFolder) -> list[Event]:
-    """The events of a run."""
-    return read_events(run.metrics)
+    """The events of a run, without damaged ones: training needs none of them."""
+    return read_json_lines(run.metrics, _is_event)
 
 
-def read_events(path: Path) -> list[Event]:
-    """The events in a file, without an incomplete last line, cut by a kill or being written now."""
-    events = []
-    for line in path.read_text("utf-8").splitlines() if path.is_file() else ():
-        with suppress(ValueError):
-            events.append(json.loads(line))
-    return events
+def _is_event(value: Any) -> bool:
+    """Whether a line has a step, and every other value is a number or null, but for samples."""
+    if not isinstance(value, dict) or not _is_count(value.get("step")):
+        return False
+    return all(
+        _are_samples(field) if name == "samples" else field is None or is_number(field)
+        for name, field in value.items()
+    ) and all(_is_count(value.get(axis, 0)) for axis in ("step", "tokens"))
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**63
+
+
+def _are_samples(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(sample, dict) and all(isinstance(text, str) for text in sample.values())
+        for sample in value
+    )
 
 
 def is_number(value: Any) -> bool:
     """Whether it is a finite number, which a plot can show."""
-    return isinstance(value, int | float) and math.isfinite(value)
+    return isinstance(value, int | float) and abs(value) <= sys.float_info.max
 
 
 def column(events: list[Event], name: str, by: str = "step") -> tuple[np.ndarray, np.ndarray]:
     """The x and y values of a metric, in float64, without those that were not finite (null)."""
-    rows = [(event[by], event[name]) for event in events if is_number(event.get(name))]
+    rows = [
+        (event[by], event[name])
+        for event in events
+        if is_number(event.get(name)) and is_number(event.get(by))
+    ]
     x, y = np.array(rows, dtype=np.float64).reshape(-1, 2).T
     return x, y
 

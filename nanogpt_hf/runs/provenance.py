@@ -14,7 +14,7 @@ from collections import Counter
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import psutil
 import torch
@@ -24,6 +24,8 @@ import torch.distributed as dist
 import nanogpt_hf
 from nanogpt_hf import __version__
 from nanogpt_hf.cpu import allowed_cores, stated_threads
+from nanogpt_hf.errors import DamagedFileError
+from nanogpt_hf.own_files import as_type, read_json, read_json_lines, warn_once
 from nanogpt_hf.runs.files import redact, write_whole
 from nanogpt_hf.runs.folder import RunFolder
 
@@ -109,19 +111,67 @@ def describe_start(device: torch.device) -> dict[str, Any]:
     }
 
 
+class Start(TypedDict, total=False):
+    """What the package reads of an entry of machine.json; a field may be unknown."""
+
+    step: int
+    processes: int
+    precision: str
+    fingerprint: dict[str, str]
+    branch_of: str
+
+
 def read_starts(run: RunFolder) -> list[dict[str, Any]]:
-    """The starts of a run, oldest first; none if machine.json is missing."""
+    """The starts of a run, oldest first; none if machine.json is missing.
+
+    Damaged ones are left out with one warning: no run needs them to resume.
+    """
     if not run.machine.is_file():
         return []
-    return json.loads(run.machine.read_text(encoding="utf-8"))["starts"]
+    try:
+        entries = read_json(run.machine, dict[str, list[Any]]).get("starts")
+        if entries is None:
+            raise DamagedFileError(f"{run.machine}: is damaged: it has no starts")
+    except DamagedFileError as error:
+        warn_once(f"{error}; where and how the run was started before is not known")
+        return []
+    starts = []
+    for number, entry in enumerate(entries, 1):
+        try:
+            starts.append(_checked(as_type(entry, Start)))
+        except ValueError as error:
+            warn_once(f"{run.machine}: skipped start {number:,}, which is damaged: {error}")
+    return starts
+
+
+def _checked(start: Any) -> dict[str, Any]:
+    """A start of a run. Raises ValueError for a number that it cannot have had."""
+    threads = int(start.get("fingerprint", {}).get("threads", 1))
+    if start.get("step", 0) < 0 or start.get("processes", 1) < 1 or threads < 1:
+        raise ValueError("a number below its lowest")
+    return start
 
 
 def branched_at(run: RunFolder) -> tuple[int, str]:
     """The step at which the run began, and the folder of the run that it is a branch of; 0 and ""
     if it is none.
     """
-    first = next(iter(read_starts(run)), {})
+    first = next((start for start in read_starts(run) if start.get("branch_of")), {})
     return first.get("step", 0), first.get("branch_of", "")
+
+
+class Verification(TypedDict):
+    """A line of verified.jsonl."""
+
+    step: int
+    result: str
+    time: str
+    machine: str
+
+
+def read_verifications(run: RunFolder) -> list[dict[str, Any]]:
+    """The results that `verify` has added to verified.jsonl, without damaged lines."""
+    return read_json_lines(run.verified, lambda value: bool(as_type(value, Verification)))
 
 
 def add_start(run: RunFolder, start: dict[str, Any]) -> None:
@@ -149,14 +199,15 @@ def continue_on(run: RunFolder, device: torch.device, local_world_size: int) -> 
     """
     if not (starts := read_starts(run)):
         return
-    before = starts[-1]["fingerprint"]
-    threads, stated = int(before["threads"]), stated_threads(local_world_size) is not None
+    before = starts[-1].get("fingerprint", {})
+    stated = stated_threads(local_world_size) is not None
+    threads = int(before.get("threads", torch.get_num_threads()))
     if device.type == "cpu" and not stated and threads <= allowed_cores():
         torch.set_num_threads(threads)
     parts = [
         f"{name} {before[name]} -> {value}"
         for name, value in fingerprint(device).items()
-        if before[name] != value
+        if before.get(name, value) != value
     ]
     if threads != torch.get_num_threads():
         parts.append(f"OMP_NUM_THREADS={threads} OMP_DYNAMIC=false keeps the threads")

@@ -16,7 +16,7 @@ from nanogpt_hf.checkpoint.reader import CHECKSUMS, file_digest
 from nanogpt_hf.commands import main
 from nanogpt_hf.data.blocks import read_column
 from nanogpt_hf.runs.folder import RunFolder
-from nanogpt_hf.runs.metrics import read_events
+from nanogpt_hf.runs.provenance import read_verifications
 from nanogpt_hf.training import step as steps
 
 pytestmark = pytest.mark.long
@@ -52,7 +52,7 @@ def test_honest_run_is_equal_and_reports_only(run, verify, options, steps):
     status, lines = verify(run, options)
     assert (status, lines[1:]) == (0, [f"steps {segment}: equal" for segment in steps])
     assert lines[0].startswith(f"repeating steps {', '.join(steps)}: about ")
-    events = read_events(run.verified)
+    events = read_verifications(run)
     assert [(f"{e['from']} to {e['step']}", e["result"]) for e in events] == [
         (segment, "equal") for segment in steps
     ]
