@@ -235,12 +235,13 @@ def run_sweep(arguments: Namespace, overrides: Overrides) -> int:
     """
     from nanogpt_hf.training import sweep as grid
 
-    machine, runs = arguments.config_file, grid.build_grid(arguments.recipe, overrides)
+    runs = grid.build_grid(arguments.recipe, overrides)
     knobs = "-".join(key.rpartition(".")[2] for key in runs[0].values)
     folder = Path(arguments.sweep_dir or Path("runs") / f"{runs[0].config.name}-{knobs}")
-    launcher = ("launch", "--config_file", machine) if machine else ()
     options = {"overwrite": arguments.overwrite, "log_level": arguments.log_level}
-    sweep, exit_status = grid.Sweep(arguments.recipe, runs, folder, launcher, **options), 0
+    machine = arguments.config_file
+    sweep, exit_status = grid.Sweep(arguments.recipe, runs, folder, machine, **options), 0
+    grid.check_runs(sweep)
     if arguments.dry_run:
         rows = sweep.planned()
         tree: dict[str, Any] = {"sweep": str(folder), "runs": rows}

@@ -33,13 +33,29 @@ def check_launch(config: Config, mesh: Mesh) -> int:
     """Gradient accumulation steps of `config` on this launch's processes.
 
     Raises UserError if the tokens per step do not divide, if the accelerate config sets another
-    accumulation, if a tracker, DeepSpeed, bitsandbytes or torchao is needed but not installed,
-    and if `check_config` or `check_layout` does.
+    accumulation, if DeepSpeed is needed but not installed, and if `check_config`, `check_layout`
+    or `check_recipe` does.
     """
     check_config()
     if requested("DEEPSPEED"):
         deepspeed.check_available()
     check_layout(config, mesh, requested_machine())
+    check_recipe(config)
+    accumulation = accumulation_steps(config, mesh.dp_size)
+    stated = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "auto")
+    if stated not in ("auto", str(accumulation)):
+        raise UserError(
+            deepspeed.conflict(
+                "gradient_accumulation_steps", stated, accumulation, "train.tokens_per_step"
+            )
+        )
+    return accumulation
+
+
+def check_recipe(config: Config) -> None:
+    """Raises UserError if the recipe needs an optimizer, a tracker or a package that is not
+    here.
+    """
     kind_of(config.optim).check()
     if config.lora.quantize and find_spec("bitsandbytes") is None:
         raise UserError(
@@ -55,15 +71,6 @@ def check_launch(config: Config, mesh: Mesh) -> int:
                 f"tracking.trackers: {tracker!r}: accelerate has no such tracker, or it is not "
                 f"installed{near}"
             )
-    accumulation = accumulation_steps(config, mesh.dp_size)
-    stated = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "auto")
-    if stated not in ("auto", str(accumulation)):
-        raise UserError(
-            deepspeed.conflict(
-                "gradient_accumulation_steps", stated, accumulation, "train.tokens_per_step"
-            )
-        )
-    return accumulation
 
 
 def requested_precision() -> str:

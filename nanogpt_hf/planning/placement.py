@@ -1,5 +1,6 @@
 """How a launch distributes a model: read from an accelerate config, and written as one."""
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -7,11 +8,19 @@ from transformers import PreTrainedModel
 
 from nanogpt_hf.config.checks import accumulation_steps
 from nanogpt_hf.config.schema import Config
-from nanogpt_hf.distributed.environment import SCHEDULES, check_accelerate_config
+from nanogpt_hf.distributed.environment import (
+    SCHEDULES,
+    check_accelerate_config,
+    read_accelerate_config,
+)
 from nanogpt_hf.distributed.layout import Machine, check_layout
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import UserError, one_line
 from nanogpt_hf.model.recompute import level_of
+
+
+class NotEstimated(UserError):  # noqa: N818  (not an error of every command)
+    """An accelerate config has a setting that estimates do not know; a run may have it."""
 
 
 @dataclass(frozen=True)
@@ -137,18 +146,17 @@ class Placement:
 def read_placement(path: str) -> Placement:
     """The placement of an accelerate config file.
 
-    Raises UserError if it is no such file, or has settings that are not estimated.
+    Raises UserError if it is no such file, and NotEstimated for settings that are not estimated.
     """
     from accelerate.commands.config.config_args import load_config_from_file
 
+    check_accelerate_config(path, read_accelerate_config(path))
     try:
         config: Any = load_config_from_file(path)
-        settings = config.to_dict()
-    except Exception as error:  # no file, bad YAML, unknown keys
+    except Exception as error:  # unknown keys
         raise UserError(
             f"--config_file {path}: not an accelerate config: {one_line(error)}"
         ) from None
-    check_accelerate_config(path, settings)
     return _placement(path, config)
 
 
@@ -157,9 +165,9 @@ def _placement(path: str, config: Any) -> Placement:
     fsdp, deepspeed = config.fsdp_config or {}, config.deepspeed_config or {}
     parallelism = config.parallelism_config or {}
     mesh = {key.removeprefix("parallelism_config_"): value for key, value in parallelism.items()}
-    names = ("dp_replicate", "tp", "cp", "pp")
+    names = ("dp_replicate", "dp_shard", "tp", "cp", "pp")
     sizes: dict[str, Any] = {name: mesh.get(f"{name}_size") or 1 for name in names}
-    is_fsdp, precision = "FSDP" in kind, str(config.mixed_precision)
+    is_fsdp, precision = "FSDP" in kind, str(config.mixed_precision or "no")
     offloads = "offload_optimizer_device", "offload_param_device"
     stage = deepspeed.get("zero_stage", 0 if "deepspeed_config_file" in deepspeed else 2)
     for name, value, estimated in (
@@ -173,15 +181,28 @@ def _placement(path: str, config: Any) -> Placement:
     ):
         if value not in estimated:
             accepted = " or ".join(map(str, estimated))
-            raise UserError(
+            raise NotEstimated(
                 f"--config_file {path}: {name} {value} is not estimated; set {accepted}"
             )
-    copies = sizes.pop("dp_replicate")
+    product = math.prod(sizes.values())
+    if processes % product or (sizes["dp_shard"] > 1 and processes != product):
+        shown = " × ".join(f"{name}_size {size}" for name, size in sizes.items() if size != 1)
+        raise UserError(
+            f"--config_file {path}: {shown} does not give {processes} processes; set sizes whose "
+            "product is num_processes"
+        )
+    machines = config.num_machines or 1
+    if processes % machines:
+        raise UserError(
+            f"--config_file {path}: num_processes {processes} is not divided by num_machines "
+            f"{machines}; set a multiple"
+        )
+    copies, _ = sizes.pop("dp_replicate"), sizes.pop("dp_shard")
     place = Placement(
         processes=processes,
         **sizes,
         ep=mesh.get("ep_size") or 1,
-        per_machine=processes // (config.num_machines or 1),
+        per_machine=processes // machines,
         precision=precision,
         on_cpu=bool(config.use_cpu),
         compiles=str((config.dynamo_config or {}).get("dynamo_backend", "NO")).upper() != "NO",

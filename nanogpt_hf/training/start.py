@@ -8,7 +8,7 @@ import os
 import secrets
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +93,9 @@ def prepare_run(
     disable_progress_bar()
     mesh = mesh or Mesh.from_environment()
     folder = RunFolder(Path(run_dir or Path("runs") / config.name))
-    _check_before_the_data(config, folder, mesh)
+    check_before_the_data(config, folder, lambda stage: check_launch(stage, mesh))
+    for line in dial_lines(config):
+        logger.info(line)
     method = method_of(config)
     options = {"resume": resume, "overwrite": overwrite, "auto_resume": auto_resume}
     flags = [f"--{name.replace('_', '-')}" for name, is_given in options.items() if is_given]
@@ -137,16 +139,18 @@ def check_folders(config: Config, folder: RunFolder) -> None:
             )
 
 
-def _check_before_the_data(config: Config, folder: RunFolder, mesh: Mesh) -> None:
-    """Raises UserError for what is wrong without the data: folders, machine, section `model`."""
+def check_before_the_data(
+    config: Config, folder: RunFolder, check_machine: Callable[[Config], object]
+) -> None:
+    """Raises UserError for what is wrong without the data: folders, section `model`, and, by
+    `check_machine` for the recipe of each stage, the machine.
+    """
     check_folders(config, folder)
     for stage in stages_of(config):
         with naming(stage):
-            check_launch(stage.config, mesh)
+            check_machine(stage.config)
             if config.finetune.model is None:
                 check_balance(stage.config, build_config(config.model, vocab_size=256))
-    for line in dial_lines(config):
-        logger.info(line)
 
 
 def _lock(config: Config, folder: RunFolder, options: dict[str, bool]) -> bool:

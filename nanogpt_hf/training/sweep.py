@@ -22,17 +22,22 @@ import numpy as np
 import nanogpt_hf
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.schema import KNOBS, Config, get_value
+from nanogpt_hf.config.sources import sources_of
 from nanogpt_hf.config.values import convert, parse_flow_list
-from nanogpt_hf.data.manifest import DECIDING_KNOBS
+from nanogpt_hf.data.manifest import DECIDING_KNOBS, read_manifest
+from nanogpt_hf.data.source import check_source
+from nanogpt_hf.distributed.accelerate_config import check_launch, check_recipe
+from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.distributed.signals import StopRequest, stop_on_signals
 from nanogpt_hf.errors import EXIT_STOPPED, RunFolderError, UserError
 from nanogpt_hf.formatting import align, format_duration
 from nanogpt_hf.planning.estimate import estimate
-from nanogpt_hf.planning.placement import Placement
+from nanogpt_hf.planning.placement import NotEstimated, Placement, read_placement
 from nanogpt_hf.reports.curves import draw_curves
 from nanogpt_hf.runs.files import write_json
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.metrics import column, read_metrics
+from nanogpt_hf.training.start import check_before_the_data
 
 logger = logging.getLogger(__name__)
 _PREPARED_BY = tuple(f"data.{name}" for name in (*DECIDING_KNOBS, "sha256"))
@@ -57,7 +62,7 @@ class Sweep:
     recipe: str
     runs: list[GridRun]
     folder: Path
-    launcher: tuple[str, ...] = ()  # `launch` and its options, before `pretrain`
+    machine: str | None = None  # an accelerate config, with which `launch` starts each run
     overwrite: bool = False
     log_level: str | None = None  # for the runs' processes
 
@@ -123,6 +128,46 @@ def _label(values: Row, keys: list[str]) -> str:
     return re.sub(r"[^\w.+=-]+", "-", text)[:120].strip("-")
 
 
+def check_runs(sweep: Sweep) -> None:
+    """Raises UserError, with the run's name, if one of the runs could not be launched, and
+    RunFolderError if the folder of the sweep holds a run.
+    """
+    whole = RunFolder(sweep.folder)
+    if whole.recipe.exists() or whole.checkpoints.exists():
+        raise RunFolderError(f"{whole.path}: holds a run itself; give another --sweep-dir")
+    place = read_machine(sweep.machine) if sweep.machine else None
+    mesh = Mesh.from_environment()
+
+    def check_machine(config: Config) -> None:
+        if not sweep.machine:
+            check_launch(config, mesh)
+            return
+        check_recipe(config)
+        if place:
+            place.check(config)
+
+    for run in sweep.runs:
+        try:
+            check_before_the_data(run.config, RunFolder(sweep.folder / run.name), check_machine)
+            for source in sources_of(run.config.data):
+                prepared = Path(source.data.dir).resolve()
+                if read_manifest(prepared) is None:
+                    check_source(source.data, prepared)
+        except UserError as error:
+            raise UserError(f"{run.name}: {error}; no run was started") from None
+
+
+def read_machine(path: str) -> Placement | None:
+    """The placement of an accelerate config; None if only its own launch can check the layout.
+
+    Raises UserError if it is no such config.
+    """
+    try:
+        return read_placement(path)
+    except NotEstimated:
+        return None
+
+
 @contextmanager
 def locked(sweep: Sweep) -> Iterator[None]:
     """Context in which nothing else trains in the folder or in its runs, which have these knobs."""
@@ -170,7 +215,8 @@ def _command(sweep: Sweep, run: GridRun) -> list[str]:
     words += ["--log-level", sweep.log_level] if sweep.log_level else []
     words.append("--overwrite" if sweep.overwrite else "--auto-resume")
     python = [sys.executable, "-P", "-m", "nanogpt_hf"]
-    return [*python, *sweep.launcher, "pretrain", sweep.recipe, *words]
+    launcher = ["launch", "--config_file", sweep.machine] if sweep.machine else []
+    return [*python, *launcher, "pretrain", sweep.recipe, *words]
 
 
 def run_process(command: list[str], stop: StopRequest) -> int:

@@ -117,6 +117,53 @@ def test_dry_run_lists_runs_with_sizes(write_recipe, tmp_path, monkeypatch, in_p
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        ("--optim.name adamw,nosuch,muon", ["name=nosuch", "nosuch"]),
+        ("--train.tokens_per_step 128,192 --config_file {machine}", ["=192", "2 processes"]),
+        ("--model.n_head 1,2 --config_file {tp}", ["n_head=1", "model.n_head is 1"]),
+        ("--train.seed 1,2 --tracking.trackers nosuch", ["seed=1", "nosuch"]),
+        ("--optim.balance_loss 0,0.1", ["balance_loss=0.1", "no experts"]),
+        ("--data.dir data,sweep", ["data.dir", "one is inside the other"]),
+        ("--data.source {text},no.txt --data.dir data", ["no.txt"]),
+        ("--model.architecture llama,nosuch", ["architecture=nosuch", "is no model type"]),
+    ],
+)
+@pytest.mark.parametrize("dry_run", ["", " --dry-run"])
+def test_all_runs_are_checked_before_the_first(
+    refused, write_recipe, in_process, tmp_path, text_file, options, parts, dry_run
+):
+    two = "distributed_type: MULTI_GPU\nnum_processes: 2\nuse_cpu: true\n"
+    size = "parallelism_config: {parallelism_config_tp_size: 2}\n"
+    (tmp_path / "two.yaml").write_text(two)
+    (tmp_path / "tp.yaml").write_text(two + size)
+    files = {"machine": tmp_path / "two.yaml", "tp": tmp_path / "tp.yaml", "text": text_file}
+    words = argv(f"sweep {{}} --sweep-dir sweep {options.format(**files)}{dry_run}", write_recipe())
+    line = refused(*words)
+    assert [part for part in parts if part not in line] == [], line
+    assert in_process == []
+
+
+@pytest.mark.parametrize("name", ["recipe.yaml", "checkpoints/step_00000001/state.json"])
+def test_folder_of_a_run_is_no_folder_of_a_sweep(refused, write_recipe, tmp_path, in_process, name):
+    (tmp_path / "run" / name).parent.mkdir(parents=True)
+    (tmp_path / "run" / name).touch()
+    for options in ("", "--overwrite", "--dry-run"):
+        words = f"sweep {{}} --sweep-dir run --train.seed 1,2 {options}"
+        assert "run: holds a run itself; give another" in refused(*argv(words, write_recipe()))
+    assert in_process == []
+
+
+def test_settings_that_are_not_estimated_keep_no_sweep_from_running(write_recipe, tmp_path):
+    file = tmp_path / "fp8.yaml"
+    file.write_text("distributed_type: MULTI_GPU\nnum_processes: 2\nmixed_precision: fp8\n")
+    assert (
+        main(argv("sweep {} --train.seed 1,2 --dry-run --config_file {}", write_recipe(), file))
+        == 0
+    )
+
+
 # --- the grid
 
 

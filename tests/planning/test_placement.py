@@ -69,3 +69,29 @@ def test_read_placement_refuses_unsupported_settings(tmp_path, edit, complaint):
 def test_read_placement_refuses_missing_files_and_recipes(tmp_path):
     for path in (tmp_path / "none.yaml", CONFIGS.parent / "recipes" / "quickstart.yaml"):
         assert str(path) in refusal(read_placement, str(path), error=UserError)
+
+
+@pytest.mark.parametrize("size", [3, 4, 99])
+@pytest.mark.parametrize("kind", ["MULTI_GPU", "FSDP", "DEEPSPEED"])
+@pytest.mark.parametrize("name", ["tp", "cp", "pp", "ep", "dp_shard", "dp_replicate"])
+def test_size_that_the_processes_do_not_give_is_refused(
+    refused, write_recipe, tmp_path, name, kind, size
+):
+    (tmp_path / "m.yaml").write_text(
+        f"distributed_type: {kind}\nnum_processes: 2\nfsdp_config: {{fsdp_version: 2}}\n"
+        f"parallelism_config: {{parallelism_config_{name}_size: {size}}}\n"
+    )
+    line = refused("estimate", write_recipe(), "--config_file", "m.yaml")
+    assert f"{name}_size {size}" in line or f"{name}_size is {size}" in line
+    if name != "ep":
+        assert line.startswith("--config_file m.yaml: ")
+        assert "does not give 2 processes" in line
+
+
+@pytest.mark.parametrize("machines", [2, 4])
+def test_processes_that_machines_do_not_divide_are_refused(tmp_path, machines):
+    (tmp_path / "m.yaml").write_text(
+        f"distributed_type: MULTI_GPU\nnum_processes: 3\nnum_machines: {machines}\n"
+    )
+    with pytest.raises(UserError, match=f"num_processes 3 .* num_machines {machines}; set a mult"):
+        read_placement(str(tmp_path / "m.yaml"))
