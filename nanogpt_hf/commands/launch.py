@@ -26,10 +26,12 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NoReturn
 
-import yaml
-
 from nanogpt_hf.console import show, show_end
-from nanogpt_hf.distributed.environment import check_accelerate_config, check_environment
+from nanogpt_hf.distributed.environment import (
+    check_accelerate_config,
+    check_environment,
+    read_accelerate_config,
+)
 from nanogpt_hf.errors import EXIT_STOPPED, EXIT_USER_ERROR, UserError, did_you_mean, one_line
 
 _OUR_OPTIONS = [
@@ -146,12 +148,7 @@ def _pass_signals_on() -> list[int]:
 
 def _read_config(file: str, options: Collection[str]) -> dict[str, Any]:
     """The settings of an accelerate config. Raises UserError if it has none, or wrong ones."""
-    try:
-        settings = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
-        if not isinstance(settings, dict):
-            raise ValueError("expected an accelerate config, such as accelerate_configs/cpu.yaml")
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise UserError(f"--config_file {file}: cannot be read: {one_line(error)}") from None
+    settings = read_accelerate_config(file)
     check_accelerate_config(file, settings, options)
     return settings
 

@@ -154,7 +154,7 @@ def _step_rules(config: Config) -> Rules:
     yield (
         "train.max_time",
         train.max_time is not None and not parse_duration(train.max_time),
-        f"expected a time such as 11h30m, 45m or 90s, got {train.max_time!r}",
+        f"expected a time such as 11h30m, 45m or 90s, got {train.max_time!r:.80}",
     )
     yield (
         "optim.warmup_steps train.max_steps",

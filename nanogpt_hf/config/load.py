@@ -14,7 +14,7 @@ from nanogpt_hf.config.names import find_recipe, shipped_recipes
 from nanogpt_hf.config.schema import KNOBS, SECTIONS, Config, replace_knobs
 from nanogpt_hf.config.sources import read_sources
 from nanogpt_hf.config.stages import read_stages
-from nanogpt_hf.config.values import RecipeLoader, convert, is_null
+from nanogpt_hf.config.values import RecipeLoader, convert, is_null, parse_settings, read_settings
 from nanogpt_hf.errors import ConfigError, did_you_mean, one_line
 
 Overrides = list[tuple[str, str]]  # knobs and their values as text
@@ -24,13 +24,13 @@ _READERS = {"data.source": read_sources, "train.stages": read_stages}  # of list
 
 def _read_recipe(path: Path) -> tuple[dict[str, Any], list[str]]:
     """The dotted keys and values of a recipe, and its errors of structure."""
-    if not path.exists():
+    if not os.path.lexists(path):
         near = did_you_mean(path.stem, shipped_recipes())
         raise ConfigError([f"{path}: no such recipe{near}"])
     try:
-        tree = yaml.load(path.read_text(encoding="utf-8-sig"), Loader=RecipeLoader) or {}
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
-        reason = one_line(str(error).replace('in "<unicode string>", ', ""))
+        tree = parse_settings(read_settings(path), RecipeLoader) or {}
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or one_line(error)
         raise ConfigError([f"{path}: cannot be read as a recipe in YAML: {reason}"]) from None
     if not isinstance(tree, dict):
         raise ConfigError([f"{path}: expected sections ({', '.join(SECTIONS)}), got {tree!r:.80}"])

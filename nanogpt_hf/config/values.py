@@ -4,18 +4,70 @@ import argparse
 import contextlib
 import math
 import re
+import stat
 from collections.abc import Callable
+from pathlib import Path
 from types import NoneType
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 
 from nanogpt_hf.config.schema import LARGEST, Knob, kind_options
-from nanogpt_hf.errors import did_you_mean, one_line
+from nanogpt_hf.errors import did_you_mean, is_utf8, one_line
+
+# Bounds of a file of settings, whose text counts as often as aliases repeat it.
+_MOST_CHARACTERS = 1_000_000
+_DEEPEST = 50
 
 
-class RecipeLoader(yaml.SafeLoader):
-    """yaml.safe_load, except that scalars stay text, and a key that occurs twice is an error.
+class SettingsLoader(yaml.SafeLoader):
+    """yaml.safe_load, except that a file that cannot be meant is an error before its values are
+    built: too large, also by aliases, nested too deeply, inside itself, or with text that no file
+    can hold.
+    """
+
+    _depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        self._depth += 1
+        if self._depth > _DEEPEST:
+            self._refuse(f"nested more than {_DEEPEST} times", self.peek_event().start_mark)
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
+
+    def get_single_node(self) -> yaml.Node | None:
+        if (node := super().get_single_node()) is not None:
+            self._characters(node, {})
+        return node
+
+    def _characters(self, node: yaml.Node, known: dict[int, int | None]) -> int:
+        """Characters of a value; raises YAMLError if they are too many, or no text."""
+        if id(node) in known:
+            if (count := known[id(node)]) is None:
+                self._refuse("is inside itself", node.start_mark)
+            return count
+        known[id(node)], count = None, 1
+        if isinstance(node, yaml.ScalarNode):
+            if not is_utf8(node.value) or "\0" in node.value:
+                self._refuse(f"{node.value!r:.80}: no text that a file could hold", node.start_mark)
+            count += len(node.value)
+        else:
+            for part in node.value:
+                for inner in part if isinstance(part, tuple) else (part,):
+                    count += self._characters(inner, known)
+        if count > _MOST_CHARACTERS:
+            more = f"aliases repeat more than {_MOST_CHARACTERS:,} characters"
+            self._refuse(more, node.start_mark)
+        known[id(node)] = count
+        return count
+
+    def _refuse(self, problem: str, mark: Any) -> NoReturn:
+        raise yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
+
+
+class RecipeLoader(SettingsLoader):
+    """A loader whose scalars stay text, and to which a key that occurs twice is an error.
 
     `convert` then reads the text by the knob's type, as on the command line. YAML 1.1 would guess:
     it reads 6e-4 as text, 010 as eight, the revision 1.10 as 1.1 and `project: on` as true.
@@ -29,6 +81,8 @@ class RecipeLoader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         names = set()
         for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                self._refuse("a key is no text", key.start_mark)
             if str(key.value) in names:
                 mark = key.start_mark
                 raise yaml.MarkedYAMLError(problem=f"{key.value} occurs twice", problem_mark=mark)
@@ -36,15 +90,35 @@ class RecipeLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep=True)
 
 
+def read_settings(path: Path) -> str:
+    """The text of a file of settings. Raises OSError, or ValueError if it cannot be one."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        kind = "a folder" if path.is_dir() else "a device or a pipe"
+        raise ValueError(f"it is {kind}, and no file of at most {_MOST_CHARACTERS:,} characters")
+    with path.open(encoding="utf-8-sig") as file:
+        text = file.read(_MOST_CHARACTERS + 1)
+    if len(text) > _MOST_CHARACTERS:
+        raise ValueError(f"it has over {_MOST_CHARACTERS:,} characters")
+    return text
+
+
+def parse_settings(text: str, loader: type[SettingsLoader]) -> Any:
+    """The values of a text in YAML. Raises ValueError, with the reason in one line."""
+    try:
+        return yaml.load(text, Loader=loader)
+    # The last three come from explicit tags, such as !!bool maybe.
+    except (yaml.YAMLError, LookupError, AttributeError, TypeError) as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f"line {mark.line + 1}: " if mark else ""
+        raise ValueError(f"{line}{one_line(getattr(error, 'problem', None) or error)}") from None
+
+
 def parse_flow_list(text: str) -> list[Any]:
     """`a, "b, c", [d]` -> its values, read as a recipe reads them.
 
     Raises ValueError if it is no YAML.
     """
-    try:
-        return yaml.load(f"[{text}]", Loader=RecipeLoader)
-    except yaml.YAMLError as error:
-        raise ValueError(one_line(error)) from None
+    return parse_settings(f"[{text}]", RecipeLoader)
 
 
 # Readers of one type each: text, or a list, mapping or None from YAML, to a value of the type. What

@@ -5,12 +5,15 @@ Accelerate and torch read them at many places, most of which end in a traceback 
 value. Imports no torch, so that a command can check them before heavy imports.
 """
 
+import json
 import os
 import re
 from collections.abc import Collection
+from pathlib import Path
 from typing import Any
 
-from nanogpt_hf.errors import UserError, did_you_mean
+from nanogpt_hf.config.values import SettingsLoader, parse_settings, read_settings
+from nanogpt_hf.errors import UserError, did_you_mean, one_line
 
 SCHEDULES = ("1f1b", "zero_bubble")  # a pipeline's; the first is the default
 # for keys and values in ring attention; the first is the default
@@ -140,6 +143,21 @@ def check_environment() -> None:
     rank, size = given.get("RANK", "0"), given.get("WORLD_SIZE", "1")
     if int(rank) >= int(size):
         raise UserError(f"RANK is {rank}, not below WORLD_SIZE {size}; use `python cli.py launch`")
+
+
+def read_accelerate_config(file: str) -> dict[str, Any]:
+    """The settings of an accelerate config. Raises UserError if the file has none."""
+    try:
+        text = read_settings(Path(file))
+        # as accelerate does
+        is_json = file.endswith(".json")
+        settings = json.loads(text) if is_json else parse_settings(text, SettingsLoader)
+        if not isinstance(settings, dict):
+            raise ValueError("expected an accelerate config, such as accelerate_configs/cpu.yaml")
+    except (OSError, ValueError, RecursionError) as error:
+        reason = getattr(error, "strerror", None) or one_line(error)
+        raise UserError(f"--config_file {file}: cannot be read: {reason}") from None
+    return settings
 
 
 def check_accelerate_config(
