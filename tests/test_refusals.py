@@ -30,6 +30,7 @@ PLACES = {
 }
 FILES = {
     "empty.txt": b"",
+    "short.txt": b"short text",
     "letters.txt": b"abcabc" * 20,
     "binary.txt": bytes(range(256)) * 50,
     "rows.jsonl": b'{"text": "fine"}\n{"body": "no text here"}\n',

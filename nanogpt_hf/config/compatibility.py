@@ -42,6 +42,7 @@ _ROWS = [
         "streaming reads whole splits",
         "set data.max_tokens to read the first documents only",
     ),
+    ("data.max_bad_rows", "data.format datatrove", "its tokens have no rows", "leave it out"),
     ("data.format datatrove", "align.loss", "pairs are rows of text or messages", "leave it out"),
     ("data.tokenizer char", "data.format chat", "no token ends an answer", "use gpt2"),
     ("data.source python-docs", "data.format chat", "it is text", "name a file of conversations"),

@@ -95,6 +95,12 @@ class DataSection:
         "read only the first documents of each split, up to this many tokens (default: all)",
         1,
     )
+    max_bad_rows: float = knob(
+        0.0,
+        "rows that cannot be used are left out, up to this number, or below 1 this share of the "
+        "rows read (0: refuse the first)",
+        0,
+    )
     validation_fraction: float = knob(
         0.0005, "share held out: the end of a single document, or whole documents", 0, 0.5
     )

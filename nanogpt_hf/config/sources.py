@@ -15,7 +15,7 @@ from nanogpt_hf.config.values import convert_entries
 
 # Knobs of `data` that an entry may set for its own source.
 _OF_A_SOURCE = ("format", "config", "split", "validation_split", "revision", "text_column")
-_OF_A_SOURCE += ("validation_fraction", "sha256", "streaming", "max_tokens")
+_OF_A_SOURCE += ("validation_fraction", "sha256", "streaming", "max_tokens", "max_bad_rows")
 _TEXT = KNOBS["data.dir"]
 _SHARE = "share of the samples, relative to the other weights"
 _KEYS = {

@@ -14,6 +14,7 @@ import pyarrow
 
 from nanogpt_hf.data.files import file_digest
 from nanogpt_hf.data.manifest import SplitFacts
+from nanogpt_hf.errors import DataError
 
 SHARD_BYTES = 500_000_000
 _RECORD_TOKENS = 2**20  # in a record batch, or the tokens of one row
@@ -61,9 +62,19 @@ def _encoded(
         return
     pending: deque[tuple[int, Future[list[Row]]]] = deque()
     with ThreadPoolExecutor(num_threads) as pool:
+
+        def submitted() -> Iterator[tuple[int, Future[list[Row]]]]:
+            try:
+                for first, batch in _batches(documents):
+                    yield first + len(batch), pool.submit(encode, batch, first)
+            except DataError as error:  # comes after the batches before it, as with one thread
+                failed = Future()
+                failed.set_exception(error)
+                yield 0, failed
+
         try:
-            for first, batch in _batches(documents):
-                pending.append((first + len(batch), pool.submit(encode, batch, first)))
+            for batch in submitted():
+                pending.append(batch)
                 if len(pending) > 2 * num_threads:
                     count, rows = pending.popleft()
                     yield count, rows.result()

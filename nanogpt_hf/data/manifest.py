@@ -32,6 +32,7 @@ DECIDING_KNOBS = (
     "validation_fraction",
     "validation_seed",
     "max_tokens",
+    "max_bad_rows",
     "tokenizer",
     "vocab_size",
     "bpe_pattern",
@@ -88,6 +89,7 @@ class Manifest:
     file_state: str | None = None  # sizes and times of local files, to notice that they changed
     # the token before each document; None if the tokenizer puts none there
     start_of_text_id: int | None = None
+    left_out: int = 0  # rows that could not be used
     sources: tuple[PreparedSource, ...] = ()  # of a mixture
     teacher: str | None = None  # of a run with distillation: the hash of its teacher's weights
 
@@ -183,6 +185,7 @@ def _mixed(sources: list[PreparedSource]) -> Manifest:
         recipe=dict(item for item in recipes[0] if all(item in other for other in recipes)),
         revision=f"sha256:{digest([manifest.revision for manifest in manifests])}",
         file_state=None,
+        left_out=sum(manifest.left_out for manifest in manifests),
         train=total("train"),
         validation=total("validation"),
         sources=tuple(sources),

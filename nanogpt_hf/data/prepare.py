@@ -33,8 +33,8 @@ from nanogpt_hf.data.manifest import (
     read_manifest,
     write_manifest,
 )
-from nanogpt_hf.data.prepared import TOKENIZER, check_fits
-from nanogpt_hf.data.source import Documents, check_source, load_documents
+from nanogpt_hf.data.prepared import TOKENIZER, check_fits, open_blocks
+from nanogpt_hf.data.source import BadRows, Documents, check_source, load_documents
 from nanogpt_hf.data.tokenizer import Tokenizer, build_tokenizer, save_tokenizer, vocabulary_hash
 from nanogpt_hf.errors import DataError
 from nanogpt_hf.formatting import plural, shows_bars
@@ -93,14 +93,17 @@ def _prepare_in(folder: Path, data: DataSection) -> Manifest:
     scratch = folder / "scratch"
     scratch.mkdir()
     documents = load_documents(data, scratch)
-    held, several, is_trained = None, True, data.tokenizer == "bpe"
+    held, several, left_out = None, True, 0
+    is_trained = data.tokenizer == "bpe"
     if documents.validation is None and not data.streaming and data.max_tokens is None:
         first = list(itertools.islice(documents.train(), 2))
         if not first:
+            documents.bad_rows["train"].left_out(0)
             raise DataError(f"data.source: {data.one_source}: empty; there is no text to train on")
         if len(first) == 1 and data.format == "text":
             several, text = False, str(first[0] or "")
             cut = int(len(text) * (1 - data.validation_fraction))
+            left_out = documents.bad_rows["train"].left_out(1)
             documents = Documents(lambda: [text[:cut]], lambda: [text[cut:]], documents.revision)
         elif documents.count or is_trained:
             # `bpe` learns from the training split alone, so the documents are counted first. Else
@@ -111,9 +114,12 @@ def _prepare_in(folder: Path, data: DataSection) -> Manifest:
     tokenizer = build_tokenizer(data.tokenizer, texts, data.vocab_size, data.bpe_pattern)
     # A single document needs no end-of-text token (nor does the cut through it).
     end_of_text_id = tokenizer.end_of_text_id if several else None
-    facts = _write_splits(folder, data, documents, held, form.encoder(tokenizer, end_of_text_id))
+    encode = form.encoder(tokenizer, end_of_text_id)
+    facts, more = _write_splits(folder, data, documents, held, encode)
     shutil.rmtree(scratch)
-    return write_facts(folder, data, tokenizer, documents.revision, end_of_text_id, facts)
+    return write_facts(
+        folder, data, tokenizer, documents.revision, end_of_text_id, facts, left_out + more
+    )
 
 
 def held_out(count: int, data: DataSection) -> np.ndarray:
@@ -138,9 +144,9 @@ def held_out(count: int, data: DataSection) -> np.ndarray:
 
 def split_documents(documents: Documents, data: DataSection) -> tuple[list[Any], list[Any]]:
     """All documents to train on and to validate on."""
-    train = list(documents.train())
+    train = documents.read()
     if documents.validation is not None:
-        return train, list(documents.validation())
+        return train, documents.read("validation")
     held = held_out(len(train), data)
     splits = [], []
     for document, is_held in zip(train, held, strict=True):
@@ -169,28 +175,35 @@ def _bar(documents: Iterable[Document], what: str, total: int | None = None) -> 
 
 def _write_splits(
     folder: Path, data: DataSection, documents: Documents, held: np.ndarray | None, encode: Encode
-) -> dict[str, SplitFacts]:
+) -> tuple[dict[str, SplitFacts], int]:
+    """The facts of both splits, and the number of rows that were left out."""
     threads = (data.num_threads or allowed_cores()) if FORMATS[data.format].in_threads else 1
+    left_out = 0
 
-    def encoded_split(split: Any) -> Iterator[tuple[int, list[Row]]]:
-        logged = time.monotonic()
-        bar = _bar(split(), "tokenizing", documents.count)
-        for count, rows in encoded(bar, encode, threads, data.max_tokens):
+    def encoded_split(split: str) -> Iterator[tuple[int, list[Row]]]:
+        nonlocal left_out
+        logged, count = time.monotonic(), 0
+        bar = _bar(getattr(documents, split)(), "tokenizing", documents.count)
+        bad = documents.bad_rows[split]
+        # The threads of an encoder of text would find bad documents in any order; it has none.
+        in_order = _without_bad_rows(encode, bad) if data.format == "chat" else encode
+        for count, rows in encoded(bar, in_order, threads, data.max_tokens):
             if time.monotonic() > logged + _SECONDS_BETWEEN_LINES:
                 logged = time.monotonic()
                 logger.info(f"{data.dir}: {count:,} documents tokenized")
             yield count, rows
+        left_out += bad.left_out(count)
 
     writers = {split: ShardWriter(folder / split) for split in SPLITS}
     if documents.validation is not None:
         for split, writer in writers.items():
-            for _, rows in encoded_split(getattr(documents, split)):
+            for _, rows in encoded_split(split):
                 writer.write(rows)
     else:
         with tempfile.TemporaryFile(dir=folder) as file:
-            batches = (rows for _, rows in encoded_split(documents.train))
+            batches = (rows for _, rows in encoded_split("train"))
             if held is None:  # the number of documents is known when all are encoded
-                batches = Spool(file, encoded_split(documents.train))
+                batches = Spool(file, encoded_split("train"))
                 held = held_out(batches.documents, data)
             for rows in batches:
                 writers["train"].write([row for row in rows if not held[row.document]])
@@ -201,7 +214,25 @@ def _write_splits(
             raise DataError(
                 f"data.source: {data.one_source}: too little text: none is left for {split}"
             )
-    return facts
+    return facts, left_out
+
+
+def _without_bad_rows(encode: Encode, bad: BadRows) -> Encode:
+    """An encoder that leaves out the documents that it cannot encode, if it may."""
+
+    def encode_others(documents: list[Any], first: int) -> list[Row]:
+        try:
+            return encode(documents, first)
+        except DataError:
+            rows = []
+        for number, document in enumerate(documents, first):
+            try:
+                rows += encode([document], number)
+            except DataError as error:
+                bad.add_document(number, str(error))
+        return rows
+
+    return encode_others
 
 
 def write_facts(
@@ -211,6 +242,7 @@ def write_facts(
     revision: str,
     end_of_text_id: int | None,
     facts: dict[str, SplitFacts],
+    left_out: int = 0,
 ) -> Manifest:
     """Write tokenizer and manifest, the end of every preparation; return the manifest."""
     save_tokenizer(tokenizer.hf, folder / TOKENIZER)
@@ -225,6 +257,8 @@ def write_facts(
         train=facts["train"],
         validation=facts["validation"],
         start_of_text_id=tokenizer.start_of_text_id if data.format == "text" else None,
+        left_out=left_out,
     )
+    open_blocks(folder, manifest, data)  # a text too short for a block is refused here
     write_manifest(folder, manifest)
     return manifest

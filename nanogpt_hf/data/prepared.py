@@ -29,6 +29,7 @@ from nanogpt_hf.data.manifest import (
 )
 from nanogpt_hf.data.tokenizer import end_of_text_id_of, load_tokenizer, vocabulary_hash
 from nanogpt_hf.errors import DataError
+from nanogpt_hf.formatting import plural
 
 TOKENIZER = "tokenizer"
 _REMEDY = "choose another --data.dir, or remove the folder to prepare it again"
@@ -105,19 +106,27 @@ def _load_source(data: DataSection) -> PreparedData:
     manifest = require_manifest(folder)
     check_fits(manifest, data)
     tokenizer = open_tokenizer(folder, manifest)
+    train, validation = open_blocks(folder, manifest, data)
+    end_of_turn_id = None
+    if manifest.train.assistant_tokens is not None:
+        end_of_turn_id = ChatFormat(tokenizer).end_of_turn_id()
+    return PreparedData(train, validation, tokenizer, manifest, end_of_turn_id)
+
+
+def open_blocks(folder: Path, manifest: Manifest, data: DataSection) -> list[Blocks]:
+    """The blocks of both splits in `folder`, which becomes data.dir.
+
+    Raises DataError if a split is too short for one.
+    """
     opened = [FORMATS[data.format].blocks(folder, split, manifest, data) for split in SPLITS]
     for split, of_split in zip(SPLITS, opened, strict=True):
         if not len(of_split):
             raise DataError(
                 f"data.block_size: the {getattr(manifest, split).tokens:,} {split} tokens in "
-                f"{folder} make no block of {data.block_size} tokens with a target; change it, add "
-                "text, or change data.validation_fraction"
+                f"{data.dir} make no block of {data.block_size} tokens with a target; change it, "
+                "add text, or change data.validation_fraction"
             )
-    end_of_turn_id = None
-    if manifest.train.assistant_tokens is not None:
-        end_of_turn_id = ChatFormat(tokenizer).end_of_turn_id()
-    train, validation = opened
-    return PreparedData(train, validation, tokenizer, manifest, end_of_turn_id)
+    return opened
 
 
 def require_manifest(folder: Path) -> Manifest:
@@ -202,10 +211,12 @@ def summary_lines(config: Config, data: PreparedData) -> list[str]:
     """
     sources = data.manifest.sources
     if not sources:
-        return _split_lines(data.manifest, data.train, data.validation)
+        lines = _split_lines(data.manifest, data.train, data.validation)
+        return lines + _left_out_lines(data.manifest)
     lines = []
     for source, *parts in zip(sources, data.train.parts, data.validation.parts, strict=True):
         lines += [f"{source.data.dir}:", *_split_lines(source.manifest, *parts)]
+        lines += _left_out_lines(source.manifest)
     epochs = epochs_by_source(config, data.train)
     tokens, total = tokens_by_source(config), planned_tokens(config)
     width = max(len(name) for name in epochs)
@@ -219,6 +230,11 @@ def summary_lines(config: Config, data: PreparedData) -> list[str]:
 def _split_lines(manifest: Manifest, train: Blocks, validation: Blocks) -> list[str]:
     splits = zip(SPLITS, (train, validation), strict=True)
     return [f"  {name:<10} {_line(getattr(manifest, name), blocks)}" for name, blocks in splits]
+
+
+def _left_out_lines(manifest: Manifest) -> list[str]:
+    count = manifest.left_out
+    return [f"  {'left out':<10} {plural(count, 'row')} that cannot be used"] if count else []
 
 
 def _line(facts: SplitFacts, blocks: Blocks) -> str:

@@ -42,7 +42,7 @@ _OPENERS: tuple[Callable[[Any], Any], ...] = (
     lzma.open,
     lambda file: pyarrow.input_stream(file, compression="zstd"),
 )
-_DECOMPRESS = dict(zip(COMPRESSIONS, _OPENERS, strict=True))
+_DECOMPRESS: dict[str, Callable[[Any], Any]] = dict(zip(COMPRESSIONS, _OPENERS, strict=True))
 # Control characters that no text has; one has white space, backspaces and the escapes of terminals.
 _BINARY = re.compile(r"[\0-\7\x0e-\x1a\x1c-\x1f]")
 # An exception among rows stands for a row that cannot be read; the rows after it can.
@@ -109,7 +109,7 @@ def _member_rows(
         yield from _rows(file, name if PurePosixPath(name).suffix else f"{name}{ending}", column)
 
 
-def _rows(file: IO[bytes], name: str, column: str | None) -> Rows:
+def _rows(file: Any, name: str, column: str | None) -> Rows:
     while decompress := _DECOMPRESS.get(Path(name).suffix.lower()):
         file, name = decompress(file), Path(name).stem
     ending = Path(name).suffix.lower()
@@ -202,7 +202,7 @@ def _plain(text: str, ending: str) -> str | ValueError:
         text = _utf8(text)
     except UnicodeDecodeError as error:
         problem = error
-    if "\0" in text:
+    if problem is None and "\0" in text:
         problem = ValueError("holds NUL bytes: binary data, not text")
     if not known:
         if problem or _BINARY.search(text) or text.startswith(("%PDF-", "{\\rtf")):

@@ -3,12 +3,12 @@
 Built in are Python's documentation and generated additions and subtractions.
 """
 
+import logging
 import os
 import sys
-import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from nanogpt_hf.data.files import (
     is_url,
 )
 from nanogpt_hf.data.formats import FORMATS, Document, local_files
+from nanogpt_hf.data.manifest import SPLITS
 from nanogpt_hf.data.rows import read_tables
 from nanogpt_hf.errors import DataError, one_line
 from nanogpt_hf.formatting import shows_bars
@@ -35,7 +36,77 @@ _DOCUMENTS, _LINES = 2_000, 50  # documents and lines of the text
 _CONVERSATIONS = 10_000
 _HELD_OUT_SHARE = 10  # one question in ten
 
+_NAMED = 3  # rows that a message names
+_REMEDY = "; data.max_bad_rows N leaves out up to N such rows"
+# What a row raises that cannot be used; another error is one of the file or the machine.
+_ROW_ERRORS = (ValueError, TypeError, LookupError, AttributeError, RecursionError, OverflowError)
+
+logger = logging.getLogger(__name__)
 ReadRow = Callable[[Any, DataSection], Any]  # a row as a document; raises ValueError if it is none
+
+
+class BadRows:
+    """The rows of a split that cannot be used: counted, and the first few named.
+
+    A limit below 1 is a share of the rows.
+    """
+
+    def __init__(self, limit: float = 0.0):
+        self._limit = limit
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget those of an earlier reading."""
+        self._before: list[int] = []  # for each that makes no document, those before it
+        self._failed: list[int] = []  # documents that cannot be encoded
+        self._named: list[str] = []
+
+    def add(self, documents: int, place: str, reason: str) -> None:
+        """Count a row that comes after a number of documents. Raises DataError if it is one too
+        many.
+        """
+        if not self._limit:
+            raise DataError(f"{place}: {reason}{_REMEDY}")
+        self._before.append(documents)
+        self._name(f"{place}: {reason}")
+
+    def add_document(self, number: int, reason: str) -> None:
+        """Count a row whose document cannot be encoded, as `add` does."""
+        row = f"row {number + 1 + self._skipped(number)} of all: {reason}"
+        if not self._limit:
+            raise DataError(row + _REMEDY)
+        self._failed.append(number)
+        self._name(row)
+
+    def _name(self, row: str) -> None:
+        if len(self._named) < _NAMED:
+            self._named.append(row)
+        if 1 <= self._limit < len(self._before) + len(self._failed):
+            self._refuse(f"more than {self._limit:g}")
+
+    def _skipped(self, documents: int) -> int:
+        return sum(before <= documents for before in self._before)
+
+    def left_out(self, documents: int) -> int:
+        """How many were read with the first `documents` documents; log them. The share is checked
+        here: raises DataError if it is above the limit.
+
+        A reading may be ahead of the documents that are used, by as many as it has threads.
+        """
+        skipped = self._skipped(documents)
+        if count := skipped + sum(number < documents for number in self._failed):
+            rows = f"{count:,} of {documents + skipped:,}"
+            if self._limit < 1 and count > self._limit * (documents + skipped):
+                self._refuse(rows)
+            named = "; ".join(self._named[:count])
+            logger.warning(f"data.max_bad_rows: {rows} rows cannot be used, left out: {named}")
+        return count
+
+    def _refuse(self, rows: str) -> None:
+        raise DataError(
+            f"data.max_bad_rows: {self._limit:g}: {rows} rows cannot be used: "
+            f"{'; '.join(self._named)}; change them, or raise it"
+        )
 
 
 @dataclass(frozen=True)
@@ -49,6 +120,16 @@ class Documents:
     validation: Callable[[], Iterable[Document]] | None
     revision: str
     count: int | None = None  # length of `train`, if it is known without reading
+    # the rows of each split's newest reading that cannot be used
+    bad_rows: dict[str, BadRows] = field(
+        default_factory=lambda: {split: BadRows() for split in SPLITS}
+    )
+
+    def read(self, split: str = "train") -> list[Document]:
+        """All documents of a split."""
+        documents = list(getattr(self, split)())
+        self.bad_rows[split].left_out(len(documents))
+        return documents
 
 
 def load_documents(data: DataSection, scratch: Path, read_row: ReadRow | None = None) -> Documents:
@@ -79,7 +160,14 @@ def load_documents(data: DataSection, scratch: Path, read_row: ReadRow | None = 
     if not files:
         names = {download(source, scratch, data.sha256): source}
     digest = f"sha256:{file_digest([*names])}"
-    return Documents(lambda: _from_files(names, data, read_row), None, digest)
+    column = data.text_column if FORMATS[data.format].reads_plain_text else None
+    bad = {split: BadRows(data.max_bad_rows) for split in SPLITS}
+
+    def read() -> Iterator[Document]:
+        tables = _tables(names, column)
+        return _documents(tables, data, read_row, bad["train"], empty=False)
+
+    return Documents(read, None, digest, bad_rows=bad)
 
 
 def check_source(data: DataSection, folder: Path) -> None:
@@ -95,32 +183,49 @@ def check_source(data: DataSection, folder: Path) -> None:
         )
 
 
-def _from_files(names: dict[Path, str], data: DataSection, read_row: ReadRow) -> Iterator[Document]:
-    """The documents of files with their names, without empty ones."""
-    column = data.text_column if FORMATS[data.format].reads_plain_text else None
+def _tables(names: dict[Path, str], column: str | None) -> Iterator[tuple[str, Iterable[Any]]]:
+    """The name and the rows of each file, and of each member of an archive."""
     for path, name in names.items():
         try:
             for member, rows in read_tables(path, column):
-                where = f"{name}: {member}" if member else name
-                yield from filter(None, _documents(rows, where, data, read_row))
-        except (OSError, ValueError, zipfile.BadZipFile, NotImplementedError) as error:
-            raise DataError(f"{name}: {one_line(error)}") from None
+                yield f"{name}: {member}" if member else name, rows
+        except Exception as error:  # the file system, a damaged archive
+            raise DataError(f"{name}: {one_line(error) or type(error).__name__}") from None
 
 
 def _documents(
-    rows: Iterable[Any], where: str, data: DataSection, read_row: ReadRow
+    tables: Iterable[tuple[str, Iterable[Any]]],
+    data: DataSection,
+    read_row: ReadRow,
+    bad: BadRows,
+    *,
+    empty: bool = True,
 ) -> Iterator[Document]:
-    """The document of each row. Raises DataError that names the row that cannot be read."""
-    number = 1
-    try:
-        for row in rows:
-            if isinstance(row, Exception):
-                raise row
-            yield read_row(row, data)
-            number += 1
-    except Exception as error:  # the network, a file format, ...
-        reason = one_line(error) or type(error).__name__
-        raise DataError(f"{where}: row {number}: {reason}") from None
+    """The document of each row; without `empty`, of each that has text.
+
+    Raises DataError that names the row that cannot be read, unless it may be left out.
+    """
+    bad.begin()
+    count = 0
+    for where, rows in tables:
+        number = 1
+        try:
+            for number, row in enumerate(rows, 1):
+                try:
+                    if isinstance(row, Exception):
+                        raise row
+                    document = read_row(row, data)
+                except _ROW_ERRORS as error:
+                    bad.add(count, f"{where}: row {number}", one_line(error))
+                    continue
+                if document or empty:
+                    yield document
+                    count += 1
+        except DataError:
+            raise
+        except Exception as error:  # the network, a file format, ...
+            reason = one_line(error) or type(error).__name__
+            raise DataError(f"{where}: row {number}: {reason}") from None
 
 
 def _from_hub(data: DataSection, read_row: ReadRow) -> Documents:
@@ -149,16 +254,21 @@ def _from_hub(data: DataSection, read_row: ReadRow) -> Documents:
         if FORMATS[data.format].reads_plain_text and data.text_column in (rows.features or ()):
             splits[split] = rows.select_columns(data.text_column)
 
-    def read(split: str) -> Callable[[], Iterator[Document]]:
+    bad = {split: BadRows(data.max_bad_rows) for split in SPLITS}
+
+    def read(split: str, bad: BadRows) -> Callable[[], Iterator[Document]]:
         where = f"data.source: {data.one_source}: split {split}"
         # empty texts count as documents
-        return lambda: _documents(_rows(splits[split]), where, data, read_row)
+        return lambda: _documents([(where, _rows(splits[split]))], data, read_row, bad)
 
+    of_validation = data.validation_split
     return Documents(
-        read(data.split),
-        read(data.validation_split) if data.validation_split else None,
+        read(data.split, bad["train"]),
+        read(of_validation, bad["validation"]) if of_validation else None,
         _commit(data) or data.revision or "unknown",
-        None if data.streaming else splits[data.split].num_rows,
+        # The rows that are left out are known when all are read.
+        None if data.streaming or data.max_bad_rows else splits[data.split].num_rows,
+        bad,
     )
 
 

@@ -99,7 +99,7 @@ class Request:
     """The options of `evaluate`, and the opened model."""
 
     arguments: Namespace
-    knobs: Mapping[str, str]  # knobs of `data`, for the source that the options name
+    knobs: Mapping[str, Any]  # knobs of `data`, for the source that the options name
     model: Any
     tokenizer: "Tokenizer"
 

@@ -1,10 +1,11 @@
 """The table of evaluations: what `evaluate` and training measure."""
 
 from argparse import ArgumentParser, Namespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nanogpt_hf.config.load import Overrides
 from nanogpt_hf.config.schema import KNOBS, Config
+from nanogpt_hf.config.values import convert
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.evaluation.base import Evaluation, Measure, Option
 from nanogpt_hf.evaluation.core import CoreScore
@@ -26,7 +27,7 @@ EVALUATIONS: tuple[Evaluation, ...] = (
 # Knobs that the source of a text or of questions may need, with their meaning.
 _SOURCE_KNOBS = {
     f"data.{name}": KNOBS[f"data.{name}"].meaning
-    for name in ("config", "split", "revision", "text_column", "sha256")
+    for name in ("config", "split", "revision", "text_column", "sha256", "max_bad_rows")
 }
 _SOURCE_KNOBS["data.split"] = (
     "split of a Hub data set, which must be named, or of prepared data (default there: validation)"
@@ -56,7 +57,7 @@ def add_options(parser: ArgumentParser) -> None:
 
 def asked_for(
     arguments: Namespace, overrides: Overrides
-) -> tuple[list[Evaluation], dict[str, str]]:
+) -> tuple[list[Evaluation], dict[str, Any]]:
     """The evaluations that the options ask for, and the knobs of their source.
 
     Raises UserError for options that do not fit, before anything is loaded.
@@ -77,4 +78,10 @@ def asked_for(
     sources = [f"--{row.source}" for row in EVALUATIONS if row.source]
     if overrides and sum(bool(getattr(arguments, source[2:])) for source in sources) != 1:
         raise UserError(f"--{overrides[0][0]}: describes one source; give {' or '.join(sources)}")
-    return wanted, {key.removeprefix("data."): value for key, value in overrides}
+    knobs = {}
+    for key, value in overrides:
+        try:
+            knobs[key.removeprefix("data.")] = convert(KNOBS[key], value)
+        except ValueError as error:
+            raise UserError(f"--{key}: {error}") from None
+    return wanted, knobs

@@ -141,7 +141,7 @@ def _read_text(
     if split is not None:
         name, data = f"{name} ({split})", replace(data, split=split)
     documents = load_documents(data, scratch)
-    texts = list(documents.train())
+    texts = documents.read()
     encode = text_encoder(tokenizer, tokenizer.end_of_text_id if len(texts) > 1 else None)
     rows = [row for _, batch in encoded(texts, encode) for row in batch]
     stream = TokenStream([row.ids for row in rows])

@@ -115,7 +115,7 @@ def _from_source(name: str, data: DataSection, *, compare: bool, hold_out_all: b
     chat = dataclasses.replace(data, format="chat")
     with tempfile.TemporaryDirectory() as scratch:
         documents = load_documents(chat, Path(scratch))
-        rows = [[], list(documents.train())] if hold_out_all else split_documents(documents, chat)
+        rows = [[], documents.read()] if hold_out_all else split_documents(documents, chat)
         splits = [_questions(name, conversations, compare) for conversations in rows]
     if not splits[1]:
         raise DataError(f"data.source: {data.source}: holds no questions")

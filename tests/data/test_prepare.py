@@ -159,7 +159,7 @@ def test_seed_selects_validation_documents(rows, make, tmp_path):
 @pytest.mark.parametrize(("count", "fraction"), [(2, 1e-9), (3, 0.5)])
 def test_fraction_of_few_documents_is_held_out(rows, make, count, fraction):
     path = rows([f"text {i}" for i in range(count)])
-    manifest, _ = prepare(make(path, validation_fraction=fraction))
+    manifest, _ = prepare(make(path, validation_fraction=fraction, block_size=1))
     assert manifest.train.documents + manifest.validation.documents == count
     assert 1 <= manifest.validation.documents < (2 if fraction < 0.5 else count)
 
@@ -167,7 +167,9 @@ def test_fraction_of_few_documents_is_held_out(rows, make, count, fraction):
 def test_given_split_is_validation(hub, make, byte_tokenizer):
     hub["train"] = datasets.Dataset.from_dict({"text": ["!"]})
     hub["test"] = datasets.Dataset.from_dict({"text": ['"', "#$"]})
-    config = make("owner/name", byte_tokenizer, validation_split="test", validation_fraction=0.0)
+    config = make(
+        "owner/name", byte_tokenizer, validation_split="test", validation_fraction=0.0, block_size=1
+    )
     prepare(config)
     assert documents_of(config) == [[[0, END]], [[1, END], [2, 3, END]]]
 
@@ -195,7 +197,7 @@ def test_vocabulary_decides_the_dtype_and_bounds_the_ids(size, kind):
 
 
 def test_unknown_character_in_a_thread_is_named(rows, make, tmp_path):
-    prepare(make(rows(["abc"] * 3), dir=str(tmp_path / "first")))
+    prepare(make(rows(["abc"] * 3), dir=str(tmp_path / "first"), block_size=1))
     config = make(rows(["abc"] * 49 + ["abcd"]), tmp_path / "first" / "tokenizer", num_threads=2)
     assert "'d'" in refusal(prepare, config)
     assert is_empty_but_for_lock(tmp_path / "data")
@@ -425,9 +427,9 @@ def test_text_shorter_than_a_block_is_one_line(text, make):
     message = refusal(load_prepared, replace_knobs(config, {"data.block_size": 90}))
     assert message.startswith("data.block_size: the 90 train tokens in ")
     shutil.rmtree(config.data.dir)
-    config = make(text("x" * 100), validation_fraction=0.01)
-    prepare(config)
-    assert "data.validation_fraction" in refusal(load_prepared, config)
+    for knobs in ({"validation_fraction": 0.01}, {"block_size": 90}):
+        assert "data.validation_fraction" in refusal(prepare, make(text("x" * 100), **knobs))
+        assert is_empty_but_for_lock(Path(config.data.dir)), "nothing is prepared"
 
 
 def test_missing_or_other_tokenizer_is_one_line(text, make, tmp_path):

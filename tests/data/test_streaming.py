@@ -114,7 +114,8 @@ def test_a_limit_keeps_the_first_whole_documents(config, tmp_path, format, monke
     path, turns = tmp_path / "rows.jsonl", [text for text in texts(3, 60) if text]
     rows = [{"text": text, "prompt": text, "completion": text} for text in turns]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    knobs = {"data__source": str(path), "data__format": format}
+    knobs = {"data__source": str(path), "data__format": format, "data__block_size": 64}
+    knobs |= {"model__n_positions": 64, "train__micro_batch_size": 2}
 
     def facts_of(**more) -> list[SplitFacts]:
         manifest, _ = prepare(config(**knobs, **more))

@@ -1,0 +1,221 @@
+"""Rows that cannot be used: refused, or left out up to `data.max_bad_rows`, counted and named."""
+
+import json
+import shutil
+
+import datasets
+import pytest
+
+from assertions import file_contents, refusal
+from nanogpt_hf.config.load import load_config
+from nanogpt_hf.config.schema import DataSection
+from nanogpt_hf.data import encode
+from nanogpt_hf.data.prepare import prepare
+from nanogpt_hf.data.prepared import load_prepared, summary_lines
+from nanogpt_hf.data.source import load_documents
+
+GOOD = '{"text": "good"}'
+TURNS = {"prompt": "a", "completion": "b"}
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(name, data):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data if isinstance(data, bytes) else data.encode())
+        return path
+
+    return write
+
+
+def lines(*rows):
+    return "".join(f"{json.dumps(row)}\n" for row in rows)
+
+
+def read(path, tmp_path, limit, **knobs):
+    """The documents of a source, and how many rows were left out."""
+    documents = load_documents(DataSection(str(path), max_bad_rows=limit, **knobs), tmp_path)
+    texts = documents.read()
+    return texts, documents.bad_rows["train"].left_out(len(texts))
+
+
+BAD = [
+    ("a.jsonl", f'{GOOD}\n{{"text": 5}}\n{GOOD}\n', "text"),
+    ("a.jsonl", f'{GOOD}\n{{"text"\n{GOOD}\n', "text"),
+    ("a.jsonl", f"{GOOD}\nplain\n{GOOD}\n", "text"),
+    ("a.jsonl", f"{GOOD}\n".encode() + b'{"text": "\xff"}\n' + GOOD.encode(), "text"),
+    ("a.jsonl", f'{GOOD}\n{{"text": "\\ud83d"}}\n{GOOD}\n', "text"),
+    ("a.json", f'[{GOOD}, {{"body": "x"}}, {GOOD}]', "text"),
+    ("a.json", f"{GOOD}\n[1]\n{GOOD}\n", "text"),
+    ("a.csv", "text\ngood\nx,y\ngood\n", "text"),
+    ("a.tsv", b"text\ngood\n\xff\ngood\n", "text"),
+    ("a.jsonl", lines(TURNS, TURNS | {"completion": " "}, TURNS), "chat"),
+    ("a.jsonl", lines(TURNS, TURNS | {"completion": None}, TURNS), "chat"),
+    ("a.jsonl", lines(TURNS, {"messages": [{"role": "user", "content": "a"}]}, TURNS), "chat"),
+    ("a.jsonl", lines(TURNS, {"messages": 5}, TURNS), "chat"),
+    ("a.jsonl", lines(TURNS, [[[]]], TURNS), "chat"),
+]
+
+
+@pytest.mark.parametrize(("name", "data", "format"), BAD)
+def test_bad_row_is_refused_or_left_out_and_named(write, tmp_path, caplog, name, data, format):
+    path = write(name, data)
+    message = refusal(read, path, tmp_path, 0, format=format)
+    assert message.startswith(f"{path}: row 2: ")
+    assert message.endswith("; data.max_bad_rows N leaves out up to N such rows")
+    for limit in (1, 0.34):
+        texts, left_out = read(path, tmp_path, limit, format=format)
+        assert (len(texts), left_out) == (2, 1)
+        assert texts[0] == texts[1]
+        assert f"1 of 3 rows cannot be used, left out: {path}: row 2: " in caplog.text
+    assert "1 of 3 rows" in refusal(read, path, tmp_path, 0.3, format=format)
+
+
+def test_files_that_are_no_text_are_left_out(write, tmp_path):
+    for name, data in (("a", "good"), ("b", b"\xff"), ("c", b"x\0"), ("d", "good")):
+        write(f"text/{name}.txt", data)
+    assert read(tmp_path / "text", tmp_path, 2) == (["good", "good"], 2)
+    message = refusal(read, tmp_path / "text", tmp_path, 1)
+    assert all(f"{name}.txt: row 1: " in message for name in ("b", "c"))
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("a.json", '[{"text": "x"}, {"text"'),
+        ("a.csv", 'text\nx\n"open'),
+        ("a.parquet", "no parquet"),
+        ("a.zip", "no zip"),
+        ("a.jsonl.gz", "no gzip"),
+        ("a.pdf", "%PDF-1.4"),
+    ],
+)
+def test_damaged_file_is_refused_whatever_may_be_left_out(write, tmp_path, name, data):
+    path = write(name, data)
+    message = refusal(read, path, tmp_path, 1000)
+    assert message.startswith(f"{path}: ")
+    assert "max_bad_rows" not in message
+
+
+def test_first_rows_are_named_and_all_are_counted(write, tmp_path, caplog):
+    write("rows/a.jsonl", "x\n" + f"{GOOD}\n" * 4 + "x\nx\n")
+    write("rows/b.jsonl", "x\n" * 3 + f"{GOOD}\n")
+    texts, left_out = read(tmp_path / "rows", tmp_path, 6)
+    assert (len(texts), left_out) == (5, 6)
+    assert "6 of 11 rows" in caplog.text
+    named = [word for word in caplog.text.split() if word.endswith("jsonl:")]
+    assert len(named) >= 3
+    assert "row 1: " in caplog.text
+    assert "row 6: " in caplog.text
+    assert "row 7: " in caplog.text
+    assert "more than 5 rows" in refusal(read, tmp_path / "rows", tmp_path, 5)
+
+
+# --- prepared data
+# ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def config(write_recipe, byte_tokenizer):
+    def config(source, **knobs):
+        options = {"data__source": str(source), "data__tokenizer": str(byte_tokenizer)}
+        if knobs.get("format") == "chat":
+            options |= {"model__n_positions": 64, "data__block_size": 64}
+            options |= {"train__micro_batch_size": 2}
+        return load_config(write_recipe(**options | {f"data__{k}": v for k, v in knobs.items()}))
+
+    return config
+
+
+def prepared(config, tmp_path):
+    """The files of the prepared data of a recipe, and its manifest."""
+    shutil.rmtree(tmp_path / "data", ignore_errors=True)
+    manifest, _ = prepare(config)
+    return file_contents(tmp_path / "data"), manifest
+
+
+@pytest.mark.parametrize("format", ["text", "chat"])
+@pytest.mark.parametrize("tokenizer", ["byte", "bpe"])
+def test_tokens_are_those_of_the_good_rows(write, config, tmp_path, format, tokenizer, monkeypatch):
+    monkeypatch.setattr(encode, "_BATCH_DOCUMENTS", 7)
+    knobs = {"format": format}
+    if tokenizer == "bpe":
+        knobs |= {"tokenizer": "bpe", "vocab_size": 300}
+    rows = [{"text": f"text {n}" * 9} for n in range(60)]
+    if format == "chat":
+        rows = [{"prompt": f"{n}?", "completion": f"answer {n}" * 5} for n in range(60)]
+    good = write("good.jsonl", lines(*rows))
+    mixed = write("bad.jsonl", "x\n" + lines(*rows[:31]) + "{}\n[1]\n" + lines(*rows[31:]) + "x\n")
+    files, manifest = prepared(config(good, **knobs, max_bad_rows=3), tmp_path)
+    recipe = config(mixed, **knobs, max_bad_rows=4)
+    others, with_bad = prepared(recipe, tmp_path)
+    assert (manifest.left_out, with_bad.left_out) == (0, 4)
+    assert with_bad.content() | {"revision": 0} == manifest.content() | {"revision": 0}
+    files.pop("manifest.json")
+    others.pop("manifest.json")
+    assert files == others
+    assert "  left out   4 rows that cannot be used" in summary_lines(recipe, load_prepared(recipe))
+    shutil.rmtree(tmp_path / "data")
+    assert "more than 3 rows" in refusal(prepare, config(mixed, **knobs, max_bad_rows=3))
+    assert not (tmp_path / "data").exists()
+
+
+@pytest.mark.parametrize("threads", [1, 2, 4])
+def test_limit_of_tokens_counts_the_bad_rows_before_it(
+    write, config, tmp_path, monkeypatch, threads
+):
+    monkeypatch.setattr(encode, "_BATCH_DOCUMENTS", 3)
+    path = write("rows.jsonl", ("x\n" + f"{GOOD}\n" * 3) * 30)
+    knobs = {"max_tokens": 100, "max_bad_rows": 30, "num_threads": threads}
+    _, manifest = prepared(config(path, **knobs), tmp_path)
+    documents = manifest.train.documents + manifest.validation.documents
+    assert documents == 20  # of 5 tokens each
+    assert manifest.left_out == 7
+
+
+def test_rows_of_a_hub_set_are_left_out_of_each_split(monkeypatch, config, tmp_path):
+    good = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    splits = {
+        "train": datasets.Dataset.from_dict({"messages": [good, good[:1], good, good[:0], good]}),
+        "test": datasets.Dataset.from_dict({"messages": [good[:1], good, good]}),
+    }
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, split, **__: splits[split])
+    knobs = {"format": "chat", "max_bad_rows": 2, "validation_split": "test"}
+    _, manifest = prepared(config("owner/name", **knobs), tmp_path)
+    counts = manifest.train.documents, manifest.validation.documents, manifest.left_out
+    assert counts == (3, 2, 3)
+    shutil.rmtree(tmp_path / "data")
+    knobs |= {"validation_split": None, "max_bad_rows": 0.4}
+    _, manifest = prepared(config("owner/name", **knobs), tmp_path)
+    assert manifest.train.documents + manifest.validation.documents == 3
+
+
+def test_conversation_that_the_template_refuses_is_left_out(write, config, tmp_path, monkeypatch):
+    from nanogpt_hf.data.chat_template import ChatFormat
+    from nanogpt_hf.errors import DataError
+
+    check = ChatFormat._check_special
+
+    def refuse(self, ids, messages, *arguments):
+        if messages[0]["content"] == "bad":
+            raise DataError("no")
+        check(self, ids, messages, *arguments)
+
+    monkeypatch.setattr(ChatFormat, "_check_special", refuse)
+    rows = [{"prompt": f"{n}", "completion": f"answer {n}" * 5} for n in range(20)]
+    rows[11]["prompt"] = "bad"
+    path = write("rows.jsonl", "x\n" + lines(*rows))
+    _, manifest = prepared(config(path, format="chat", max_bad_rows=2), tmp_path)
+    counts = manifest.train.documents + manifest.validation.documents, manifest.left_out
+    assert counts == (19, 2)
+    shutil.rmtree(tmp_path / "data")
+    path.write_text(lines(*rows))
+    message = refusal(prepare, config(path, format="chat"))
+    assert message == ("row 12 of all: no; data.max_bad_rows N leaves out up to N such rows")
+
+
+def test_all_rows_bad_is_said(write, config):
+    path = write("rows.jsonl", "x\n" * 5)
+    assert "empty; there is no text" in refusal(prepare, config(path, max_bad_rows=9))
+    assert "5 of 5 rows" in refusal(prepare, config(path, max_bad_rows=0.9))
