@@ -39,10 +39,11 @@ def reading(path: Path) -> Iterator[None]:
         yield
     except (UserError, MemoryError):
         raise
-    except FileNotFoundError:
-        raise DamagedFileError(f"{path}: is missing") from None
     except OSError as error:
-        raise DamagedFileError(f"{path}: cannot be read: {error.strerror or error}") from None
+        # safetensors has the path in the message alone
+        reason = f"cannot be read: {error.strerror or one_line(error)}"
+        is_missing = isinstance(error, FileNotFoundError) and error.strerror
+        raise DamagedFileError(f"{path}: {'is missing' if is_missing else reason}") from None
     except RecursionError:
         raise DamagedFileError(f"{path}: is damaged: it is nested too deeply") from None
     except Exception as error:

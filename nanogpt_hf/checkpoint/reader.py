@@ -5,7 +5,7 @@ any sharding.
 import contextlib
 import dataclasses
 import hashlib
-import json
+import itertools
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,11 +15,11 @@ import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import broadcast, broadcast_object_list, gather_object
-from safetensors import SafetensorError
 
 from nanogpt_hf.distributed.accelerator import is_sharded
 from nanogpt_hf.distributed.full_state import FullState, SavedTensors
-from nanogpt_hf.errors import RunFolderError
+from nanogpt_hf.errors import DamagedFileError, RunFolderError
+from nanogpt_hf.own_files import as_type, read_json, reading
 from nanogpt_hf.place import remove_folder
 from nanogpt_hf.runs.folder import VERSION, RunFolder, step_of
 from nanogpt_hf.runs.state import TrainState, differences, read_state
@@ -27,6 +27,7 @@ from nanogpt_hf.runs.tensor_files import Box, Layout, TensorFiles
 
 logger = logging.getLogger(__name__)
 MODEL, OPTIMIZER, STATE, CHECKSUMS = "model", "optimizer", "state.json", "checksums.json"
+_Scaler = dict[str, float] | None
 
 
 class DamagedError(RunFolderError):
@@ -69,19 +70,30 @@ def read_checkpoint(folder: Path, index: int = 0, count: int = 1) -> Checkpoint:
     """Open a checkpoint whose files are as written; of those with tensors, the `index`th of `count`
     shares is verified. Raises DamagedError, and OtherFormatError for another version or fields.
     """
-    fields = {field.name for field in dataclasses.fields(TrainState)}
     try:
-        checksums = json.loads((folder / CHECKSUMS).read_text(encoding="utf-8"))
-        names = sorted(checksums.keys() - {STATE})
-        for name in (STATE, *names[index::count]):
-            if file_digest(folder / name) != checksums[name]:
-                raise ValueError(f"{name} was changed after it was written")
-        facts = json.loads((folder / STATE).read_text(encoding="utf-8"))
-        weights, optimizer_state = (
-            TensorFiles([folder / name for name in names if name.startswith(kind)])
-            for kind in (MODEL, OPTIMIZER)
-        )
-        version, scaler = facts.pop("version", None), facts.pop("scaler", None)
+        with reading(folder):
+            return _open(folder, index, count)
+    except DamagedFileError as error:
+        reason = str(error).removeprefix(f"{folder}: ").removeprefix(f"{folder}/")
+        raise DamagedError(f"{folder}: damaged checkpoint: {reason}") from None
+
+
+def _open(folder: Path, index: int, count: int) -> Checkpoint:
+    checksums = read_json(folder / CHECKSUMS, dict[str, str])
+    with reading(folder / CHECKSUMS):
+        files = {kind: _files_of(kind, checksums) for kind in (MODEL, OPTIMIZER)}
+    names = sorted(itertools.chain(*files.values()))
+    for name in (STATE, *names[index::count]):
+        with reading(folder / name):
+            if file_digest(folder / name) != checksums.get(name):
+                raise DamagedFileError(f"{folder / name} was changed after it was written")
+    facts = read_json(folder / STATE, dict[str, Any])
+    fields = {field.name for field in dataclasses.fields(TrainState)}
+    with reading(folder / STATE):
+        if "version" not in facts:
+            raise ValueError("version: is missing")
+        version = facts.pop("version")
+        scaler = as_type(facts.pop("scaler", None), _Scaler, "scaler")
         if version != VERSION or facts.keys() != fields:
             raise OtherFormatError(
                 f"{folder}: was written by other code: version {version} of the run folder's "
@@ -89,9 +101,28 @@ def read_checkpoint(folder: Path, index: int = 0, count: int = 1) -> Checkpoint:
                 "the code that wrote it, or start again with --overwrite"
             )
         state = read_state(facts)
-    except (OSError, ValueError, LookupError, SafetensorError) as error:
-        raise DamagedError(f"{folder}: damaged checkpoint: {error}") from None
+        if state.step != step_of(folder):
+            raise ValueError(f"it is of step {state.step:,}")
+    weights, optimizer_state = (
+        TensorFiles([folder / name for name in files[kind]]) for kind in (MODEL, OPTIMIZER)
+    )
     return Checkpoint(weights, optimizer_state, folder, state, scaler)
+
+
+def _files_of(kind: str, checksums: dict[str, str]) -> list[str]:
+    """The names of the files with tensors of a kind. Raises ValueError if one has no checksum."""
+    parts = sorted(name for name in checksums if name.startswith(f"{kind}-"))
+    names = file_names(kind, max(1, len(parts)))
+    if missing := sorted(set(names) - checksums.keys()):
+        raise ValueError(f"it has no {missing[0]}")
+    return names
+
+
+def file_names(kind: str, count: int) -> list[str]:
+    """The files with tensors of a kind that `count` processes write, named as the Hub does."""
+    if count == 1:
+        return [f"{kind}.safetensors"]
+    return [f"{kind}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
 
 
 def recovery_advice(run: RunFolder, state: TrainState) -> str:
@@ -132,6 +163,8 @@ def find_checkpoint(
             with _errors_of_all():
                 if is_main or sharded:
                     saved = read_checkpoint(folder, *share)
+                    if identity and not saved.state.identity:
+                        raise DamagedError(f"{folder}: damaged checkpoint: it has no identity")
             break
         except DamagedError as error:
             if is_main:

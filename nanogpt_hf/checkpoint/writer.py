@@ -27,6 +27,7 @@ from nanogpt_hf.checkpoint.reader import (
     OPTIMIZER,
     STATE,
     file_digest,
+    file_names,
     recovery_advice,
 )
 from nanogpt_hf.distributed.full_state import FullState, Tensors, own_weights
@@ -161,13 +162,12 @@ class CheckpointWriter:
     def _write(self, save: _Save) -> None:
         """The thread: write this process's files into the hidden folder."""
         folder = hidden(self.run.checkpoint(save.state.step))
-        number, count = save.writers.index(self._rank) + 1, len(save.writers)
-        split = f"-{number:05d}-of-{count:05d}" if count > 1 else ""  # as the Hub names them
+        number, count = save.writers.index(self._rank), len(save.writers)
         files = self._files = {}
         try:
             folder.mkdir(parents=True, exist_ok=True)
             for kind, parts in save.parts.items():
-                name = f"{kind}{split}.safetensors"
+                name = file_names(kind, count)[number]
                 files[name] = write_tensors(folder / name, parts)
         except OSError as error:
             where = f"process {self._rank} on {socket.gethostname()}: " if self._rank else ""

@@ -10,6 +10,7 @@ from nanogpt_hf.checkpoint.writer import write_state
 from nanogpt_hf.config.load import config_to_yaml
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.errors import UserError
+from nanogpt_hf.own_files import read_json
 from nanogpt_hf.place import replaced_folder
 from nanogpt_hf.runs.files import write_whole
 from nanogpt_hf.runs.folder import RunFolder
@@ -62,6 +63,6 @@ def _copy_checkpoint(source: Path, target: Path, identity: dict[str, Any]) -> No
     """Copy a checkpoint to a run of another identity."""
     with replaced_folder(target) as partial:
         shutil.copytree(source, partial, dirs_exist_ok=True)
-        facts = json.loads((source / STATE).read_text("utf-8")) | {"identity": identity}
-        checksums = json.loads((source / CHECKSUMS).read_text("utf-8"))
+        facts = read_json(source / STATE, dict[str, Any]) | {"identity": identity}
+        checksums = read_json(source / CHECKSUMS, dict[str, str])
         write_state(partial, f"{json.dumps(facts, indent=2)}\n", checksums)

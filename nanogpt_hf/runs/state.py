@@ -6,11 +6,12 @@ The identity is the knobs that a resume may not change, and the data.
 import json
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 from nanogpt_hf.config.schema import KNOBS, Config, EvalSection, get_value
 from nanogpt_hf.config.sources import source_text
 from nanogpt_hf.data.manifest import Manifest
+from nanogpt_hf.own_files import as_type
 from nanogpt_hf.runs.files import redact
 
 
@@ -60,11 +61,22 @@ class TrainState:
         return self.step - best >= patience * eval_section.every
 
 
+class _Identity(TypedDict):
+    knobs: dict[str, Any]
+    data: dict[str, Any]
+
+
 def read_state(facts: dict[str, Any]) -> TrainState:
-    """The state of `dataclasses.asdict`. Raises TypeError if a field is missing or unknown."""
-    state = TrainState(**facts)
-    if state.evaluation is not None:
-        state.evaluation = MeasuredLoss(**facts["evaluation"])
+    """The state of `dataclasses.asdict`. Raises ValueError for a field of another type, and for a
+    count that is negative.
+    """
+    state = as_type(facts, TrainState)
+    if state.identity is not None:
+        as_type(state.identity, _Identity, "identity")
+    for name, value in vars(state).items():
+        lowest = -1 if name == "evaluated_step" else 0
+        if isinstance(value, int) and name != "best_loss" and value < lowest:
+            raise ValueError(f"{name}: must be at least {lowest}, got {value}")
     return state
 
 

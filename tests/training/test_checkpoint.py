@@ -84,9 +84,75 @@ def test_damaged_checkpoint_is_named_and_older_one_loaded(
         load_newest(run, *parts)
 
 
-def rewrite(folder, file: str, content: dict) -> None:
+@pytest.mark.parametrize("name", FILES[1:])
+def test_entry_that_checksums_lack_is_a_damage(run, name, save_checkpoint):
+    parts = build_training()
+    save_checkpoint(*parts, TrainState(step=8), run, keep=2)
+    path = run.checkpoint(8) / "checksums.json"
+    checksums = json.loads(path.read_text())
+    del checksums[name]
+    path.write_text(json.dumps(checksums))
+    with pytest.raises(reader.DamagedError, match=name):
+        reader.read_checkpoint(run.checkpoint(8))
+
+
+DEEP = "[" * 3000 + "]" * 3000
+STATES = ["", "null", "[]", "{}", "5", '"x"', DEEP, '{"step": ', '"\xff"']
+FIELDS = {
+    "step": (None, "8", 8.0, -1, 9, True, [8], {}),
+    "tokens": (None, "0", -1, 0.5),
+    "seconds": (None, "0", []),
+    "evaluated_step": (None, -2, "0"),
+    "skipped_steps": (None, -1, "0"),
+    "last_finite_step": (None, -1, 1.5),
+    "loss_average": ("1", []),
+    "best_loss": ("1", {}),
+    "best_step": ("1", -1, 1.0),
+    "evaluation": (5, [], {}, {"loss": 1.0}, {"loss": "1", "tokens": 1, "bytes_per_token": 1}),
+    "identity": (5, "x", [], {}, {"knobs": {}}, {"knobs": [], "data": {}}, {"data": {}}),
+    "scaler": (5, [], {"scale": "x"}),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [(name, value) for name, values in FIELDS.items() for value in values]
+)
+def test_edited_state_with_the_right_checksum_is_a_damage(run, name, value, save_checkpoint):
+    save_checkpoint(*build_training(), TrainState(step=8), run, keep=2)
+    path = run.checkpoint(8) / "state.json"
+    rewrite(run.checkpoint(8), "state.json", json.loads(path.read_text()) | {name: value})
+    with pytest.raises(
+        reader.DamagedError, match=f"damaged checkpoint: state.json: .*({name}|step)"
+    ):
+        reader.read_checkpoint(run.checkpoint(8))
+
+
+@pytest.mark.parametrize("content", STATES)
+@pytest.mark.parametrize("file", ["state.json", "checksums.json"])
+def test_file_that_is_no_mapping_is_a_damage(run, file, content, caplog, save_checkpoint):
+    parts = build_training()
+    for step in (4, 8):
+        save_checkpoint(*parts, TrainState(step=step), run, keep=2)
+    rewrite(run.checkpoint(8), file, content)
+    assert load_newest(run, *parts).step == 4
+    assert f"{run.checkpoint(8)}: damaged checkpoint: {file}: " in caplog.text
+
+
+def test_state_without_identity_is_a_damage_to_a_run(run, save_checkpoint):
+    parts = build_training()
+    for step in (4, 8):
+        identity = {"knobs": {}, "data": {}} if step == 4 else None
+        save_checkpoint(*parts, TrainState(step=step, identity=identity), run, keep=2)
+    found = reader.find_checkpoint(parts[0], run, {"knobs": {}, "data": {}})
+    assert found.state.step == 4
+
+
+def rewrite(folder, file: str, content: dict | str) -> None:
     """Replace a JSON file of a checkpoint, with the right checksum."""
-    (folder / file).write_text(json.dumps(content))
+    text = content if isinstance(content, str) else json.dumps(content)
+    (folder / file).write_text(text, encoding="latin-1")
+    if file == "checksums.json":
+        return
     sums = {
         path.name: reader.file_digest(path)
         for path in folder.iterdir()
