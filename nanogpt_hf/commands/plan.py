@@ -195,6 +195,8 @@ def run_bench(arguments: Namespace, overrides: Overrides) -> None:
     logging.disable_progress_bar()
     if config is None:
         config = small_config("bench", arguments.mesh.world_size)
+    # Nothing is logged, so the recipe's trackers need not be installed.
+    config = replace_knobs(config, {"tracking.trackers": []})
     accelerator = build_accelerator(config, RunFolder("runs"), arguments.mesh)
     work = build_workload(accelerator, config, use_prepared=arguments.recipe is not None)
 

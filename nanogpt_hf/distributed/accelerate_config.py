@@ -26,6 +26,9 @@ from nanogpt_hf.errors import UserError, did_you_mean, one_line
 from nanogpt_hf.model.recompute import level_of
 from nanogpt_hf.optim.optimizer import kind_of
 
+# Without an accelerate config, a run of at least so many steps is compiled on a GPU: compilation
+# takes about as long as a few hundred steps of a small model.
+STEPS_WORTH_COMPILING = 500
 EMULATES_FP8 = False  # in float32, as the tests do on a CPU
 
 
@@ -37,6 +40,8 @@ def check_launch(config: Config, mesh: Mesh) -> int:
     or `check_recipe` does.
     """
     check_config()
+    if chooses_for_one_gpu() and config.train.max_steps >= STEPS_WORTH_COMPILING:
+        os.environ.setdefault("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")
     if requested("DEEPSPEED"):
         deepspeed.check_available()
     check_layout(config, mesh, requested_machine())
@@ -75,10 +80,24 @@ def check_recipe(config: Config) -> None:
 
 def requested_precision() -> str:
     """The mixed precision of the accelerate config: no, bf16, fp16 or fp8; no instead of bf16 on a
-    CPU without instructions for it, where it would be slower.
+    CPU without instructions for it, where it would be slower. Without a config, on one GPU, bf16 if
+    it has that, else fp16.
     """
+    if chooses_for_one_gpu():
+        return "bf16" if multiplies_bfloat16() else "fp16"
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     return "no" if lacks_bfloat16() else precision
+
+
+def chooses_for_one_gpu() -> bool:
+    """Whether one process was started on a CUDA GPU without an accelerate config or a launcher."""
+    stated = {"ACCELERATE_MIXED_PRECISION", "WORLD_SIZE"} & os.environ.keys()
+    return not stated and not _on_the_cpu() and torch.cuda.is_available()
+
+
+def multiplies_bfloat16() -> bool:
+    """Whether the GPU has instructions for bfloat16; torch also emulates it on older ones."""
+    return torch.cuda.get_device_capability() >= (8, 0)
 
 
 def lacks_bfloat16() -> bool:
@@ -98,6 +117,13 @@ def check_config() -> None:
     precision = requested_precision()
     if precision == "fp8":
         _check_fp8()
+    on_cuda = not _on_the_cpu() and torch.cuda.is_available()
+    if precision == "bf16" and on_cuda and not multiplies_bfloat16():
+        major, minor = torch.cuda.get_device_capability()
+        raise UserError(
+            "the accelerate config sets mixed_precision bf16, which this GPU of compute capability "
+            f"{major}.{minor} only emulates: it needs 8.0 (Ampere or newer); set fp16"
+        )
     if precision == "fp16" and _on_the_cpu() and not requested("DEEPSPEED"):
         raise UserError(
             "the accelerate config sets mixed_precision fp16, which accelerate ignores on a CPU; "

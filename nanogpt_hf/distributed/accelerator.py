@@ -39,6 +39,7 @@ from nanogpt_hf.distributed import accelerate_config, deepspeed, expert_parallel
 from nanogpt_hf.distributed.accelerate_config import (
     check_config,
     check_launch,
+    chooses_for_one_gpu,
     default_to_cpu,
     hide_layout,
     ignore_layout,
@@ -140,7 +141,9 @@ def build_evaluation_accelerator(mesh: Mesh) -> Accelerator:
     check_config()
     ignore_layout()
     whole = replace(mesh, tp_size=1, cp_size=1, pp_size=1, ep_size=1, stated_sizes={})
-    return _start(whole, requested_precision().replace("fp8", "bf16"))
+    # Without a config figures are those of float32, also on a GPU.
+    precision = "no" if chooses_for_one_gpu() else requested_precision()
+    return _start(whole, precision.replace("fp8", "bf16"))
 
 
 def build_accelerator(
@@ -171,6 +174,12 @@ def build_accelerator(
         logger.warning(
             "this CPU has no instructions for bfloat16 (AVX512_BF16, AMX or Arm's BF16), so the "
             "run is in float32, which is faster here"
+        )
+    if chooses_for_one_gpu():
+        compiles = ", compiled" if requested_machine().compiles else ""
+        logger.info(
+            f"no accelerate config: {precision_of(accelerator)}{compiles}; `accelerate config`, or "
+            "launch --config_file F, sets another precision and compiler"
         )
     provided = accelerator.distributed_type.value if torch.distributed.is_initialized() else "NO"
     for kind in ("FSDP", "DEEPSPEED"):

@@ -37,6 +37,8 @@ from nanogpt_hf.training.run import Run
 from nanogpt_hf.training.step import train_step
 
 logger = logging.getLogger(__name__)
+# Each trial compiles the model again.
+MAX_TRIALS = 3
 
 
 def build_batches(
@@ -113,10 +115,31 @@ def choose_micro_batch(run: Run, *, resume: bool = False) -> None:
         if accelerator.device.type == "cpu":
             for parameter in run.model.parameters():
                 reserved += local_part(parameter).numel() * (12 if parameter.requires_grad else 4)
-        size = largest_micro_batch(accelerator, sizes, partial(dry_run_step, run), reserved)
+        trial = partial(dry_run_step, run)
+        size = largest_micro_batch(accelerator, sizes, trial, _estimate_of(run), reserved)
     accelerator.gradient_accumulation_steps = sequences // size
     run.config = replace_knobs(config, {"train.micro_batch_size": size})
     run.batches = build_batches(run.config, accelerator, run.mesh, run.data.train, size)
+
+
+def _estimate_of(run: Run) -> Callable[[int], float]:
+    """A function that estimates the peak bytes of a step on this process by its micro-batch size.
+
+    A sharded model is taken as whole, so that the first trial is rather too small.
+    """
+    place = Placement(
+        precision=str(run.accelerator.mixed_precision),
+        on_cpu=run.accelerator.device.type == "cpu",
+        checkpointing=requested_checkpointing(),
+    )
+    model = model_of_run(run.config, run.data.vocab_size)
+    step = _one_micro_batch(run.config)
+
+    def estimated(size: int) -> float:
+        step["micro_batch_size"] = size
+        return footprint(model, place, **step).peak
+
+    return estimated
 
 
 def check_memory(config: Config, accelerator: Accelerator, mesh: Mesh, vocab_size: int) -> None:
@@ -160,47 +183,84 @@ def _one_micro_batch(config: Config) -> dict[str, Any]:
 
 
 def largest_micro_batch(
-    accelerator: Accelerator, sizes: list[int], dry_run: Callable[[int], None], reserved: int = 0
+    accelerator: Accelerator,
+    sizes: list[int],
+    dry_run: Callable[[int], None],
+    estimated: Callable[[int], float],
+    reserved: int = 0,
 ) -> int:
-    """The largest of `sizes`, smallest first, for which `dry_run` fits in memory.
+    """The largest of `sizes`, smallest first, for which `dry_run` fits in memory, by at most
+    MAX_TRIALS dry runs, each with a line.
 
-    All processes call it and get the same answer: the one with the least memory decides. Memory
-    is linear in the micro-batch size, so a few dry runs are enough. With one process an
-    out-of-memory error is caught and a smaller size tried; with several it is fatal, since other
-    ranks could hang. `reserved`: bytes of this process that must stay free. Raises UserError on
-    machines without a memory counter.
+    All processes call it and get the same answer: the one with the least memory decides. The
+    first trial is the largest size that fits by the `estimated` bytes of a step. On one GPU an
+    out-of-memory error is caught and a smaller size tried; several processes could hang, and one
+    on a CPU is killed, so they begin with half of the memory. `reserved`: bytes of this process
+    that must stay free. Raises UserError on machines without a memory counter.
     """
+    is_recoverable = accelerator.num_processes == 1 and accelerator.device.type == "cuda"
+    share = 1.0 if is_recoverable else 0.5
     needed: dict[int, int] = {}
-    size: int | None = sizes[0]
-    while size is not None:
+    failed: list[int] = []
+    for trial in range(1, MAX_TRIALS + 1):
         available = min(_gather(accelerator, available_memory(accelerator) - reserved))
+        size = next_size(sizes, needed, failed, available, estimated, share)
+        if size is None:
+            break
         reset_peak_memory(accelerator)
+        text = f"micro_batch_size auto: trial {trial} with {size}"
         try:
             dry_run(size)
             needed[size] = max(_gather(accelerator, peak_memory(accelerator.device)))
+            logger.info(f"{text} takes {format_bytes(needed[size])} of {format_bytes(available)}")
         except Exception as error:
-            if accelerator.num_processes > 1 or not needed or not is_out_of_memory(error):
+            is_last = trial == MAX_TRIALS and not needed
+            if accelerator.num_processes > 1 or is_last or not is_out_of_memory(error):
                 raise
-            sizes = [smaller for smaller in sizes if smaller < size]
+            failed.append(size)
+            logger.info(f"{text} does not fit in {format_bytes(available)}")
         gc.collect()
         if accelerator.device.type == "cuda":
             torch.cuda.empty_cache()
         torch.compiler.reset()  # a graph for all sizes would be slower than one for the last size
-        size = next_size(sizes, needed, available)
     return max(needed)
 
 
-def next_size(sizes: list[int], needed: dict[int, int], available: int) -> int | None:
-    """The next micro-batch size to try, given the bytes `needed` by others; None if no larger
-    one would fit.
+def next_size(
+    sizes: list[int],
+    needed: dict[int, int],
+    failed: list[int],
+    available: int,
+    estimated: Callable[[int], float],
+    share: float = 1.0,
+) -> int | None:
+    """The next micro-batch size to try; None if no larger one would fit.
+
+    `needed` are the measured bytes of sizes that fitted, `failed` the sizes that did not. The
+    first one may take `share` of the available memory by its estimate.
     """
-    larger = [size for size in sizes if size > max(needed)]
-    if len(needed) == 1:
-        return larger[0] if larger and max(needed.values()) < available else None
-    (low, low_bytes), (high, high_bytes) = sorted(needed.items())[-2:]
-    per_sequence = max(0, high_bytes - low_bytes) / (high - low)
-    fitting = (size for size in larger if high_bytes + per_sequence * (size - high) <= available)
-    return max(fitting, default=None)
+    possible = [size for size in sizes if size < min([*failed, sizes[-1] + 1])]
+    if not possible:
+        return None
+    if not needed:
+        # The estimate was too low if a size has failed.
+        limit = estimated(min(failed)) / 2 if failed else available * share
+        return max((size for size in possible if estimated(size) <= limit), default=possible[0])
+    best = max(needed)
+
+    def predicted(size: int) -> float:
+        """Memory is linear in the micro-batch size: by two measurements, or one and the slope of
+        the estimate.
+        """
+        if len(needed) > 1:
+            before = sorted(needed)[-2]
+            slope = max(0, needed[best] - needed[before]) / (best - before)
+            return needed[best] + slope * (size - best)
+        error = needed[best] / estimated(best)
+        return needed[best] + error * (estimated(size) - estimated(best))
+
+    larger = (size for size in possible if size > best and predicted(size) <= available)
+    return max(larger, default=None)
 
 
 def _gather(accelerator: Accelerator, count: int) -> list[int]:

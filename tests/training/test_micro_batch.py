@@ -18,16 +18,24 @@ from nanogpt_hf.training.start import prepare_run
 
 
 @pytest.mark.parametrize(
-    ("room", "max_size", "reserved", "tried"),
+    ("room", "max_size", "reserved", "error", "tried"),
     [
-        (5000, None, 0, [1, 2, 480]),
-        (1000, None, 0, [1, 2, 80]),
-        (1000, None, 500, [1, 2, 40]),
-        (1000, 50, 0, [1, 2, 80, 60, 48]),  # too little memory: smaller sizes are tried
+        (5000, None, 0, 1.0, [240, 480]),
+        (50_000, None, 0, 1.0, [480]),
+        (1000, None, 0, 1.0, [40, 80]),
+        (1000, None, 500, 1.0, [15, 40]),
+        (1000, None, 0, 1.5, [20, 80]),  # the estimate is too high
+        (1000, None, 0, 0.6, [60, 80]),  # it is too low
+        (1000, 79, 0, 1.0, [40, 80, 60]),  # too little memory: a smaller size is tried
+        (90, None, 0, 1.0, [1]),  # the smallest is tried in any case
     ],
 )
-def test_few_dry_runs_find_largest_micro_batch(monkeypatch, room, max_size, reserved, tried):
-    """In memory of `room` bytes: a dry-run step takes 100 bytes and 10 per sequence."""
+def test_at_most_three_dry_runs_find_largest_micro_batch(
+    monkeypatch, caplog, room, max_size, reserved, error, tried
+):
+    """In memory of `room` bytes: a dry-run step takes 100 bytes and 10 per sequence; the estimate
+    is `error` times as much.
+    """
     sizes = []
 
     def dry_run(size: int) -> None:
@@ -35,11 +43,31 @@ def test_few_dry_runs_find_largest_micro_batch(monkeypatch, room, max_size, rese
         if max_size and size > max_size:
             raise torch.OutOfMemoryError("CUDA out of memory")
 
+    def estimated(size: int) -> float:
+        return error * (100 + 10 * size)
+
     monkeypatch.setattr(micro_batch, "available_memory", lambda accelerator: room)
     monkeypatch.setattr(micro_batch, "reset_peak_memory", lambda accelerator: None)
     monkeypatch.setattr(micro_batch, "peak_memory", lambda device: 100 + 10 * sizes[-1])
-    found = largest_micro_batch(Accelerator(), divisors(480), dry_run, reserved)
-    assert (found, sizes) == (tried[-1], tried)
+    caplog.set_level("INFO")
+    found = largest_micro_batch(Accelerator(), divisors(480), dry_run, estimated, reserved)
+    fitting = [size for size in tried if not max_size or size <= max_size]
+    assert (found, sizes) == (max(fitting), tried)
+    lines = [line for line in caplog.messages if line.startswith("micro_batch_size auto: trial")]
+    assert len(lines) == len(tried) <= micro_batch.MAX_TRIALS
+
+
+def test_one_gpu_begins_with_all_of_its_memory():
+    def estimated(size: int) -> float:
+        return 100.0 + 10 * size
+
+    def first(share: float, failed: list[int]) -> int | None:
+        return micro_batch.next_size(divisors(480), {}, failed, 1000, estimated, share)
+
+    assert first(1.0, []) == 80
+    assert first(0.5, []) == 40
+    assert first(1.0, [80]) == 32  # at most half of what did not fit, by the estimate
+    assert first(1.0, [80, 1]) is None
 
 
 def test_unmeasurable_memory_is_one_line(monkeypatch):
@@ -49,7 +77,7 @@ def test_unmeasurable_memory_is_one_line(monkeypatch):
     with pytest.raises(
         UserError, match="auto cannot measure memory on this machine's cpu; set a number"
     ):
-        largest_micro_batch(Accelerator(), [1, 2, 4, 8], lambda size: None)
+        largest_micro_batch(Accelerator(), [1, 2, 4, 8], lambda size: None, lambda size: 1.0)
 
 
 LINUX = pytest.mark.skipif(
@@ -118,7 +146,7 @@ def test_dry_run_step_leaves_no_trace(run, monkeypatch, fails):
 def test_auto_equals_the_size_found_and_resume_keeps_it(start, monkeypatch):
     def take(size: int) -> None:
         monkeypatch.setattr(
-            micro_batch, "next_size", lambda sizes, needed, room: None if size in needed else size
+            micro_batch, "next_size", lambda sizes, needed, *_: None if size in needed else size
         )
 
     knobs = {"model__dropout": 0.1, "checkpoint__keep": 9}  # 8 sequences per step

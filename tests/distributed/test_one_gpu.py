@@ -1,0 +1,83 @@
+"""What a person with one GPU and no accelerate config gets, by the capability of the card."""
+
+import os
+from unittest import mock
+
+import pytest
+import torch
+
+from nanogpt_hf.config.load import load_config
+from nanogpt_hf.distributed.accelerate_config import (
+    STEPS_WORTH_COMPILING,
+    check_config,
+    check_launch,
+    requested_machine,
+    requested_precision,
+)
+from nanogpt_hf.distributed.mesh import Mesh
+from nanogpt_hf.errors import UserError
+
+
+@pytest.fixture
+def card(monkeypatch):
+    """A function that makes torch see one CUDA GPU of a capability."""
+    with mock.patch.dict(os.environ):
+
+        def card(*capability: int) -> None:
+            monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+            monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+            monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+            monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+            device = torch.device("cuda")
+            monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: device)
+
+        yield card
+
+
+@pytest.mark.parametrize(
+    ("capability", "precision"),
+    [((7, 0), "fp16"), ((7, 5), "fp16"), ((8, 0), "bf16"), ((9, 0), "bf16"), ((12, 0), "bf16")],
+)
+def test_precision_without_a_config_is_that_of_the_card(card, capability, precision):
+    card(*capability)
+    assert requested_precision() == precision
+    check_config()
+    assert requested_machine().precision == precision
+
+
+@pytest.mark.parametrize(
+    "stated",
+    [{"ACCELERATE_MIXED_PRECISION": "no"}, {"WORLD_SIZE": "1"}, {"ACCELERATE_USE_CPU": "true"}],
+    ids=str,
+)
+def test_config_launcher_or_cpu_decides_itself(card, monkeypatch, stated):
+    card(9, 0)
+    for name, value in stated.items():
+        monkeypatch.setenv(name, value)
+    assert requested_precision() == "no"
+
+
+@pytest.mark.parametrize(
+    ("steps", "compiles"), [(STEPS_WORTH_COMPILING - 1, False), (STEPS_WORTH_COMPILING, True)]
+)
+def test_long_run_is_compiled(card, write_recipe, steps, compiles):
+    card(8, 9)
+    config = load_config(write_recipe(train__max_steps=steps))
+    check_launch(config, Mesh())
+    assert requested_machine().compiles == compiles
+
+
+def test_stated_compiler_stays(card, write_recipe, monkeypatch):
+    card(8, 9)
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "no")
+    check_launch(load_config(write_recipe(train__max_steps=10_000)), Mesh())
+    assert not requested_machine().compiles
+
+
+def test_emulated_bfloat16_is_refused(card, monkeypatch):
+    card(7, 5)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    with pytest.raises(UserError, match=r"bf16, .* capability 7\.5 only emulates: .*; set fp16"):
+        check_config()
+    card(8, 0)
+    check_config()
