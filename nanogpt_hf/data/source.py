@@ -27,7 +27,7 @@ from nanogpt_hf.data.files import (
 )
 from nanogpt_hf.data.formats import FORMATS, Document, local_files
 from nanogpt_hf.data.manifest import SPLITS
-from nanogpt_hf.data.rows import read_tables
+from nanogpt_hf.data.rows import read_tables, unpacked
 from nanogpt_hf.errors import DataError, one_line
 from nanogpt_hf.formatting import shows_bars
 
@@ -140,8 +140,10 @@ def load_documents(data: DataSection, scratch: Path, read_row: ReadRow | None = 
     `data.format`, raises it while it is read.
     """
     source, files = data.one_source, local_files(data)
-    read_row = read_row or FORMATS[data.format].document
-    assert read_row is not None
+    form = FORMATS[data.format]
+    parse = read_row or form.document
+    assert parse is not None
+    read_row = parse if form.reads_plain_text else lambda row, data: parse(unpacked(row), data)
     if not (files or source in BUILT_IN or is_url(source)):
         return _from_hub(data, read_row)
     for knob in ("validation_split", "streaming"):
@@ -160,7 +162,7 @@ def load_documents(data: DataSection, scratch: Path, read_row: ReadRow | None = 
     if not files:
         names = {download(source, scratch, data.sha256): source}
     digest = f"sha256:{file_digest([*names])}"
-    column = data.text_column if FORMATS[data.format].reads_plain_text else None
+    column = data.text_column if form.reads_plain_text else None
     bad = {split: BadRows(data.max_bad_rows) for split in SPLITS}
 
     def read() -> Iterator[Document]:
