@@ -8,7 +8,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt --e
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 .NOTPARALLEL: # pip installs into one environment
-.PHONY: help quickstart test test-quick test-ci test-all test-other-machines digests lint format types docs clean
+.PHONY: help quickstart test test-quick test-gpu test-ci test-all test-other-machines digests lint format types docs clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-19s %s\n", $$1, $$2 }' Makefile
@@ -31,6 +31,9 @@ test: $(VENV)/installed-test ## run the tests (five to ten minutes on two cores)
 
 test-quick: $(VENV)/installed-test-quick ## run the tests that start no processes and train little, with few packages
 	$(PYTEST) -m 'not long and not slow'
+
+test-gpu: $(VENV)/installed-test ## run the tests of a GPU, on one (up to five minutes)
+	DEVICE=cuda $(BIN)/python -m pytest tests/gpu
 
 digests: $(VENV)/installed-test ## run small reference runs and print digests of their numbers
 	$(BIN)/python tests/run_digests.py $(ARGS)
