@@ -1,5 +1,6 @@
 """Answers to the questions of a task: sampled on all processes, with rewards, pass@1 and pass@k."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,8 +25,11 @@ from nanogpt_hf.generate import (
     end_ids_of,
     generate_completions,
 )
+from nanogpt_hf.tasks.load import Generated
 from nanogpt_hf.tasks.reward import RewardFunction
 from nanogpt_hf.tasks.task import PASSED, Question
+
+_LOOKED_AT = 100  # generated questions, of which there is no end
 
 
 @dataclass(frozen=True)
@@ -89,21 +93,40 @@ class AnswerSampler:
         return chat_of(self.tokenizer)
 
     def encode(self, question: Question) -> list[int]:
-        """The prompt's token ids.
-
-        Raises UserError if they leave no room for an answer, or have unknown characters.
-        """
+        """The prompt's token ids. Raises UserError if they have unknown characters."""
         if self.chat:
-            ids = encode_messages(self.chat, question.messages)
-        else:
-            ids = prompt_ids(self.tokenizer, question.prompt)
-        if len(ids) + self.max_new_tokens > self.positions:
+            return encode_messages(self.chat, question.messages)
+        return prompt_ids(self.tokenizer, question.prompt)
+
+    def fits(self, question: Question) -> bool:
+        """Whether the positions have room for a question and its answer."""
+        return len(self.encode(question)) + max(1, self.max_new_tokens) <= self.positions
+
+    def fitting(
+        self, questions: Sequence[Question], more: str
+    ) -> tuple[Sequence[Question], list[Question]]:
+        """The questions that leave room for an answer, and those that do not.
+
+        Generated questions are replaced by others; those of the first hundred are returned.
+        Raises UserError if no question leaves room; `more` says how to get more positions.
+        """
+        generated = isinstance(questions, Generated)
+        fits = {True: [], False: []}
+        for question in questions[:_LOOKED_AT] if generated else questions:
+            fits[self.fits(question)].append(question)
+        if fits[False] and not fits[True]:
+            shortest = min(fits[False], key=lambda question: len(self.encode(question)))
+            count = len(self.encode(shortest))
+            room = self.positions - count
+            remedies = [f"lower max_new_tokens to {room}"] if room > 0 else []
             raise UserError(
-                f"the question {question.prompt!r:.60} has {len(ids)} tokens; with max_new_tokens "
-                f"{self.max_new_tokens} that is more than {self.positions}, the size of a block or "
-                "of the model; lower max_new_tokens"
+                f"no question leaves room for an answer: the shortest, {shortest.prompt!r:.60}, "
+                f"has {count} tokens; with max_new_tokens {max(1, self.max_new_tokens)} that is "
+                f"more than {self.positions}, the size of a block or of the model; "
+                f"{', or '.join([*remedies, more])}"
             )
-        return ids
+        kept = dataclasses.replace(questions, fits=self.fits) if generated else fits[True]
+        return kept, fits[False]
 
     def sample(
         self,

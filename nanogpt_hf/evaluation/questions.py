@@ -45,6 +45,7 @@ class QuestionTask(NamedTuple):
     revision: str
     sampler: "AnswerSampler"
     samples: int
+    left_out: int  # questions that leave no room for an answer
 
 
 class QuestionAnswers(Evaluation):
@@ -71,8 +72,8 @@ class QuestionAnswers(Evaluation):
 def _load_question_task(name: str, request: Request) -> QuestionTask:
     """The task rl:NAME; one without questions of its own asks all rows of --questions.
 
-    Raises UserError if the task, its questions or the tokenizer cannot be used, or a prompt leaves
-    no room for an answer.
+    Raises UserError if the task, its questions or the tokenizer cannot be used, or no question
+    leaves room for an answer.
     """
     from nanogpt_hf.evaluation.answers import AnswerSampler
     from nanogpt_hf.tasks.load import Generated, load_task
@@ -93,7 +94,7 @@ def _load_question_task(name: str, request: Request) -> QuestionTask:
     except DataError as error:
         raise DataError(str(error).replace("data.source:", "--questions:")) from None
     limit = arguments.limit or (_GENERATED_LIMIT if isinstance(task.held_out, Generated) else None)
-    questions, samples = task.held_out[:limit], arguments.samples or 1
+    samples = arguments.samples or 1
     sampler = AnswerSampler(
         tokenizer,
         RewardFunction(task.score, _SECONDS, "stop"),
@@ -102,13 +103,16 @@ def _load_question_task(name: str, request: Request) -> QuestionTask:
         batch_size=arguments.batch_size,
         positions=request.positions,
     )
-    longest = max(len(sampler.encode(question)) for question in questions)
+    try:
+        questions, left_out = sampler.fitting(task.held_out[:limit], "shorten the questions")
+    except UserError as error:
+        line = str(error).replace("max_new_tokens", "--max-new-tokens")
+        raise UserError(f"--tasks: {name}: {line}") from None
     if arguments.max_new_tokens is None:
+        longest = max(len(sampler.encode(question)) for question in questions)
         room = min(_MAX_NEW_TOKENS, request.positions - longest)
-        if not room:
-            raise UserError(f"--tasks: {name}: a question fills all {longest} positions")
         sampler = dataclasses.replace(sampler, max_new_tokens=room)
-    return QuestionTask(name, questions, task.revision, sampler, samples)
+    return QuestionTask(name, questions, task.revision, sampler, samples, len(left_out))
 
 
 def _measure(tasks: list[QuestionTask], subject: Subject) -> Iterator[Result]:
@@ -117,6 +121,8 @@ def _measure(tasks: list[QuestionTask], subject: Subject) -> Iterator[Result]:
         values, errors = _sample_answers(subject, task)
         sampler = task.sampler
         asked = f"{plural(len(task.questions), 'question')}, {plural(task.samples, 'answer')} each"
+        if task.left_out:
+            asked += f" ({task.left_out:,} more leave no room for it, left out)"
         cut = f"{values['cut_share']:.1%} cut at {sampler.max_new_tokens:,}"
         yield Result(
             [
@@ -129,6 +135,7 @@ def _measure(tasks: list[QuestionTask], subject: Subject) -> Iterator[Result]:
             **values,
             **{f"{k}_stderr": v if math.isfinite(v) else None for k, v in errors.items()},
             "questions": len(task.questions),
+            "questions_left_out": task.left_out,
             "samples": task.samples,
             "temperature": sampler.temperature,
             "max_new_tokens": sampler.max_new_tokens,

@@ -4,6 +4,7 @@ What reinforcement learning has in place of prepared data: the questions of a ta
 tokenizer.
 """
 
+import dataclasses
 import logging
 from collections.abc import Sequence
 from functools import lru_cache, partial
@@ -28,7 +29,7 @@ from nanogpt_hf.generate import Completions
 from nanogpt_hf.rl.objective import advantages, completion_log_probs
 from nanogpt_hf.tasks.load import load_task
 from nanogpt_hf.tasks.reward import RewardFunction
-from nanogpt_hf.tasks.task import Question, Task
+from nanogpt_hf.tasks.task import Question, Task, is_generated
 
 logger = logging.getLogger(__name__)
 
@@ -53,12 +54,18 @@ def load_questions(config: Config) -> PreparedData:
         batch_size=rl.batch_size or config.train.min_micro_batch_size,
         positions=config.data.block_size,
     )
-    ids, _ = (sampler.encode(split[0]) for split in (task.train, task.held_out))
-    rollouts, prompt = Rollouts(config, task, sampler), tokenizer.decode(ids)
-    logger.info(
-        f"{task.name}: {len(task.train):,} questions, {len(task.held_out):,} held out; the "
-        f"first: {prompt!r:.200}"
-    )
+    splits = [
+        sampler.fitting(split, "raise data.block_size") for split in (task.train, task.held_out)
+    ]
+    (train, _), (held_out, _) = splits
+    left_out = sum(len(too_long) for _, too_long in splits)
+    task = dataclasses.replace(task, train=train, held_out=held_out)
+    rollouts, prompt = Rollouts(config, task, sampler), tokenizer.decode(sampler.encode(train[0]))
+    line = f"{task.name}: {len(train):,} questions, {len(held_out):,} held out"
+    if left_out:
+        line += f"; {left_out:,} leave no room for rl.max_new_tokens, left out"
+        line += " of the first 200" if is_generated(task.name) else ""
+    logger.info(f"{line}; the first: {prompt!r:.200}")
     return in_memory(
         rollouts,
         rollouts,

@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import importlib.util
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -38,9 +38,11 @@ _WINDOW = 64
 
 @dataclass(frozen=True)
 class Generated(Sequence[Question]):
-    """Questions that are generated from their index."""
+    """Questions that are generated from their index: of its candidates the first that fits."""
 
-    generate: Callable[[int], Question]
+    task: str
+    candidates: Callable[[int], Iterator[Question]]
+    fits: Callable[[Question], bool] = lambda question: True
 
     def __len__(self) -> int:
         return GENERATED_QUESTIONS
@@ -48,8 +50,14 @@ class Generated(Sequence[Question]):
     def __getitem__(self, index: Any) -> Any:
         chosen = range(len(self))[index]
         if isinstance(index, slice):
-            return [self.generate(number) for number in chosen]
-        return self.generate(chosen)
+            return [self[number] for number in chosen]
+        for question in self.candidates(chosen):
+            if self.fits(question):
+                return question
+        raise UserError(
+            f"{self.task}: generates no question in place {chosen:,} that is as long as wanted; "
+            "choose other rl.options, or larger blocks"
+        )
 
 
 def load_task(
@@ -93,11 +101,12 @@ def _user(text: str) -> Conversation:
 
 def _arithmetic(seed: int) -> Task:
     def questions(held_out: bool) -> Generated:
-        def generate(index: int) -> Question:
-            question, answer = arithmetic_question(seed, index, held_out=held_out)
-            return Question(_user(question), answer)
+        def candidates(index: int) -> Iterator[Question]:
+            for number in range(index, index + 100):
+                question, answer = arithmetic_question(seed, number, held_out=held_out)
+                yield Question(_user(question), answer)
 
-        return Generated(generate)
+        return Generated(ARITHMETIC, candidates)
 
     return Task(ARITHMETIC, questions(False), questions(True), exact_match, f"{ARITHMETIC} 1")
 
@@ -152,14 +161,13 @@ def _reasoning_gym(name: str, options: dict[str, Any], seed: int, where: str) ->
         seed_of_split = derive_seed(seed, "questions", int(held_out)) % 2**31
         dataset = reasoning_gym.create_dataset(name, size=size, seed=seed_of_split, **options)
 
-        def generate(index: int) -> Question:
+        def candidates(index: int) -> Iterator[Question]:
             for number in range(index * _WINDOW, (index + 100) * _WINDOW):
                 entry = dataset[number % size]
                 if is_held_out(entry["question"]) == held_out:
-                    return Question(_user(entry["question"]), str(entry["answer"]), entry)
-            raise ValueError("has too few questions to hold some of them out")
+                    yield Question(_user(entry["question"]), str(entry["answer"]), entry)
 
-        return dataset, Generated(generate)
+        return dataset, Generated(f"{GYM}{name}", candidates)
 
     try:
         (dataset, train), (_, held_out) = split(False), split(True)

@@ -3,11 +3,10 @@ errors counted.
 """
 
 import hashlib
-import math
 import os
 import runpy
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import chdir, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,17 @@ from nanogpt_hf.tasks.task import Question, Score
 from nanogpt_hf.time_limit import TimeUpError, time_limit
 
 _IMPORT_SECONDS = 300.0  # to import a reward file, which may load a model
+_LARGEST = 1e15  # reward; float32 holds the sums and squares of more than a million such
+# Settings of the whole process that reward models change, on which the numbers of training depend.
+_SETTINGS: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
+    (torch.is_grad_enabled, torch.set_grad_enabled),
+    (torch.get_default_dtype, torch.set_default_dtype),
+    # A stated device, even the CPU, is a mode that every call of torch passes.
+    (torch.get_default_device, lambda _: torch.set_default_device(None)),
+    (torch.get_num_threads, torch.set_num_threads),
+    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+]
 
 
 class _UserCodeError(Exception):
@@ -30,8 +40,9 @@ class _UserCodeError(Exception):
 def _user_code(seconds: float) -> Iterator[None]:
     """Context for a user's code: its errors and a time limit raise _UserCodeError.
 
-    Its end restores the current folder, and whether torch computes gradients.
+    Its end restores the current folder, and torch's settings.
     """
+    before = [get() for get, _ in _SETTINGS]
     try:
         with time_limit(seconds), chdir(os.curdir), torch.enable_grad():
             yield
@@ -42,6 +53,10 @@ def _user_code(seconds: float) -> Iterator[None]:
     except BaseException as error:  # sys.exit() too
         what = traceback.format_exception_only(error)[-1]  # str(error) may raise
         raise _UserCodeError(f"raises {one_line(what, 150)}") from None
+    finally:
+        for (get, set_again), value in zip(_SETTINGS, before, strict=True):
+            if get() != value:
+                set_again(value)
 
 
 def load_reward(spec: str) -> tuple[Score, str]:
@@ -123,6 +138,6 @@ class RewardFunction:
                 value = float(self.score(completion, question))
         except _UserCodeError as error:
             return 0.0, str(error)
-        if not math.isfinite(value):
-            return 0.0, f"returns {value:g}"
+        if not abs(value) <= _LARGEST:
+            return 0.0, f"returns {value:g}, which is no number up to {_LARGEST:g}"
         return value, None

@@ -5,11 +5,11 @@ for a right answer, 0 for any other.
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from decimal import Decimal
 from typing import Any
 
 from nanogpt_hf.data.conversations import Conversation
 from nanogpt_hf.errors import UserError, did_you_mean
+from nanogpt_hf.tasks.answer_text import chosen_letter, final_number
 
 ARITHMETIC = "arithmetic"
 GYM = "reasoning_gym:"
@@ -46,29 +46,6 @@ class Task:
     held_out: Sequence[Question]
     score: Score
     revision: str
-
-
-# GSM8K ends a solution with a line such as `#### 1,234`
-_NUMBER = re.compile(r"####\s*\$?\s*(-?[\d,]*\.?\d+)")
-_LETTER_FIRST = re.compile(r"\(?([A-Z])(?:[).:]|$)")
-_LETTER_NAMED = re.compile(r"\banswer(?:\s+is)?\s*:?\s*\(?([A-Z])\b(?!\s+[a-z])", re.IGNORECASE)
-
-
-def final_number(text: str) -> Decimal | None:
-    """The number after the last ####, without commas; None if there is none."""
-    numbers = _NUMBER.findall(text)
-    return Decimal(numbers[-1].replace(",", "")) if numbers else None
-
-
-def chosen_letter(text: str) -> str | None:
-    """The letter of a choice: at the start, as in `B`, `(B)` and `B.
-
-    Paris`, or as in `the answer is B`.
-    """
-    if first := _LETTER_FIRST.match(text.strip()):
-        return first[1]
-    named = _LETTER_NAMED.findall(text)
-    return named[-1].upper() if named else None
 
 
 def _gsm8k(completion: str, question: Question) -> float:

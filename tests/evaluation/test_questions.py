@@ -100,3 +100,39 @@ def test_generated_questions_and_room_for_answers(capsys, byte_tokenizer, tmp_pa
     answers, _ = measure(capsys, *arguments)
     assert answers["rl:arithmetic"]["questions"] == 500
     assert answers["rl:arithmetic"]["max_new_tokens"] == 16 - len("12+34")
+
+
+def write_questions(path: Path, *lengths: int) -> Path:
+    rows = ({"question": "ab" * (length // 2), "answer": "h"} for length in lengths)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_questions_without_room_are_left_out_and_counted(capsys, letter_model, tmp_path):
+    positions = load_model(str(letter_model)).config.max_position_embeddings
+    path = write_questions(tmp_path / "rows.jsonl", 2, 10 * positions, positions - 4, positions - 2)
+    options = ["--tasks", "rl:exact", "--questions", path, "--max-new-tokens", 4]
+    answers, out = measure(capsys, letter_model, *options, "--output", tmp_path / "out.json")
+    assert answers["rl:exact"]["questions"] == 2
+    assert answers["rl:exact"]["questions_left_out"] == 2
+    assert "2 questions, 1 answer each (2 more leave no room for it, left out)" in out
+
+
+@pytest.mark.parametrize(
+    ("more", "options", "remedy"),
+    [
+        (-2, ["--max-new-tokens", 4], "lower --max-new-tokens to 2, or shorten the questions"),
+        (40, ["--max-new-tokens", 4], "of the model; shorten the questions"),
+        (0, [], "with --max-new-tokens 1 that is more than"),
+    ],
+)
+def test_only_questions_without_room_are_refused(
+    capsys, letter_model, tmp_path, more, options, remedy
+):
+    positions = load_model(str(letter_model)).config.max_position_embeddings
+    path = write_questions(tmp_path / "rows.jsonl", positions + more, positions + 50)
+    arguments = ["--tasks", "rl:exact", "--questions", path, *options]
+    assert main(["evaluate", *map(str, [letter_model, *arguments])]) == 2
+    error = capsys.readouterr().err
+    assert f"has {positions + more} tokens" in error
+    assert remedy in error

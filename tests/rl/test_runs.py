@@ -184,6 +184,29 @@ def test_mistakes_end_in_one_line_before_the_first_step(
     assert not (folder / "mistaken").exists()
 
 
+def test_questions_longer_than_a_block_are_left_out(folder, arguments, tmp_path, capsys):
+    """Also a reward beyond float32's range ends the run in one line."""
+    rows = [{"question": f"{n}+1", "answer": f"{n + 1}"} for n in range(30)]
+    rows += [{"question": "1+" * 200, "answer": "1"} for _ in range(5)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "long.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[30:]))
+    (tmp_path / "huge.py").write_text("def score(prompt, completion, answer):\n    return 1e30\n")
+    task = ["--task", "exact", "--reward", f"{tmp_path / 'huge.py'}:score"]
+    for file, message in (
+        ("rows", "returns 1e+30, which is no number up to 1e+15"),
+        ("long", "no question leaves room for an answer: the shortest, '1+1+"),
+    ):
+        source = ["--data.source", str(tmp_path / f"{file}.jsonl")]
+        assert main(["rl", *arguments(f"long_{file}"), *task, *source]) == 2
+        out, error = capsys.readouterr()
+        assert message in error
+        assert "Traceback" not in error
+        if file == "rows":
+            assert "; 5 leave no room for rl.max_new_tokens, left out; the first: " in out
+        else:
+            assert error.strip().endswith("raise data.block_size")
+
+
 @pytest.mark.parametrize("name", ["arithmetic_rl", "gsm8k_rl"])
 def test_shipped_rl_recipes_train(name, folder, root, tmp_path, monkeypatch, forget_accelerate):
     monkeypatch.chdir(tmp_path)

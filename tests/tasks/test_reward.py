@@ -42,7 +42,13 @@ FAILING = {
     "0.1 seconds": hangs,
     "SystemExit: 0": lambda completion, question: sys.exit(0),
     "Unprintable": unprintable,
-    "nan": lambda completion, question: math.nan,
+    "returns nan, which is no number up to 1e+15,": lambda completion, question: math.nan,
+    "returns inf, which is no": lambda completion, question: math.inf,
+    "returns 1e+300, which is no": lambda completion, question: 1e300,
+    "returns 1e+30, which is no": lambda completion, question: 10**30,
+    "returns -1.1e+15, which is no": lambda completion, question: -1.1e15,
+    "returns 1e+16, which is no": lambda completion, question: torch.tensor(1e16),
+    "OverflowError": lambda completion, question: 10**400,
     "TypeError": lambda completion, question: None,
 }
 
@@ -79,15 +85,64 @@ def test_reward_that_catches_every_exception_cannot_hang():
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
 
 
-def test_reward_changes_folder_and_gradients_for_itself_only(tmp_path, monkeypatch):
+def test_largest_reward_is_taken():
+    rewards = RewardFunction(lambda *_: -1e15, 5.0, "stop").rewards(["4"], [QUESTION])
+    assert (rewards.values, rewards.errors) == ([-1e15], [])
+
+
+CHANGES = {
+    "gradients": lambda: torch.set_grad_enabled(False),
+    "no_grad": lambda: torch.no_grad().__enter__(),
+    "device": lambda: torch.set_default_device("meta"),
+    "dtype": lambda: torch.set_default_dtype(torch.float64),
+    "threads": lambda: torch.set_num_threads(torch.get_num_threads() + 1),
+    "precision": lambda: torch.set_float32_matmul_precision("medium"),
+    "algorithms": lambda: torch.use_deterministic_algorithms(True),
+    "folder": lambda: os.chdir("/"),
+}
+
+
+def settings():
+    return (
+        torch.is_grad_enabled(),
+        torch.ones(1).device.type,
+        torch.ones(1).dtype,
+        torch.get_num_threads(),
+        torch.get_float32_matmul_precision(),
+        torch.are_deterministic_algorithms_enabled(),
+        os.getcwd(),
+    )
+
+
+@pytest.mark.parametrize("raises", [False, True])
+@pytest.mark.parametrize("what", CHANGES)
+def test_reward_changes_folder_and_settings_for_itself_only(tmp_path, monkeypatch, what, raises):
+    changed = []
+
     def score(completion, question):
-        os.chdir("/")
-        torch.set_grad_enabled(False)
+        CHANGES[what]()
+        changed.append(settings())
+        if raises:
+            raise ValueError
+        return 1.0
 
     monkeypatch.chdir(tmp_path)
-    RewardFunction(score, 5.0, "zero").rewards(["4"], [QUESTION])
-    assert os.path.samefile(".", tmp_path)
-    assert torch.is_grad_enabled()
+    before = settings()
+    RewardFunction(score, 5.0, "zero").rewards(["4", "5"], [QUESTION] * 2)
+    assert settings() == before
+    assert len(changed) == 2
+    assert before not in changed
+
+
+def test_reward_file_changes_settings_for_itself_only(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "import torch\ntorch.set_default_device('meta')\ntorch.set_grad_enabled(False)\n"
+        "def score(*_):\n    return 0\n"
+    )
+    before = settings()
+    load_reward(f"{path}:score")
+    assert settings() == before
 
 
 def test_load_reward_calls_the_users_function(tmp_path):
@@ -108,8 +163,10 @@ def test_load_reward_calls_the_users_function(tmp_path):
     [
         ("score", "'score'"),
         ("mine.txt:score", "'mine.txt:score'"),
+        ("missing.py:score", "no such file"),
         ("mine.py:other", "'other'"),
         ("broken.py:score", "SyntaxError"),
+        ("exits.py:score", "SystemExit: 0"),
         ("hangs.py:score", "0.1 seconds"),
     ],
 )
@@ -117,6 +174,7 @@ def test_load_reward_refuses_what_is_no_function_of_the_user(tmp_path, monkeypat
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text("def score(*_):\n    return 0\n")
     (tmp_path / "broken.py").write_text("def score(:")
+    (tmp_path / "exits.py").write_text("import sys\nsys.exit(0)")
     (tmp_path / "hangs.py").write_text("while True:\n    pass")
     monkeypatch.setattr(reward, "_IMPORT_SECONDS", 0.1)
     line = refusal(load_reward, spec, error=UserError)

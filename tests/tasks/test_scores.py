@@ -23,8 +23,8 @@ def score(task: str, completion: str, answer: str) -> float:
         (
             "multiple_choice",
             "B",
-            ["B", "(B)", "B. Paris", "I think the answer is B."],
-            ["C", "Between B", "A", "b", ""],
+            ["B", "(B)", "b", "B. Paris", "I think the answer is B."],
+            ["C", "Between B", "A", ""],
         ),
         ("multiple_choice", "(C) no", ["Answer: C", "C) no"], ["The answer is a word", "B"]),
         ("exact", "nineteen  men", [" nineteen men\n"], ["nineteen", "Nineteen men"]),

@@ -1,5 +1,6 @@
 """Loading tasks: questions as functions of (seed, index), disjoint splits, mistakes in one line."""
 
+import dataclasses
 import json
 from itertools import islice
 
@@ -88,3 +89,23 @@ def test_reasoning_gym_questions_and_scores():
     assert not train & held_out
     unknown = {"options": {"max_term": 3}, "error": UserError}
     assert "max_term" in refusal(load_task, "reasoning_gym:chain_sum", DataSection(), **unknown)
+
+
+@pytest.mark.parametrize("name", ["arithmetic", "reasoning_gym:chain_sum"])
+def test_generated_questions_that_do_not_fit_are_replaced(name):
+    if name != "arithmetic":
+        pytest.importorskip("reasoning_gym")
+    task = load_task(name, DataSection())
+    shortest, longest = (
+        pick(len(question.prompt) for question in task.train[:100]) for pick in (min, max)
+    )
+    assert shortest < longest
+    fitting = dataclasses.replace(task.train, fits=lambda q: len(q.prompt) < longest)
+    questions = fitting[:100]
+    assert max(len(question.prompt) for question in questions) < longest
+    # Those that fit stay in their places.
+    for question, own in zip(questions, task.train[:100], strict=True):
+        assert question == own or len(own.prompt) >= longest
+    assert fitting[7] == questions[7]
+    none = dataclasses.replace(task.train, fits=lambda question: False)
+    assert name in refusal(none.__getitem__, 3, error=UserError)

@@ -1,0 +1,169 @@
+"""Read what an answer chooses: the letter of a choice, or the number after ####.
+
+docs/alignment.md states the rules, tests/tasks/test_answers.py has a table of answers.
+"""
+
+import re
+import unicodedata
+from fractions import Fraction
+
+# Commands of LaTeX that only change how their argument looks.
+_STYLE = re.compile(r"\\(?:text|textbf|textit|textrm|mathrm|mathbf|mathit|mbox)\s*\{([^{}]*)\}")
+_BOXED = re.compile(r"\\f?boxed\s*\{([^{}]*)\}")
+_MATH = re.compile(r"\\[()\[\],;! ]|\$")
+_TAG = re.compile(r"<(/?)answer>", re.IGNORECASE)
+_LINE_MARK = re.compile(r"^[ \t]*(?:[#>]+|[-+•→])[ \t]+", re.MULTILINE)
+
+# A word of one letter. A letter in `B12`, `C++`, `X-ray`, `U.S.` or `B's` is none.
+_WORD = r"(?<![\w./\-])(?<!\w['’])([A-Za-z])(?![\w+#^]|['’.\-]\w|\s*=)"
+_OPEN = r"[(\[{'\"‘“]{0,4}"
+_CLOSE = r"[)\]}'\"’”]{0,4}"
+_LETTER = _OPEN + _WORD + _CLOSE
+# What follows the letters A and I, unlike the article and the pronoun.
+_REASON = r"(?:because|since|as|due|given|for|is|was|which)\b"
+_END = r"(?=\s*(?:[.,;:!?—–-]|$|\n|(?:because|since|as)\b))"
+# Words between `answer` and its letter.
+_FILLER = (
+    r"(?:[\s:=,→–—-]|(?:is|was|are|be|would|should|must|could|may|might|has|seems|appears|to|therefore|thus|"
+    r"probably|likely|most|definitely|clearly|indeed|obviously|now|the|that|it|it's|final|"
+    r"option|choice|letter|answer|i think|i believe)\b){0,60}"
+)
+_COPULA = r"\s*(?::|=|\b(?:is|was|would|should|must|seems)\b)"
+_NAMED = [
+    re.compile(pattern + _LETTER, re.IGNORECASE)
+    for pattern in (
+        rf"\banswers?\b{_FILLER}",
+        rf"\b(?:option|choice|letter){_COPULA}{_FILLER}",
+        rf"\b(?:choose|chose|pick|picked|select|selected|(?:go|going|went) with)\b{_FILLER}",
+    )
+]
+_RIGHT = re.compile(rf"{_LETTER}\s+is\s+(?:the\s+)?(?:correct|right|best|true|answer)\b")
+_FIRST = re.compile(rf"\s*(?:(?:option|choice|letter)\s+)?{_LETTER}", re.IGNORECASE)
+_ALONE = re.compile(rf"^[ \t]*{_LETTER}[ \t.:]*$", re.MULTILINE)
+_SUGGESTED = re.compile(
+    r"\b(?:it is|it's|it must be|think|believe|guess|say|leaves|leaving|so|hence|thus|therefore)\b"
+    rf"{_FILLER}{_LETTER}{_END}",
+    re.IGNORECASE,
+)
+# Words before a statement that take it back.
+_NEGATED = re.compile(
+    r"(?:\b(?:wrong|incorrect|false|other|if|whether|not|never|cannot)|n['’]t)"
+    r"(?:\s+(?:think|believe|say|agree))?(?:\s+that)?(?:\s+the)?\s*$",
+    re.IGNORECASE,
+)
+_REJECTED = re.compile(
+    r"\s*(?:(?:is|was)\s+(?:not|wrong|incorrect|false)|(?:is|was)n['’]t|cannot|can['’]t)\b"
+)
+# More letters, as in `A or B` and `A, B and C`.
+_SEVERAL = re.compile(
+    rf"\s*(?:,|/|&|\bor\b|\band\b)\s*(?:or\s+|and\s+)?{_OPEN}([A-Za-z])"
+    r"(?=[)\]}'\"’”]*(?:\s*(?:[.,;:/&!?)]|$|\n|or\b|and\b)))"
+)
+
+
+def chosen_letter(text: str) -> str | None:
+    """The letter of the choice that an answer makes, in upper case; None if it makes none or names
+    several.
+
+    The last statement such as `the answer is B` counts; without one the last of a letter that
+    begins the answer, that is alone on a line, and of a suggestion such as `I think it's B`.
+    """
+    text = _plain(text.rpartition("</think>")[2])
+    text = _BOXED.sub(r" The answer is \1.\n", text)
+    text = _TAG.sub(lambda tag: ".\n" if tag[1] else " The answer is ", text).strip()
+    if named := _statements([*_NAMED, _RIGHT], text):
+        return _last(named, text)
+    first = _FIRST.match(text)
+    begins = [first] if first and _is_choice(first, text, first=True) else []
+    return _last([*begins, *_statements([_ALONE, _SUGGESTED], text)], text)
+
+
+def _plain(text: str) -> str:
+    """The text without marks of Markdown and LaTeX, wide characters as plain ones."""
+    text = _MATH.sub(" ", unicodedata.normalize("NFKC", text))
+    text = _LINE_MARK.sub("", re.sub(r"[*`_~]", "", text))
+    while (plain := _STYLE.sub(r"\1", text)) != text:
+        text = plain
+    return text
+
+
+def _statements(patterns: list[re.Pattern[str]], text: str) -> list[re.Match[str]]:
+    """The statements that no word takes back."""
+    found = [match for pattern in patterns for match in pattern.finditer(text)]
+    return [match for match in found if _is_choice(match, text)]
+
+
+def _is_choice(match: re.Match[str], text: str, *, first: bool = False) -> bool:
+    """Whether the letter is one of a choice: no article, no pronoun, not excluded."""
+    letter, after = match[1], text[match.end() :]
+    if _NEGATED.search(text[max(0, match.start() - 60) : match.start()]):
+        return False
+    if first and _REJECTED.match(after):
+        return False
+    followed = re.match(r"[ \t]+['\"]?\w", after) and match.end() == match.end(1)
+    reason = re.match(rf"[ \t]+{_REASON}", after, re.IGNORECASE)
+    several = _SEVERAL.match(after)
+    if followed and not reason and not several:
+        return letter not in "AaIi" and (letter.isupper() or not first)
+    return True
+
+
+def _last(statements: list[re.Match[str]], text: str) -> str | None:
+    if not statements:
+        return None
+    last = max(statements, key=lambda match: match.start(1))
+    return None if _SEVERAL.match(text, last.end()) else last[1].upper()
+
+
+_LONGEST = 100  # digits of a number; no answer has more
+_SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
+_DIGITS = r"\d+(?:[,_'’]\d+|(?:\{,\}|[ ])\d{3}(?!\d))*"
+_VALUE = rf"(?:{_DIGITS}(?:\.\d+)?|\.\d+)"
+_POWER = r"(?:[eE]([+-]?\d+)|\s*(?:×|x|\*|\\times)\s*10\s*\^\s*\{?([+-]?\d+)\}?)?"
+_NUMBER = re.compile(
+    r"[\s=({]*([+-]?)\s*(?:[$€£¥₹]|USD|EUR|GBP)?\s*([+-]?)\s*"
+    rf"(?:(?:(\d+)\s+)?(\d+)\s*/\s*(\d+)|({_VALUE}){_POWER})"
+)
+# What makes a number a part of a list, an expression, a date or a time.
+_MORE = re.compile(r"\s*(?:,|;|\bor\b|\band\b|[-+*/×^:])\s*[$€£¥]?\d|[.]\d|\s+\d|\d")
+
+
+def final_number(text: str) -> Fraction | None:
+    """The number after the last #### that has one; None if there is none, or several."""
+    for part in reversed(re.split("#{4,}", text)[1:]):
+        line = next(iter(part.strip().splitlines()), "")
+        number = _NUMBER.match(_plain_number(line))
+        if number:
+            return _value(number)
+    return None
+
+
+def _plain_number(line: str) -> str:
+    """The line without marks of Markdown and LaTeX; what follows its last equals sign."""
+    line = re.sub(r"[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+", lambda m: f"^{m[0].translate(_SUPERSCRIPTS)}", line)
+    line = re.sub("[¼-¾⅐-⅞]", r" \g<0>", line)
+    line = unicodedata.normalize("NFKC", line)
+    line = re.sub("[\u2212\u2013]", "-", line).replace("\u2044", "/")
+    line = re.sub(r"(?<![\w ])\*+|\*+(?![\w ])|`|^\*+|\*+$", "", line)
+    line = re.sub(r"\\[dt]?frac\s*\{\s*(\d+)\s*\}\s*\{\s*(\d+)\s*\}", r"\1/\2", line)
+    while (plain := _BOXED.sub(r"\1", _STYLE.sub(r" \1", line))) != line:
+        line = plain
+    line = re.sub(r"\\[()\[\],;!]|\\(?=[$%])", "", line)
+    line = line.replace("$", " ") if line.count("$") == 2 else line
+    return line.rpartition("=")[2] if re.search(r"\d\s*=\s*\S", line) else line
+
+
+def _value(number: re.Match[str]) -> Fraction | None:
+    sign, second, whole, numerator, denominator, value, exponent, power = number.groups()
+    if len(number[0]) > _LONGEST or _MORE.match(number.string, number.end()):
+        return None
+    if denominator:
+        if not int(denominator):
+            return None
+        size = Fraction(int(whole or 0)) + Fraction(int(numerator), int(denominator))
+    else:
+        tens = int(exponent or power or 0)
+        if abs(tens) > _LONGEST:
+            return None
+        size = Fraction(re.sub(r"[^\d.]", "", value)) * Fraction(10) ** tens
+    return -size if "-" in sign + second else size
