@@ -119,6 +119,12 @@ def tiny(architecture: str) -> Any:
     return model
 
 
+def accepted_types() -> list[str]:
+    """The types that the page lists as accepted."""
+    table = PAGE.read_text(encoding="utf-8").split(BEGIN)[1].split("Refused:")[0]
+    return re.findall("`(.*?)`", table)
+
+
 def family(model: Any) -> str:
     """The row of the table. Raises UserError if tokens see later ones."""
     check_causal(model, packs=False)

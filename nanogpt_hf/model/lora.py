@@ -15,12 +15,14 @@ from typing import Any
 import torch
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftConfig, inject_adapter_in_model
 from safetensors.torch import save_file
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from nanogpt_hf.config.names import folder_or_hub_id
 from nanogpt_hf.config.schema import FinetuneSection, LoraSection
 from nanogpt_hf.config.seeds import derive_seed
 from nanogpt_hf.model.architecture import architecture_of, architecture_on_disk
+from nanogpt_hf.model.configuration_gpt import GPTConfig
 
 _A, _B = "lora_A.default.weight", "lora_B.default.weight"  # (rank, in) and (out, rank)
 _BLOCK = re.compile(r".*?\.\d+\.")  # such as transformer.h.3.
@@ -155,10 +157,12 @@ def load_merged(folder: str) -> PreTrainedModel:
             folder, dtype=torch.float32, trust_remote_code=False
         )
         whole = opened.merge_and_unload()
-    # GPT-2 always has biases; a model of ours without biases has zeros there, which LoRA does not
-    # change
-    has_biases = getattr(model.config, "bias", True)
-    model.load_state_dict(
-        {n: w for n, w in whole.state_dict().items() if has_biases or not n.endswith(".bias")}
-    )
+    state = whole.state_dict()
+    if isinstance(model.config, GPTConfig) and not model.config.bias:
+        # A GPT-2 on disk has biases; ours without has zeros there, which LoRA does not change. The
+        # field `bias` of another type, such as Falcon's, is not about all biases.
+        state = {name: weight for name, weight in state.items() if not name.endswith(".bias")}
+    model.load_state_dict(state)
+    if (Path(folder) / GENERATION_CONFIG_NAME).is_file():  # with the ends of turns it has learned
+        model.generation_config = GenerationConfig.from_pretrained(folder)
     return model

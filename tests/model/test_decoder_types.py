@@ -3,7 +3,6 @@ transformers, no token sees a later one, what gets no gradient is frozen. No oth
 """
 
 import copy
-import re
 
 import decoder_types as types
 import pytest
@@ -18,7 +17,6 @@ from nanogpt_hf.model.build import load_model, meta_model
 from nanogpt_hf.model.experts import experts_of
 
 PAGE = types.PAGE.read_text(encoding="utf-8")
-TABLE = PAGE.split(types.BEGIN)[1].split("Refused:")[0]
 pytestmark = [
     pytest.mark.slow,  # two minutes in all
     pytest.mark.skipif(
@@ -28,7 +26,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("architecture", re.findall("`(.*?)`", TABLE))
+@pytest.mark.parametrize("architecture", types.accepted_types())
 def test_type_of_the_table(architecture, tmp_path):
     model = types.tiny(architecture)
     twin = dict(meta_model(Config(), model.config).named_parameters())

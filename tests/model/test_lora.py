@@ -5,10 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from decoder_types import tiny
+from decoder_types import VOCAB, accepted_types, tiny
 from peft import AutoPeftModelForCausalLM
 
+from arguments import argv
+from nanogpt_hf.commands import main
 from nanogpt_hf.config.schema import LORA_TARGETS, FinetuneSection, LoraSection, ModelSection
+from nanogpt_hf.data.tokenizer import char_tokenizer
+from nanogpt_hf.export.model_folder import write_model_folder
 from nanogpt_hf.model import GPTConfig
 from nanogpt_hf.model.architecture import GPT2, architecture_of
 from nanogpt_hf.model.build import build_config, build_model, load_model
@@ -35,6 +39,8 @@ SECTIONS = {
     "mlp": LoraSection(rank=1, alpha=1.0, targets=["fc"]),
 }
 TOKENS = torch.arange(24)[None] % 20
+CHARACTERS = ["\n", *map(chr, range(ord("A"), ord("A") + VOCAB - 1))]
+GPT2_SIZES = {"n_layer": 2, "n_head": 2, "n_embd": 16, "n_positions": 32}
 
 
 @pytest.mark.parametrize("name", SECTIONS)
@@ -111,3 +117,40 @@ def test_adapters_of_decoders_open_with_peft(architecture, tmp_path):
         torch.testing.assert_close(
             load_model(str(tmp_path / "adapter")).eval()(TOKENS).logits, expected, atol=2e-6, rtol=0
         )
+
+
+@pytest.mark.exhaustive
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("architecture", [*accepted_types(), "gpt2 without biases"])
+def test_adapters_of_every_type_sample_evaluate_and_export(architecture, tmp_path, capsys):
+    """A field of a config, such as Falcon's `bias`, may mean something else in another type."""
+    if architecture == "gpt2 without biases":
+        base = build_model(build_config(ModelSection(**GPT2_SIZES, bias=False), VOCAB), seed=0)
+    else:
+        base = tiny(architecture)
+    row, hf = architecture_of(base), char_tokenizer(CHARACTERS).hf
+    write_model_folder(tmp_path / "base", base.config, base.state_dict(), hf)
+    targets = row.lora_targets(base.config)
+    if not targets:
+        pytest.skip("no layer can have an adapter")
+    section = LoraSection(rank=2, targets=list(targets))
+    model = base_with_adapters(tmp_path / "base", section)
+    adapter = tmp_path / "adapter"
+    start = FinetuneSection(model=str(tmp_path / "base"))
+    save_adapter(adapter, model.config, section, start, model.state_dict())
+    hf.save_pretrained(adapter)
+    with torch.no_grad():
+        expected, plain = model(TOKENS).logits, base.eval()(TOKENS).logits
+        assert (expected - plain).abs().max() > 1e-4
+        opened = load_model(str(adapter)).eval()
+        torch.testing.assert_close(opened(TOKENS).logits, expected, atol=1e-4, rtol=1e-4)
+    (tmp_path / "text.txt").write_text("".join(CHARACTERS[1:]))
+    for command in (
+        argv("sample {} --prompt a --max-new-tokens 2", adapter),
+        argv("evaluate {} --data {} --block-size 16", adapter, tmp_path / "text.txt"),
+        argv("export {} {}", adapter, tmp_path / "out"),
+    ):
+        assert main(command) == 0, capsys.readouterr().err
+    exported = load_model(str(tmp_path / "out")).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(exported(TOKENS).logits, expected, atol=1e-4, rtol=1e-4)
