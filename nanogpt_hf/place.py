@@ -8,6 +8,7 @@ an empty folder that exists already by a few renames at the end.
 import os
 import shutil
 import signal
+import stat
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -61,6 +62,24 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
+def _complete(partial: Path) -> None:
+    """Give all files in `partial` the mode that a new file has there, and flush everything.
+
+    safetensors and others write files that their owner alone can read, whatever the umask says.
+    """
+    paths = [*partial.rglob("*")]
+    probe = partial / _PARTIAL
+    probe.touch()
+    mode = stat.S_IMODE(probe.stat().st_mode)
+    probe.unlink()
+    for path in paths:
+        status = path.lstat()
+        if stat.S_ISREG(status.st_mode) and stat.S_IMODE(status.st_mode) != mode:
+            path.chmod(mode)
+    for path in (*paths, partial):
+        flush(path)
+
+
 @contextmanager
 def filled_folder(folder: Path, last: str | None = None) -> Iterator[Path]:
     """Yield a hidden folder whose content is that of `folder`, which is vacant, if the block ends
@@ -74,8 +93,7 @@ def filled_folder(folder: Path, last: str | None = None) -> Iterator[Path]:
     partial.mkdir(parents=True)
     try:
         yield partial
-        for path in (*partial.rglob("*"), partial):
-            flush(path)
+        _complete(partial)
         if partial.parent != folder:
             partial.rename(folder)
         else:
@@ -177,8 +195,7 @@ def replaced_folder(folder: Path, *, filled: bool = False) -> Iterator[Path]:
             restore_folder(folder)
             partial.mkdir(parents=True)
         yield partial
-        for path in (*partial.rglob("*"), partial):
-            flush(path)
+        _complete(partial)
         if os.path.lexists(folder):
             remove(old)
             folder.rename(old)
