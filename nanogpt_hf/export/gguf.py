@@ -19,7 +19,12 @@ from nanogpt_hf.data.bpe import GPT4_PATTERN, QWEN_PATTERN
 from nanogpt_hf.data.chat_template import ChatFormat, chat_template
 from nanogpt_hf.data.tokenizer import save_tokenizer, start_of_text_id_of
 from nanogpt_hf.errors import DataError, UserError
-from nanogpt_hf.export.model_folder import cast_weights, logits_of, max_difference
+from nanogpt_hf.export.model_folder import (
+    cast_weights,
+    logits_of,
+    max_difference,
+    write_generation_config,
+)
 from nanogpt_hf.model.architecture import architecture_of
 from nanogpt_hf.model.configuration_gpt import GPTConfig
 from nanogpt_hf.model.layout_gpt import GPT2_LAYOUT, gpt2_state_dict
@@ -76,22 +81,23 @@ def export_gguf(
     cast_to, matrix_type, file_type = _TYPES[dtype]
     original = logits_of(model)
     cast_weights(model, cast_to)  # raises if a weight is too large
-    writer = gguf.GGUFWriter(folder / FILE, plain.model_type)
-    _write_metadata(writer, plain, file_type)
-    _write_tokenizer(writer, plain, tokenizer)
-    for tensor_name, weight in _tensors(plain, model):
-        # llama.cpp reads biases, norms and positions only in float32.
-        small = weight.ndim == 1 or tensor_name == "position_embd.weight"
-        kind = _F32 if small else matrix_type
-        if kind is _Q8 and weight.shape[-1] % gguf.GGML_QUANT_SIZES[_Q8][0]:
-            kind = gguf.GGMLQuantizationType.F16  # a row is no whole number of blocks
-        stored = gguf.quants.quantize(weight.contiguous().numpy(), kind)
-        writer.add_tensor(tensor_name, stored, raw_dtype=kind)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    # closing writes what is left
+    with contextlib.closing(gguf.GGUFWriter(folder / FILE, plain.model_type)) as writer:
+        _write_metadata(writer, plain, file_type)
+        _write_tokenizer(writer, plain, tokenizer)
+        for tensor_name, weight in _tensors(plain, model):
+            # llama.cpp reads biases, norms and positions only in float32.
+            small = weight.ndim == 1 or tensor_name == "position_embd.weight"
+            kind = _F32 if small else matrix_type
+            if kind is _Q8 and weight.shape[-1] % gguf.GGML_QUANT_SIZES[_Q8][0]:
+                kind = gguf.GGMLQuantizationType.F16  # a row is no whole number of blocks
+            stored = gguf.quants.quantize(weight.contiguous().numpy(), kind)
+            writer.add_tensor(tensor_name, stored, raw_dtype=kind)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
     plain.save_pretrained(folder)
+    write_generation_config(folder, model.generation_config)
     save_tokenizer(tokenizer, folder)
     (folder / MODELFILE).write_text(_modelfile(plain, tokenizer), encoding="utf-8")
 

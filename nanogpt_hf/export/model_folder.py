@@ -3,20 +3,24 @@ atomically.
 """
 
 import contextlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from torch import Tensor
+from transformers import GenerationConfig
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.data.prepared import PreparedData
 from nanogpt_hf.data.tokenizer import save_tokenizer
-from nanogpt_hf.errors import DivergedError, RunFolderError, UserError
+from nanogpt_hf.errors import DivergedError, RunFolderError, UserError, one_line
 from nanogpt_hf.export.card import model_card
 from nanogpt_hf.model.architecture import architecture_of
-from nanogpt_hf.place import filled_folder, is_vacant, replaced_folder
+from nanogpt_hf.place import filled_folder, is_vacant, partial_of, replaced_folder
 from nanogpt_hf.runs.state import TrainState
 
 
@@ -28,6 +32,7 @@ def save_trained(
     data: PreparedData,
     state: TrainState,
     machine: str,
+    generation: GenerationConfig | None,
 ) -> None:
     """Write the trained `weights` (our names), replacing `folder` atomically.
 
@@ -45,8 +50,9 @@ def save_trained(
 
             place = partial if is_adapter else partial / "adapter"
             save_adapter(place, model_config, lora, config.finetune, weights)
+            write_generation_config(place, generation)
             weights = {} if is_adapter else merged_weights(weights, lora)
-        write_model_folder(partial, model_config, weights, data.tokenizer, card)
+        write_model_folder(partial, model_config, weights, data.tokenizer, card, generation)
 
 
 def write_model_folder(
@@ -55,12 +61,15 @@ def write_model_folder(
     weights: dict[str, Tensor],
     tokenizer: transformers.PreTrainedTokenizerBase | None,
     card: str | None = None,
+    generation: GenerationConfig | None = None,
 ) -> None:
-    """Write `weights` (our names, dtype unchanged) as plain GPT-2 into `folder`, with tokenizer
-    and card if given; of an adapter, which has no weights of its own here, those alone.
+    """Write `weights` (our names, dtype unchanged) as plain GPT-2 into `folder`, with tokenizer,
+    card and generation config if given; of an adapter, which has no weights of its own here, those
+    alone. Without a generation config it is that of `config`.
     """
     if weights:
         architecture_of(config).write_model(folder, config, weights)
+    write_generation_config(folder, generation)
     if tokenizer is not None:
         tokenizer.model_max_length = config.max_position_embeddings
         save_tokenizer(tokenizer, folder)
@@ -68,18 +77,73 @@ def write_model_folder(
         (folder / "README.md").write_text(card, encoding="utf-8")
 
 
+def write_generation_config(folder: Path, generation: GenerationConfig | None) -> None:
+    """Write generation_config.json with all fields, also those that transformers' own
+    `save_pretrained` would refuse, such as a temperature without do_sample.
+    """
+    if generation is not None:
+        text = generation.to_json_string()
+        (folder / GENERATION_CONFIG_NAME).write_text(text, encoding="utf-8")
+
+
 @contextlib.contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
     """Yield a hidden folder that becomes `out` when the block succeeds, and is removed when it
-    fails.
+    fails, with the parents that were made for it.
 
-    An `out` that exists and is empty gets the content. Raises RunFolderError if it is not empty.
+    An `out` that exists and is empty gets the content. Raises RunFolderError if it is not empty,
+    or cannot be written.
     """
-    out = out.resolve()  # no folder can be renamed over a link
+    name, out = out, out.resolve()  # no folder can be renamed over a link
     if not is_vacant(out):
         raise RunFolderError(f"{out}: exists already; choose another OUT, or remove it first")
-    with filled_folder(out) as partial:
-        yield partial
+    new_parents = [folder for folder in out.parents if not folder.exists()]
+    try:
+        with filled_folder(out) as partial:
+            try:
+                yield partial
+            except (OSError, SafetensorError) as error:
+                if _is_of(out, error):
+                    reason = _write_error(error, partial)
+                    raise RunFolderError(f"{name}: cannot be written: {reason}") from error
+                raise
+    except OSError as error:
+        if _is_of(out, error):
+            reason = error.strerror or one_line(error)
+            raise RunFolderError(f"{name}: cannot be written: {reason}") from error
+        raise
+    finally:
+        # the first one that is not empty ends this: the block succeeded
+        with contextlib.suppress(OSError):
+            for folder in new_parents:
+                folder.rmdir()
+
+
+def _is_of(out: Path, error: OSError | SafetensorError) -> bool:
+    """Whether an error while `out` is written may be of its files: it names no other file, such as
+    one that is read.
+    """
+    path = getattr(error, "filename", None)
+    if not isinstance(path, str | bytes):
+        return True
+    found = Path(os.fsdecode(path)).resolve()
+    return found.is_relative_to(partial_of(out)) or out.is_relative_to(found)
+
+
+def _write_error(error: OSError | SafetensorError, partial: Path) -> str:
+    """Why a file in `partial` could not be written. NumPy and safetensors do not say it: then a
+    write of our own finds the reason.
+    """
+    if reason := getattr(error, "strerror", None):
+        return reason
+    try:
+        with (partial / ".probe").open("wb", buffering=0) as probe:
+            size = 2**20
+            while size:
+                size -= probe.write(bytes(size))
+    except OSError as found:
+        return found.strerror or one_line(found)
+    return one_line(error)
 
 
 def fixed_input(config: transformers.PreTrainedConfig) -> Tensor:
@@ -131,7 +195,8 @@ def export_gpt2(
     """
     original = logits_of(model)
     weights = cast_weights(model, dtype)
-    write_model_folder(folder, model.config, weights, tokenizer, card)
+    generation = model.generation_config
+    write_model_folder(folder, model.config, weights, tokenizer, card, generation)
     opened = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, trust_remote_code=False
     )

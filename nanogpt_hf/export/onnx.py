@@ -14,7 +14,12 @@ import transformers
 
 from nanogpt_hf.data.tokenizer import save_tokenizer
 from nanogpt_hf.errors import UserError, one_line
-from nanogpt_hf.export.model_folder import fixed_input, logits_of, max_difference
+from nanogpt_hf.export.model_folder import (
+    fixed_input,
+    logits_of,
+    max_difference,
+    write_generation_config,
+)
 from nanogpt_hf.model.architecture import architecture_of
 from nanogpt_hf.model.experts import experts_of
 
@@ -73,6 +78,7 @@ def export_onnx(
     finally:
         registration.setLevel(level)
     architecture_of(config).standard_config(config).save_pretrained(folder)
+    write_generation_config(folder, model.generation_config)
     save_tokenizer(tokenizer, folder)
 
     session = onnxruntime.InferenceSession(folder / FILE, providers=["CPUExecutionProvider"])

@@ -8,6 +8,7 @@ import pickle
 import re
 import shlex
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -129,10 +130,14 @@ def _reason(error: Exception) -> str:
 
 
 def start_model(
-    config: Config, vocab_size: int, end_of_text_id: int | None, step: int = 0
+    config: Config,
+    vocab_size: int,
+    end_of_text_id: int | None,
+    step: int = 0,
+    learned: Sequence[int] | None = None,
 ) -> PreTrainedModel:
     """The model that a run starts with: initial weights, or `finetune.model` with what is frozen at
-    `step`.
+    `step`. If the tokenizer has more tokens than that model's, `learned` are the ids of its own.
 
     Raises UserError if that cannot be loaded, or does not fit the recipe or a tokenizer of
     `vocab_size` tokens.
@@ -153,8 +158,8 @@ def start_model(
             )
         model = load_model(finetune.model, finetune.revision, **options)
         # training/finetuning.py has checked that all its own tokens stay
-        if vocab_size > model.config.vocab_size:
-            extend_vocabulary(model, vocab_size)
+        if learned is not None or vocab_size > model.config.vocab_size:
+            extend_vocabulary(model, vocab_size, learned)
         _prepare_for_finetuning(model, config, step)
     if idle := _freeze_idle(model):
         logger.info(f"frozen, since the loss gives no gradient: {', '.join(idle)}")
@@ -220,19 +225,34 @@ def check_balance(config: Config, model_config: PreTrainedConfig) -> None:
         )
 
 
-def extend_vocabulary(model: PreTrainedModel, tokens: int) -> None:
-    """Add rows to embedding and head until there are `tokens`; a new row is the mean of the
-    others.
+def extend_vocabulary(
+    model: PreTrainedModel, tokens: int, learned: Sequence[int] | None = None
+) -> None:
+    """Give embedding and head rows for `tokens` tokens; a new one starts as the mean of the
+    `learned`, by id, by default of all rows that there are. Rows that only pad the vocabulary of
+    the old tokens are new ones, too.
     """
     embedding: Any = model.get_input_embeddings()
     head: Any = model.get_output_embeddings()
+    rows = len(embedding.weight)
+    old = torch.tensor(sorted(learned) if learned is not None else range(rows))
+    old = old[old < rows]
+    new = torch.ones(tokens, dtype=torch.bool)
+    new[old[old < tokens]] = False
+    parameters = {"embedding": embedding.weight, "head": head.weight, "bias": head.bias}
     tied = head.weight is embedding.weight
-    for layer in (embedding, head):
-        weight = layer.weight.detach()
-        new = weight.mean(0, keepdim=True).expand(tokens - len(weight), -1)
-        layer.weight = nn.Parameter(torch.cat([weight, new]))
-    if tied:
-        head.weight = embedding.weight
+    for name, parameter in parameters.items():
+        if parameter is None or (name == "head" and tied):
+            continue
+        values = parameter.detach()
+        added = values.new_empty(max(0, tokens - rows), *values.shape[1:])
+        values = torch.cat([values, added])
+        values[: len(new)][new] = parameter.detach()[old].mean(0)
+        parameters[name] = nn.Parameter(values, requires_grad=parameter.requires_grad)
+    embedding.weight, head.bias = parameters["embedding"], parameters["bias"]
+    head.weight = embedding.weight if tied else parameters["head"]
+    if tokens <= rows:
+        return
     embedding.num_embeddings = head.out_features = model.config.vocab_size = tokens
     if hasattr(model, "vocab_size"):  # transformers' models keep a copy
         model.vocab_size = tokens

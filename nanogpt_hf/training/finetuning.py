@@ -21,7 +21,7 @@ _LONGEST_DEFAULT = 1024
 _TEXTS = (".txt", ".md", ".json", ".jsonl", ".parquet", ".csv")
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 
 def finetune_config(
@@ -142,13 +142,13 @@ def check_tokenizer(config: Config, base: "PreTrainedConfig") -> str:
     It is that of the model to start from, whose configuration is `base`, or has more tokens
     after the same ones: then `base` gets their number. Raises UserError for any other tokenizer.
     """
-    from nanogpt_hf.data.tokenizer import build_tokenizer, load_tokenizer, vocabulary_hash
+    from nanogpt_hf.data.tokenizer import build_tokenizer, vocabulary_hash
 
     start, name = config.finetune.model, config.data.tokenizer
     assert start is not None  # a finetune recipe has it
     own = None
     try:
-        own = load_tokenizer(start) if start not in GPT2_NAMES else build_tokenizer("gpt2", ()).hf
+        own = _own_tokenizer(start)
     except DataError:
         if name == start:
             raise UserError(
@@ -176,3 +176,24 @@ def check_tokenizer(config: Config, base: "PreTrainedConfig") -> str:
         check_settings(recipe_settings(config) | settings)
     base.vocab_size = max(base.vocab_size, len(given))
     return vocabulary_hash(given)
+
+
+def _own_tokenizer(start: str) -> "PreTrainedTokenizerBase":
+    """The tokenizer of a model to start from. Raises DataError if it has none beside it."""
+    from nanogpt_hf.data.tokenizer import build_tokenizer, load_tokenizer
+
+    return load_tokenizer(start) if start not in GPT2_NAMES else build_tokenizer("gpt2", ()).hf
+
+
+def learned_ids(config: Config, tokenizer: "PreTrainedTokenizerBase") -> list[int] | None:
+    """The ids of the tokens that the model to start from has learned, if `tokenizer`, which
+    check_tokenizer has accepted, has others as well; else None.
+    """
+    start = config.finetune.model
+    if start is None or start == config.data.tokenizer:
+        return None
+    try:
+        own = _own_tokenizer(start)
+    except DataError:
+        return None
+    return sorted(own.get_vocab().values()) if len(tokenizer) > len(own) else None

@@ -171,7 +171,16 @@ def save_model(run: Run, path: Path) -> None:
     if run.mesh.is_main:
         machine = describe_machine(run.accelerator)
         try:
-            save_trained(path, run.config, run.model_config, weights, run.data, run.state, machine)
+            save_trained(
+                path,
+                run.config,
+                run.model_config,
+                weights,
+                run.data,
+                run.state,
+                machine,
+                run.generation_config,
+            )
         except (OSError, SafetensorError) as error:
             raise RunFolderError(f"{path}: the model cannot be written: {error}") from None
     run.accelerator.wait_for_everyone()

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.data.batches import Batches
@@ -17,6 +17,7 @@ from nanogpt_hf.model.architecture import Architecture, Metrics, Objective, arch
 from nanogpt_hf.model.build import extend_vocabulary, load_model
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.state import MeasuredLoss, TrainState
+from nanogpt_hf.training.finetuning import learned_ids
 
 
 @dataclass
@@ -33,6 +34,7 @@ class Run:
     batches: Batches
     objective: Objective
     state: TrainState
+    generation_config: GenerationConfig | None = None  # of the model, to write beside it
     saved: TrainState | None = None  # the state in the newest checkpoint
     start_model: PreTrainedModel | None = None  # for methods that compare with it
     run_folder: RunFolder | None = None  # bench and doctor have none
@@ -78,7 +80,8 @@ def start_model_of(run: Run) -> PreTrainedModel:
         model = load_model(finetune.model, finetune.revision)
         positions = run.config.model.n_positions
         architecture_of(model).resize_positions(model, positions, finetune.rope_theta)
-        if run.data.vocab_size > model.config.vocab_size:
-            extend_vocabulary(model, run.data.vocab_size)
+        learned, tokens = learned_ids(run.config, run.data.tokenizer), run.data.vocab_size
+        if learned is not None or tokens > model.config.vocab_size:
+            extend_vocabulary(model, tokens, learned)
         run.start_model = model.to(run.accelerator.device).requires_grad_(False)
     return run.start_model

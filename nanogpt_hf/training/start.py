@@ -60,6 +60,7 @@ from nanogpt_hf.optim.optimizer import build_optimizer
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.provenance import continue_on
 from nanogpt_hf.runs.state import TrainState, run_identity
+from nanogpt_hf.training.finetuning import learned_ids
 from nanogpt_hf.training.methods import method_of
 from nanogpt_hf.training.micro_batch import (
     build_batches,
@@ -279,7 +280,8 @@ def build_unchecked(
         blocks = load_prepared(config)
         data = dataclasses.replace(data, train=blocks.train, validation=blocks.validation)
         accelerator.gradient_accumulation_steps = accumulation_steps(config, mesh.dp_size)
-    model = start_model(config, data.vocab_size, data.end_of_text_id, step)
+    learned = learned_ids(config, data.tokenizer)
+    model = start_model(config, data.vocab_size, data.end_of_text_id, step, learned)
     if model.device.type != "meta" and not config.lora.quantize:
         check_causal(model, packs=packs(config))
     if accelerator.device.type == "cpu" and accelerator.mixed_precision == "bf16":
@@ -316,6 +318,7 @@ def build_unchecked(
         mesh=mesh,
         model=prepared,
         model_config=model.config,
+        generation_config=model.generation_config,
         optimizer=optimizer,
         data=data,
         batches=build_batches(
@@ -333,8 +336,8 @@ def build_unchecked(
 
 
 def _record_end_ids(model: PreTrainedModel, end_of_turn_id: int | None) -> None:
-    """Put every token that ends a text into the config, which is saved: that of chat models has
-    not all of them.
+    """Put every token that ends a text into the config and the generation config, which are
+    saved: those of chat models have not all of them.
     """
     own = model.config.eos_token_id
     first = own if isinstance(own, list) else [own]
@@ -342,6 +345,8 @@ def _record_end_ids(model: PreTrainedModel, end_of_turn_id: int | None) -> None:
     ends = [end for end in found if end is not None]
     if ends:
         model.config.eos_token_id = ends[0] if len(ends) == 1 else ends
+        if model.generation_config is not None:
+            model.generation_config.eos_token_id = model.config.eos_token_id
 
 
 def keep_freed_memory() -> None:

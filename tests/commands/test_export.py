@@ -1,5 +1,6 @@
 """The `export` command; the folders open without this package."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -102,3 +103,26 @@ def test_export_onnx(capsys, model, refused):
     lines = export(capsys, "--format onnx")
     assert lines[1].startswith("  opened again with onnxruntime: ")
     assert last_number(lines[1]) < 1e-4
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "gguf", "onnx"])
+def test_export_to_a_full_disk_is_one_line_and_leaves_nothing(
+    model, volume, capsys, kind, monkeypatch
+):
+    for package in {"gguf": ["gguf"], "onnx": ["onnx", "onnxscript", "onnxruntime"]}.get(kind, []):
+        pytest.importorskip(package, reason=f"the package {package} is not installed")
+    usage = os.statvfs(volume)
+    (volume / "ballast").write_bytes(bytes(usage.f_bavail * usage.f_frsize - 9000))
+    assert main(argv("export model {} --format {}", volume / "new" / "out", kind)) == 2
+    _, err = capsys.readouterr()
+    assert err == f"{volume}/new/out: cannot be written: No space left on device\n"
+    assert [path.name for path in volume.iterdir()] == ["ballast"]
+
+
+def test_failed_export_leaves_no_new_parent(model, tmp_path, refused):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "kept").mkdir()
+    for folder in ("./nothing", "./file"):
+        for out in ("new/a/b", "kept/a/b", "file/a"):
+            refused("export", folder, out)
+    assert "file/a: cannot be written: Not a directory" in refused("export", "model", "file/a")

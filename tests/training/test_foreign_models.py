@@ -1,6 +1,8 @@
 """Fine-tune a model that plain transformers trained, and go back to plain transformers."""
 
 import json
+import os
+import shutil
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from tokenizers import processors
 from arguments import argv
 from nanogpt_hf.commands import main
 from nanogpt_hf.data.tokenizer import train_bpe_tokenizer
+from nanogpt_hf.model.build import load_model
 
 START, END, TURN = "<|begin|>", "<|endoftext|>", "<|eot|>"
 pytestmark = pytest.mark.long
@@ -111,6 +114,51 @@ def test_chat_finetuning_keeps_the_template_and_records_the_end_of_a_turn(
     assert json.loads((final / "generation_config.json").read_text())["eos_token_id"] == ends
 
 
+# do_sample false makes transformers refuse to save the temperature
+GENERATION = {
+    "bos_token_id": 1,
+    "do_sample": False,
+    "eos_token_id": [7, 5],
+    "field_of_a_server": {"a": [1, None]},
+    "max_length": 40,
+    "repetition_penalty": 1.05,
+    "temperature": 0.6,
+    "top_k": 20,
+    "top_p": 0.9,
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft reads it
+@pytest.mark.parametrize(
+    ("options", "places"),
+    [
+        ("", ["best", "final"]),
+        ("--lora 2", ["best", "final"]),
+        ("--lora 2 --lora.merge true", ["best", "final", "best/adapter", "final/adapter"]),
+    ],
+)
+def test_generation_config_keeps_all_fields(
+    base, finetune, chat_file, tmp_path, monkeypatch, options, places
+):
+    start = shutil.copytree(base, tmp_path / "start")
+    (start / "generation_config.json").write_text(json.dumps(GENERATION))
+    umask = os.umask(0o027)
+    try:
+        chat = argv("--data.format chat --data.block_size 64")
+        finetune("--from", str(start), *chat, *argv(options), data=chat_file)
+        assert main(argv("export run out")) == 0
+    finally:
+        os.umask(umask)
+    hf = transformers.AutoTokenizer.from_pretrained(base)
+    ends = {*GENERATION["eos_token_id"], hf.eos_token_id, hf.convert_tokens_to_ids(TURN)}
+    for folder in (*(tmp_path / "run" / place for place in places), tmp_path / "out"):
+        found = json.loads((folder / "generation_config.json").read_text())
+        assert set(found.pop("eos_token_id")) == ends
+        del found["transformers_version"]
+        assert found == {name: GENERATION[name] for name in GENERATION if name != "eos_token_id"}
+        assert {path.stat().st_mode & 0o777 for path in folder.glob("*.*")} == {0o640}
+
+
 def test_new_tokens_get_the_mean_of_the_others_and_are_trained(base, finetune, tmp_path, capsys):
     hf = transformers.AutoTokenizer.from_pretrained(base)
     before = len(hf)
@@ -126,6 +174,47 @@ def test_new_tokens_get_the_mean_of_the_others_and_are_trained(base, finetune, t
     finetune(*more, "--lora", "2", "--overwrite", status=2)
     error = capsys.readouterr().err
     assert all(word in error for word in ("lora.rank 2", str(tmp_path / "more"), "3 new tokens"))
+
+
+@pytest.mark.parametrize(("kind", "added"), [("llama", 2), ("llama", 6), ("gptj", 6), ("qwen2", 6)])
+def test_new_tokens_in_rows_that_pad_the_vocabulary(
+    base, finetune, tmp_path, text_file, kind, added
+):
+    """Four rows have no token: new ones lie in them, and beyond; some heads have biases."""
+    hf = transformers.AutoTokenizer.from_pretrained(base)
+    count = len(hf)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes |= {"num_key_value_heads": 2, "intermediate_size": 48}
+    sizes |= {"vocab_size": count + 4, "bos_token_id": None, "eos_token_id": None}
+    sizes |= {"max_position_embeddings": 64, "tie_word_embeddings": kind == "qwen2"}
+    if kind == "gptj":
+        sizes["rotary_dim"] = 8
+    model = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(kind, **sizes)
+    )
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    model.save_pretrained(tmp_path / "padded")
+    hf.save_pretrained(tmp_path / "padded")
+    hf.add_special_tokens({"additional_special_tokens": [f"<|tool{n}|>" for n in range(added)]})
+    hf.save_pretrained(tmp_path / "more")
+    still = "--optim.learning_rate 0 --optim.min_learning_rate 0 --data.tokenizer"
+    final = finetune("--from", str(tmp_path / "padded"), *argv(still), str(tmp_path / "more"))
+    opened = load_model(str(final))
+    for layer, trained in (
+        (model.get_input_embeddings(), opened.get_input_embeddings()),
+        (model.get_output_embeddings(), opened.get_output_embeddings()),
+    ):
+        parameters = dict(trained.named_parameters())
+        for name, old in layer.named_parameters():
+            new = parameters[name].detach()
+            assert len(new) == max(count + 4, count + added)
+            torch.testing.assert_close(new[:count], old[:count])
+            mean = old[:count].mean(0)
+            torch.testing.assert_close(
+                new[count : count + added], mean.expand_as(new[count : count + added])
+            )
+            torch.testing.assert_close(new[count + added :], old[count + added :])
 
 
 def test_a_tokenizer_with_other_ids_is_refused(base, finetune, byte_tokenizer, capsys):
