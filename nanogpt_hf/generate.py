@@ -17,6 +17,7 @@ from transformers.generation.logits_process import (
 )
 
 from nanogpt_hf.data.chat_template import ChatFormat
+from nanogpt_hf.data.conversations import Conversation, Message, texts_of
 from nanogpt_hf.data.tokenizer import end_of_text_id_of, unknown_characters_named
 from nanogpt_hf.errors import DataError, DivergedError
 
@@ -131,19 +132,21 @@ def continue_text(
     return "".join(text.add(token) for (token,) in steps if token is not None) + text.end()
 
 
-def encode_messages(chat: ChatFormat, messages: list[dict[str, str]]) -> list[int]:
+def encode_messages(
+    chat: ChatFormat, messages: list[Message], tools: list[Any] | None = None
+) -> list[int]:
     """The prompt ids for the answer to the last of `messages`.
 
     Raises DataError if the chat template fails, or for a character that the tokenizer does not
     have.
     """
-    with unknown_characters_named(chat.hf, [message["content"] for message in messages]):
-        return chat.prompt_ids(messages)
+    with unknown_characters_named(chat.hf, list(texts_of(Conversation(messages, tools)))):
+        return chat.prompt_ids(messages, tools)
 
 
 def encode_chat(
-    chat: ChatFormat, messages: list[dict[str, str]], max_tokens: int
-) -> tuple[list[int], list[dict[str, str]]]:
+    chat: ChatFormat, messages: list[Message], max_tokens: int, tools: list[Any] | None = None
+) -> tuple[list[int], list[Message]]:
     """The prompt ids of `encode_messages`, and the messages that are in them.
 
     If they are more than `max_tokens`, as few of the oldest questions with their answers are
@@ -156,7 +159,7 @@ def encode_chat(
     others = others[max(len(messages) - max_tokens, 0) // 2 * 2 :] or others[-1:]
     while True:
         kept = system + others
-        ids = encode_messages(chat, kept)
+        ids = encode_messages(chat, kept, tools)
         if len(ids) <= max_tokens:
             return ids, kept
         if len(others) < 3:

@@ -5,31 +5,53 @@ template may be hostile or broken, and the text of a message must not become a t
 turn or starts another.
 """
 
+import contextlib
+import hashlib
+import itertools
 import json
 import re
+from collections.abc import Callable, Iterator
 from datetime import datetime
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from nanogpt_hf.data.conversations import Conversation
+from nanogpt_hf.data.conversations import Conversation, Message, answers_of, fields_of
 from nanogpt_hf.data.tokenizer import start_of_text_id_of
 from nanogpt_hf.errors import DataError, one_line
 from nanogpt_hf.time_limit import TimeUpError, time_limit
 
 _SECONDS = 10.0  # templates render in milliseconds
-_SHAPES = 1000  # sequences of roles whose special tokens are remembered
+_LONGEST_SHAPE = 5000  # characters
+_SHAPES = 1000  # of conversations whose special tokens and fields are remembered
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _TODAY = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 # The date that templates write: the one that Llama 3.1's has for programs without a clock.
 _DAY = datetime(2024, 7, 26)
-_PROBE: Conversation = [
+_PROBE: list[Message] = [
     {"role": "user", "content": "Why?"},
     {"role": "assistant", "content": "Because."},
     {"role": "user", "content": "How?"},
     {"role": "assistant", "content": "So."},
 ]
+_NAME = re.compile(r"Part\d+of")
+
+
+class _Part(NamedTuple):
+    """A field of a message, or an item of one that is a list."""
+
+    message: int  # its index; -1 for what is beside the messages
+    field: str
+    item: int | None = None
+
+    def __str__(self) -> str:
+        where = f"message {self.message + 1}: " if self.message >= 0 else ""
+        return f"{where}{self.field}" + ("" if self.item is None else f": item {self.item + 1}")
+
+
+# Yields (index of the last message, text) of the texts that a conversation becomes.
+_TextsOf = Callable[[Conversation, int], Iterator[tuple[int, str]]]
 
 
 class ChatExample(NamedTuple):
@@ -64,8 +86,8 @@ class ChatFormat:
         special = special_tokens(hf)
         text = (
             self._template
-            + self._render(_PROBE[:2])
-            + self._render(_PROBE[:1], add_generation_prompt=True)
+            + self._render(Conversation(_PROBE[:2]))
+            + self._render(Conversation(_PROBE[:1]), add_generation_prompt=True)
         )
         added = {str(token) for token in hf.added_tokens_decoder.values()}
         control = special | {
@@ -78,17 +100,20 @@ class ChatFormat:
         )
         if hf.unk_token_id not in (hf.bos_token_id, hf.eos_token_id):
             self._special_ids.discard(hf.unk_token_id)  # any text may have unknown characters
-        self._expected = lru_cache(_SHAPES)(self._special_of)  # a server's clients choose the roles
+        self._remembered = lru_cache(_SHAPES)(self._special_of)
+        self._checked = set[bytes]()
 
-    def prompt_ids(self, messages: Conversation) -> list[int]:
+    def prompt_ids(self, messages: list[Message], tools: list[Any] | None = None) -> list[int]:
         """Ids of the prompt for the answer to the last of `messages`.
 
-        Raises DataError if the template fails or takes 10 seconds, and for text that would become a
-        special token.
+        Raises DataError if the template fails or takes 10 seconds, for text that would become a
+        special token, and for a field that the template does not write.
         """
-        text = self._render(self._harmless(messages), add_generation_prompt=True)
-        (ids,) = self._tokens([text])
-        self._check_special(ids, messages, add_generation_prompt=True)
+        asked = Conversation(messages, tools)
+        self._check_fields(asked, self._prompt_texts)
+        asked = self._harmless(asked)
+        (ids,) = self._tokens([self._render(asked, add_generation_prompt=True)])
+        self._check_special(ids, asked, add_generation_prompt=True)
         return ids
 
     def examples(self, conversations: list[Conversation]) -> list[ChatExample]:
@@ -98,31 +123,45 @@ class ChatFormat:
         for each answer and the conversation up to this answer must be prefixes of the whole
         conversation as tokens. If the template rewrites earlier turns, there is an example for
         each answer, in which only that answer counts. Raises DataError if the tokens of an answer
-        are not certain.
+        are not certain, or a field with content changes none of the tokens.
         """
-        conversations = [self._harmless(conversation) for conversation in conversations]
-        if self.is_marked:
-            return self._examples_by_marks(conversations)
+        found = list(map(self._harmless, conversations))
+        by_marks = self._by_marks(found) if self.is_marked else itertools.repeat(None)
         examples = []
-        for number, conversation in enumerate(conversations):
+        for number, (conversation, tokens) in enumerate(zip(found, by_marks, strict=False)):
             try:
-                examples += [
-                    example._replace(conversation=number)
-                    for example in self._examples_by_prefixes(conversation)
-                ]
+                self._check_fields(conversations[number], self._example_texts)
+                own = (
+                    [self._marked(conversation, *tokens)]
+                    if tokens
+                    else self._examples_by_prefixes(conversation)
+                )
             except DataError as error:
-                raise DataError(
-                    f"the conversation that starts {conversation[0]['content']!r:.40}: {error}"
-                ) from None
+                start = conversations[number].messages[0]["content"]
+                raise DataError(f"the conversation that starts {start!r:.40}: {error}") from None
+            examples += [example._replace(conversation=number) for example in own]
         return examples
+
+    def check_turns(self) -> None:
+        """Raises DataError unless each answer of two has its text and a token that ends it."""
+        answers, wanted = [], [_PROBE[n]["content"] for n in answers_of(_PROBE)]
+        for example in self.examples([Conversation(_PROBE)]):
+            ids = example.input_ids
+            answers += [ids[start:stop] for start, stop in _runs(example.assistant_mask)]
+        for number, (answer, text) in enumerate(zip(answers, wanted, strict=True), 1):
+            if text not in self._decoded(answer) or not self._control_ids.intersection(answer):
+                raise DataError(
+                    f"its chat template does not mark the end of answer {number} of {len(wanted)}, "
+                    "so a model would not learn to end one; mark it inside {% generation %}"
+                )
 
     def end_of_turn_id(self) -> int:
         """The token that ends an answer. Raises DataError if it is not certain."""
-        example = self.examples([_PROBE[:2]])[0]
+        example = self.examples([Conversation(_PROBE[:2])])[0]
         answer = [
             i for i, counts in zip(example.input_ids, example.assistant_mask, strict=True) if counts
         ]
-        text = str(self.hf.decode(answer))
+        text = self._decoded(answer)
         ends = [token for token in answer if token in self._control_ids]
         if "Because." not in text or "Why?" in text or not ends:
             raise DataError(
@@ -131,24 +170,106 @@ class ChatFormat:
             )
         return ends[-1]
 
-    def _harmless(self, messages: Conversation) -> Conversation:
-        """The messages without control tokens in their text."""
+    def _harmless(self, conversation: Conversation) -> Conversation:
+        """The conversation without control tokens in its text."""
 
-        def broken(message: dict[str, str]) -> str:
-            tokens = self._special if message["role"] == "assistant" else self._control
-            return tokens.sub(lambda token: f"{token[0][:1]} {token[0][1:]}", message["content"])
+        def broken(value: Any, tokens: re.Pattern[str]) -> Any:
+            return _with_texts(
+                value,
+                lambda text: tokens.sub(lambda token: f"{token[0][:1]} {token[0][1:]}", text),
+            )
 
-        return [message | {"content": broken(message)} for message in messages]
+        messages = [
+            broken(message, self._special if message["role"] == "assistant" else self._control)
+            for message in conversation.messages
+        ]
+        tools = broken(conversation.tools, self._control)
+        return conversation._replace(messages=messages, tools=tools)
 
-    def _render(self, messages: Conversation, add_generation_prompt: bool = False) -> str:
-        """The text of `messages`.
+    def _check_fields(self, conversation: Conversation, texts_of: _TextsOf) -> None:
+        """Raises DataError for a field with content that changes nothing in the texts.
+
+        Messages of the same roles and fields are checked once: templates choose by these what
+        they write.
+        """
+        parts = list(_parts(conversation))
+        shape = (
+            texts_of.__name__,
+            [message["role"] for message in conversation.messages],
+            parts,
+            sorted(conversation.unlearned),
+        )
+        digest = hashlib.sha256(repr(shape).encode()).digest()
+        if digest in self._checked:
+            return
+        last = len(conversation.messages)
+        if texts_of == self._example_texts:  # what follows the last learned answer does not matter
+            last = _learned(conversation)[-1]
+        written = self._found(conversation, parts, texts_of)
+        texts = dict(texts_of(conversation, 0))
+        for part in parts:
+            if part in written or part.message > last:
+                continue
+            others = texts_of(_without(conversation, part), part.message)
+            with contextlib.suppress(DataError):  # a template that fails asks for the field
+                if all(text == texts[end] for end, text in others):
+                    break
+        else:
+            if len(self._checked) < _SHAPES:  # a server's clients choose the fields
+                self._checked.add(digest)
+            return
+        raise DataError(
+            f"{part}: the model's chat template does not write it, so it would be lost; leave it "
+            "out, or choose another model"
+        )
+
+    def _found(
+        self, conversation: Conversation, parts: list[_Part], texts_of: _TextsOf
+    ) -> set[_Part]:
+        """The parts of a conversation that are found in the texts if each is a name of its own.
+
+        One rendering finds what almost all templates write.
+        """
+        names = {part: f"Part{number}of" for number, part in enumerate(parts)}
+        for part, name in names.items():
+            conversation = _with_name(conversation, part, name)
+        try:
+            text = "".join(text for _, text in texts_of(conversation, 0))
+        except DataError:
+            return set()
+        found = set(_NAME.findall(text))
+        return {part for part, name in names.items() if name in found}
+
+    def _prompt_texts(self, conversation: Conversation, _: int) -> Iterator[tuple[int, str]]:
+        yield len(conversation.messages) - 1, self._render(conversation, add_generation_prompt=True)
+
+    def _example_texts(self, conversation: Conversation, first: int) -> Iterator[tuple[int, str]]:
+        """The texts of which the examples of a conversation are tokens, each with the index of its
+        last message, if that is not before `first`.
+        """
+        if self.is_marked:
+            yield len(conversation.messages) - 1, self._render(conversation)
+            return
+        for number in _learned(conversation):
+            if number >= first:
+                yield number, self._render(_until(conversation, number))
+
+    def _render(self, conversation: Conversation, add_generation_prompt: bool = False) -> str:
+        """The text of a conversation.
 
         transformers renders templates in Jinja's sandbox, which protects the system, but does
         not stop endless loops.
         """
         try:
             with time_limit(_SECONDS):
-                return str(self._apply(messages, add_generation_prompt, tokenize=False))
+                return str(
+                    self._apply(
+                        conversation.messages,
+                        add_generation_prompt,
+                        tools=conversation.tools,
+                        tokenize=False,
+                    )
+                )
         except TimeUpError:
             raise DataError(
                 f"the model's chat template takes more than {_SECONDS:g} seconds; choose "
@@ -172,61 +293,89 @@ class ChatFormat:
     def _tokens(self, texts: list[str]) -> list[list[int]]:
         return self.hf(texts, add_special_tokens=False, verbose=False)["input_ids"]
 
-    def _special_of(self, roles: tuple[str, ...], add_generation_prompt: bool) -> list[int]:
-        """The special tokens of messages with these roles."""
-        messages = [{"role": role, "content": "x"} for role in roles]
-        (ids,) = self._tokens([self._render(messages, add_generation_prompt)])
+    def _expected(self, shape: str, add_generation_prompt: bool) -> list[int]:
+        # a server's clients choose the fields
+        special_of = self._remembered if len(shape) < _LONGEST_SHAPE else self._special_of
+        return special_of(shape, add_generation_prompt)
+
+    def _special_of(self, shape: str, add_generation_prompt: bool) -> list[int]:
+        """The special tokens of a conversation of this shape, as `_shape_of` writes it."""
+        (ids,) = self._tokens(
+            [self._render(Conversation(*json.loads(shape)), add_generation_prompt)]
+        )
         return [i for i in ids if i in self._special_ids]
 
     def _check_special(
-        self, ids: list[int], messages: Conversation, add_generation_prompt: bool = False
+        self, ids: list[int], conversation: Conversation, add_generation_prompt: bool = False
     ) -> None:
-        """Raises DataError unless `ids` have the special tokens of the same roles with other
-        text.
+        """Raises DataError unless `ids` have the special tokens of the same roles and fields with
+        other text.
         """
-        roles = tuple(message["role"] for message in messages)
         if [i for i in ids if i in self._special_ids] != self._expected(
-            roles, add_generation_prompt
+            _shape_of(conversation), add_generation_prompt
         ):
             raise DataError(
                 "its text changes the special tokens of the conversation; leave out what becomes "
                 "one of them"
             )
 
-    def _examples_by_marks(self, conversations: list[Conversation]) -> list[ChatExample]:
-        out = self._apply(
-            conversations,
-            return_dict=True,
-            return_assistant_tokens_mask=True,
-            tokenizer_kwargs={"verbose": False},
-        )
-        examples = []
-        for number, conversation in enumerate(conversations):
-            ids, mask = out["input_ids"][number], out["assistant_masks"][number]
-            self._check_special(ids, conversation)
-            examples.append(ChatExample(ids, mask, _answer_bytes(conversation), number))
-        return examples
+    def _decoded(self, ids: list[int]) -> str:
+        return str(self.hf.decode(ids))
+
+    def _by_marks(self, conversations: list[Conversation]) -> Iterator[tuple[list[int], list[int]]]:
+        """The ids and the mask of each conversation, by the template's marks."""
+        for tools, group in itertools.groupby(conversations, lambda found: found.tools):
+            out = self._apply(
+                [conversation.messages for conversation in group],
+                tools=tools,
+                return_dict=True,
+                return_assistant_tokens_mask=True,
+                tokenizer_kwargs={"verbose": False},
+            )
+            yield from zip(out["input_ids"], out["assistant_masks"], strict=True)
+
+    def _marked(self, conversation: Conversation, ids: list[int], mask: list[int]) -> ChatExample:
+        """The example of a conversation from its ids and the mask of all its answers."""
+        self._check_special(ids, conversation)
+        answers, runs = answers_of(conversation.messages), list(_runs(mask))
+        if len(runs) != len(answers):
+            raise DataError(
+                f"the marks of the chat template enclose {len(runs)} parts, and there are "
+                f"{len(answers)} answers; mark each answer, its calls of tools and its end as one "
+                "part by {% generation %}"
+            )
+        for number, (start, stop) in zip(answers, runs, strict=True):
+            if not self._control_ids.intersection(ids[start:stop]):
+                raise DataError(
+                    f"message {number + 1}: the marks of the chat template do not enclose the end "
+                    "of the answer; mark it inside {% generation %}"
+                )
+            if number in conversation.unlearned:
+                mask[start:stop] = [0] * (stop - start)
+        return ChatExample(ids, mask, _answer_bytes(conversation))
 
     def _examples_by_prefixes(self, conversation: Conversation) -> list[ChatExample]:
-        turns = [
-            number for number, message in enumerate(conversation) if message["role"] == "assistant"
-        ]
+        learned = _learned(conversation)
+        conversation = _until(conversation, learned[-1])
         pairs = [
             self._tokens(
                 [
-                    self._render(conversation[:number], add_generation_prompt=True),
-                    self._render(conversation[: number + 1]),
+                    self._render(_until(conversation, number - 1), add_generation_prompt=True),
+                    self._render(_until(conversation, number)),
                 ]
             )
-            for number in turns
+            for number in learned
         ]
         if example := self._masked(conversation, pairs):
             return [example]
         examples = []
-        for number, pair in zip(turns, pairs, strict=True):
-            example = self._masked(conversation[: number + 1], [pair])
+        for number, pair in zip(learned, pairs, strict=True):
+            alone = _until(conversation, number)._replace(
+                unlearned=frozenset(answers_of(conversation.messages)) - {number}
+            )
+            example = self._masked(alone, [pair])
             if example is None:
-                prompt = str(self.hf.decode(pair[0]))[-30:]
+                prompt = self._decoded(pair[0])[-30:]
                 raise DataError(
                     f"the chat template prompts for an answer with {prompt!r}, whose tokens "
                     "a conversation with that answer does not begin with; mark answers in the "
@@ -235,8 +384,10 @@ class ChatFormat:
             examples.append(example)
         return examples
 
-    def _masked(self, messages: Conversation, pairs: list[list[list[int]]]) -> ChatExample | None:
-        """The example of `messages` from the tokens before and after each answer.
+    def _masked(
+        self, conversation: Conversation, pairs: list[list[list[int]]]
+    ) -> ChatExample | None:
+        """The example of a conversation from the tokens before and after each learned answer.
 
         Each answer is what the second part of a pair adds to the first, without white space after
         the token that ends it. None if a part is not a prefix of the last one.
@@ -250,16 +401,14 @@ class ChatFormat:
             end = stop
             while end > start and whole[end - 1] not in self._control_ids:
                 end -= 1
-            if end - start < 2 or str(self.hf.decode(whole[end:stop])).strip():
+            if end - start < 2 or self._decoded(whole[end:stop]).strip():
                 raise DataError(
                     "the chat template ends an answer with no special token, so a model would not "
                     "learn to end one; choose a tokenizer whose template does"
                 )
             mask[start:end] = [1] * (end - start)
-        self._check_special(whole, messages)
-        return ChatExample(
-            whole, mask, _answer_bytes(messages[-1:] if len(pairs) == 1 else messages)
-        )
+        self._check_special(whole, conversation)
+        return ChatExample(whole, mask, _answer_bytes(conversation))
 
 
 def chat_of(hf: PreTrainedTokenizerBase) -> ChatFormat | None:
@@ -281,6 +430,7 @@ def chat_format(hf: PreTrainedTokenizerBase, name: str) -> ChatFormat:
     try:
         chat = ChatFormat(hf)
         chat.end_of_turn_id()
+        chat.check_turns()
     except DataError as error:
         raise DataError(f"data.tokenizer: {name}: {error}") from None
     return chat
@@ -330,9 +480,109 @@ def _any_of(tokens: set[str]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, _breakable(tokens))) or "(?!)")
 
 
-def _answer_bytes(messages: Conversation) -> int:
+def _answer_bytes(conversation: Conversation) -> int:
+    """The bytes of the learned answers; what is no text counts as JSON."""
     return sum(
-        len(message["content"].strip().encode())
-        for message in messages
-        if message["role"] == "assistant"
+        len((value if isinstance(value, str) else json.dumps(value)).strip().encode())
+        for number in _learned(conversation)
+        for field, value in conversation.messages[number].items()
+        if field != "role" and value is not None
     )
+
+
+def _runs(mask: list[int]) -> Iterator[tuple[int, int]]:
+    """The start and end of each run of ones."""
+    start = 0
+    for value, group in itertools.groupby(mask):
+        stop = start + len(list(group))
+        if value:
+            yield start, stop
+        start = stop
+
+
+def _until(conversation: Conversation, number: int) -> Conversation:
+    """A conversation up to a message."""
+    return conversation._replace(messages=conversation.messages[: number + 1])
+
+
+def _with_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """A value of JSON with its texts changed, also the names of fields."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        return {change(key): _with_texts(item, change) for key, item in value.items()}
+    return [_with_texts(item, change) for item in value] if isinstance(value, list) else value
+
+
+def _shape_of(conversation: Conversation) -> str:
+    """A conversation's messages and tools as JSON, with other text.
+
+    The text of a message is "x". Templates read other fields, such as the types of parameters:
+    those keep their letters and lose only what makes special tokens.
+    """
+    plain = lambda text: re.sub(r"[^\w\s.,:-]", "", text)  # noqa: E731
+    messages = [
+        _with_texts(message, plain)
+        | {"role": message["role"], "content": message["content"] and "x"}
+        for message in conversation.messages
+    ]
+    return json.dumps([messages, _with_texts(conversation.tools, plain)])
+
+
+def _learned(conversation: Conversation) -> list[int]:
+    """The indices of the answers that are trained on."""
+    answers = answers_of(conversation.messages)
+    return [number for number in answers if number not in conversation.unlearned]
+
+
+def _parts(conversation: Conversation) -> Iterator[_Part]:
+    """Every field that has to change the texts; of a list, each item."""
+    fields = list(fields_of(conversation.messages))
+    for number, field in [*fields, (-1, "tools")] if conversation.tools else fields:
+        value = _value(conversation, number, field)
+        if isinstance(value, list):
+            yield from (_Part(number, field, place) for place in range(len(value)))
+        else:
+            yield _Part(number, field)
+
+
+def _value(conversation: Conversation, number: int, field: str) -> Any:
+    return conversation.tools if number < 0 else conversation.messages[number][field]
+
+
+def _replaced(conversation: Conversation, part: _Part, value: Any) -> Conversation:
+    """The conversation with another value of a field; None leaves the field out."""
+    number, field, _ = part
+    if number < 0:
+        return conversation._replace(tools=value)
+    message = dict(conversation.messages[number])
+    if value is None:
+        del message[field]
+    else:
+        message[field] = value
+    messages = conversation.messages
+    return conversation._replace(messages=[*messages[:number], message, *messages[number + 1 :]])
+
+
+def _without(conversation: Conversation, part: _Part) -> Conversation:
+    """The conversation without a part; a message has other text instead."""
+    value = _value(conversation, part.message, part.field)
+    if part.field == "content":
+        return _replaced(conversation, part, "Yes." if value.strip() != "Yes." else "No.")
+    left = None
+    if part.item is not None:
+        left = [*value[: part.item], *value[part.item + 1 :]] or None
+    return _replaced(conversation, part, left)
+
+
+def _with_name(conversation: Conversation, part: _Part, name: str) -> Conversation:
+    """The conversation with a name in place of a part's text, or of the name of a function."""
+    value = _value(conversation, part.message, part.field)
+    item = value if part.item is None else value[part.item]
+    if isinstance(item, str):
+        item = name
+    elif isinstance(item, dict) and isinstance(item.get("function"), dict):
+        item = item | {"function": item["function"] | {"name": name}}
+    if part.item is not None:
+        item = [*value[: part.item], item, *value[part.item + 1 :]]
+    return _replaced(conversation, part, item)

@@ -20,6 +20,7 @@ from nanogpt_hf.config.schema import Config, DataSection
 from nanogpt_hf.config.seeds import derive_seed
 from nanogpt_hf.config.sources import is_mixture, sources_of
 from nanogpt_hf.cpu import allowed_cores
+from nanogpt_hf.data.conversations import Conversation, texts_of
 from nanogpt_hf.data.encode import Encode, Row, ShardWriter, Spool, encoded
 from nanogpt_hf.data.files import file_digest, file_state
 from nanogpt_hf.data.formats import FORMATS, Document, describe_token_files, local_files
@@ -163,8 +164,8 @@ def _texts(documents: Documents, held: np.ndarray | None, is_trained: bool) -> I
     elif documents.validation is not None and not is_trained:
         chosen = itertools.chain(chosen, documents.validation())
     for document in chosen:
-        if isinstance(document, list):
-            yield from (message["content"] for message in document)
+        if isinstance(document, Conversation):
+            yield from texts_of(document)
         else:
             yield document or ""
 

@@ -327,7 +327,8 @@ def arithmetic_conversations() -> Iterator[Conversation]:
     """Conversations of a question and its answer, of questions that are not held out."""
     for number in range(_CONVERSATIONS):
         question, answer = arithmetic_question(1, number, held_out=False)
-        yield [
+        exchange = [
             {"role": "user", "content": question},
             {"role": "assistant", "content": answer},
         ]
+        yield Conversation(exchange)

@@ -90,6 +90,8 @@ def unknown_characters_named(hf: PreTrainedTokenizerBase, texts: list[str]) -> I
     """Context for encoding `texts`: raise DataError that names the characters without a token."""
     try:
         yield
+    except DataError:  # has its reason already
+        raise
     except Exception:  # the Rust library raises plain Exception for an unknown character
         unknown = sorted(set().union(*texts) - hf.get_vocab().keys())
         if not unknown:

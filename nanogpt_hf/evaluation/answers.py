@@ -13,6 +13,7 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from nanogpt_hf.data.chat_template import ChatFormat, chat_of
+from nanogpt_hf.data.conversations import fields_of
 from nanogpt_hf.data.tokenizer import prompt_ids
 from nanogpt_hf.distributed.accelerator import is_sharded, sum_over_ranks
 from nanogpt_hf.distributed.mesh import Mesh
@@ -95,7 +96,12 @@ class AnswerSampler:
     def encode(self, question: Question) -> list[int]:
         """The prompt's token ids. Raises UserError if they have unknown characters."""
         if self.chat:
-            return encode_messages(self.chat, question.messages)
+            return encode_messages(self.chat, question.messages, question.tools)
+        if question.tools or len(list(fields_of(question.messages))) > len(question.messages):
+            raise UserError(
+                f"the question {question.prompt!r:.60} has tools or other fields, and the model "
+                "has no chat template that writes them"
+            )
         return prompt_ids(self.tokenizer, question.prompt)
 
     def fits(self, question: Question) -> bool:

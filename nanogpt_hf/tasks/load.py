@@ -15,7 +15,7 @@ from typing import Any
 from nanogpt_hf.config.schema import DataSection
 from nanogpt_hf.config.seeds import derive_seed
 from nanogpt_hf.config.sources import is_mixture
-from nanogpt_hf.data.conversations import Conversation
+from nanogpt_hf.data.conversations import Conversation, Message
 from nanogpt_hf.data.prepare import split_documents
 from nanogpt_hf.data.source import arithmetic_question, is_held_out, load_documents
 from nanogpt_hf.errors import DataError, UserError, did_you_mean, one_line
@@ -95,7 +95,7 @@ def load_task(
     return dataclasses.replace(task, score=score, revision=f"{task.revision}, {digest}")
 
 
-def _user(text: str) -> Conversation:
+def _user(text: str) -> list[Message]:
     return [{"role": "user", "content": text}]
 
 
@@ -132,7 +132,15 @@ def _from_source(name: str, data: DataSection, *, compare: bool, hold_out_all: b
 
 
 def _questions(name: str, conversations: list[Conversation], compare: bool) -> list[Question]:
-    questions = [Question(messages[:-1], messages[-1]["content"]) for messages in conversations]
+    questions = []
+    for messages, tools, unlearned in conversations:
+        *asked, answer = messages
+        if "tool_calls" in answer or len(asked) in unlearned:
+            raise DataError(
+                f"data.source: the answer to {asked[-1]['content']!r:.60} calls a tool, or is "
+                "marked not to be learned; a reward compares texts of right answers"
+            )
+        questions.append(Question(asked, answer["content"], tools=tools))
     for question in questions if compare else ():
         if problem := reference_problem(name, question.answer):
             raise DataError(

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nanogpt_hf.data.conversations import Conversation
+from nanogpt_hf.data.conversations import Message
 from nanogpt_hf.errors import UserError, did_you_mean
 from nanogpt_hf.tasks.answer_text import chosen_letter, final_number
 
@@ -20,13 +20,14 @@ PASSED = 1.0  # the reward of a right answer
 class Question:
     """A question and its reference answer; of `regex`, the pattern of right answers."""
 
-    messages: Conversation  # system, user and assistant; the user's is last
+    messages: list[Message]  # all before the answer
     answer: str
     entry: Any = None  # of reasoning-gym, which its score needs
+    tools: list[Any] | None = None
 
     @property
     def prompt(self) -> str:
-        """The user's last message."""
+        """The last message, the user's or that of a tool."""
         return self.messages[-1]["content"]
 
 

@@ -20,7 +20,15 @@ from nanogpt_hf.config.schema import Config
 from nanogpt_hf.config.sources import is_mixture
 from nanogpt_hf.data.blocks import Blocks
 from nanogpt_hf.data.chat_template import ChatFormat, chat_of
-from nanogpt_hf.data.conversations import Conversation, Labeled, Pair, labeled_of, pair_of
+from nanogpt_hf.data.conversations import (
+    Conversation,
+    Labeled,
+    Pair,
+    fields_of,
+    labeled_of,
+    pair_of,
+    texts_of,
+)
 from nanogpt_hf.data.prepare import split_documents
 from nanogpt_hf.data.prepared import PreparedData, in_memory
 from nanogpt_hf.data.source import load_documents
@@ -135,35 +143,38 @@ def _encode_pairs(pairs: list[Pair], encode: Encode, block_size: int) -> Pairs:
 
 def _encode_labeled(rows: list[Labeled], encode: Encode, block_size: int) -> LabeledAnswers:
     """The answers that fit. Only the mismatched pairs are cut."""
-    encoded = [(encode(messages), messages, label) for messages, label in rows]
+    encoded = [(encode(conversation), conversation, label) for conversation, label in rows]
     kept = [row for row in encoded if len(row[0][0]) <= block_size + 1]
     if len(kept) == 1:
         raise DataError("data.source: one answer alone has no mismatched pair; add rows")
     pairs = []
-    for row, (own, messages, _) in enumerate(kept):
-        ids, prompt = encode([*messages[:-1], kept[row - 1][1][-1]])
+    for row, (own, conversation, _) in enumerate(kept):
+        other = kept[row - 1][1].messages[-1]
+        mismatched = conversation._replace(messages=[*conversation.messages[:-1], other])
+        ids, prompt = encode(mismatched)
         pairs.append((own, (ids[: block_size + 1], prompt)))
     return LabeledAnswers(pairs, block_size, [label for *_, label in kept])
 
 
-def encode_answer(messages: Conversation, tokenizer: Any, chat: ChatFormat | None) -> Encoded:
+def encode_answer(conversation: Conversation, tokenizer: Any, chat: ChatFormat | None) -> Encoded:
     """The token ids of a conversation whose last answer is trained, and where that begins.
 
     Without a chat template the answer continues the last question as text, and the token that
     ends a text ends it.
     """
+    messages = conversation.messages
     if chat is None:
-        if len(messages) > 2:
+        if len(messages) > 2 or len(list(fields_of(messages))) > 2 or conversation.tools:
             raise DataError(
                 "the model has no chat template, so a pair is one question with two answers; "
-                f"the one that starts {messages[0]['content']!r:.40} has more messages"
+                f"the one that starts {messages[0]['content']!r:.40} has more messages or fields"
             )
         prompt = prompt_ids(tokenizer, messages[0]["content"])
         end = end_of_text_id_of(tokenizer)
         answer = encode_ordinary(tokenizer, messages[1]["content"])
         return [*prompt, *answer, *([] if end is None else [end])], len(prompt)
-    with unknown_characters_named(tokenizer, [message["content"] for message in messages]):
-        example = chat.examples([messages])[-1]
+    with unknown_characters_named(tokenizer, list(texts_of(conversation))):
+        example = chat.examples([conversation])[-1]
     counts = np.array([0, *example.assistant_mask])
     begins = np.flatnonzero(np.diff(counts) == 1)
     end = int(np.flatnonzero(counts)[-1])

@@ -197,10 +197,10 @@ def test_conversation_that_the_template_refuses_is_left_out(write, config, tmp_p
 
     check = ChatFormat._check_special
 
-    def refuse(self, ids, messages, *arguments):
-        if messages[0]["content"] == "bad":
+    def refuse(self, ids, conversation, *arguments):
+        if conversation.messages[0]["content"] == "bad":
             raise DataError("no")
-        check(self, ids, messages, *arguments)
+        check(self, ids, conversation, *arguments)
 
     monkeypatch.setattr(ChatFormat, "_check_special", refuse)
     rows = [{"prompt": f"{n}", "completion": f"answer {n}" * 5} for n in range(20)]
@@ -212,7 +212,7 @@ def test_conversation_that_the_template_refuses_is_left_out(write, config, tmp_p
     shutil.rmtree(tmp_path / "data")
     path.write_text(lines(*rows))
     message = refusal(prepare, config(path, format="chat"))
-    assert message == ("row 12 of all: no; data.max_bad_rows N leaves out up to N such rows")
+    assert message.startswith("row 12 of all: the conversation that starts 'bad': no; data.max_bad")
 
 
 def test_all_rows_bad_is_said(write, config):

@@ -75,7 +75,7 @@ def trained_rows(config, split="train") -> list[tuple[list[int], list[int]]]:
     ],
 )
 def test_row_shapes_are_conversations(row):
-    assert conversation_of(row) == EXCHANGE
+    assert conversation_of(row).messages == EXCHANGE
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_row_shapes_are_conversations(row):
     ],
 )
 def test_question_and_answer_of_a_row(row, question, answer):
-    assert [message["content"] for message in conversation_of(row)] == [question, answer]
+    assert [message["content"] for message in conversation_of(row).messages] == [question, answer]
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ def test_question_and_answer_of_a_row(row, question, answer):
         ('{"messages": []}', "last message"),
         ('{"messages": [{"from": "human", "content": "a"}]}', "list of messages"),
         ('{"conversations": [{"from": "bing", "value": "a"}]}', "message 1: role: "),
-        ('{"question": "a", "answer": 5}', "message 2: expected text, got 5"),
+        ('{"question": "a", "answer": 5}', "message 2: content: expected text, got 5"),
         ('{"question": "a", "choices": "b", "answer": 0}', "'b'"),
         ('{"question": "a", "choices": ["b", "c"], "answer": 2}', "and 2"),
         ('{"question": 5, "choices": ["a", "b"], "answer": 0}', "question: expected text"),
@@ -119,7 +119,10 @@ def test_question_and_answer_of_a_row(row, question, answer):
         ('{"instruction": "a", "input": ["b"], "output": "a"}', "input: expected text"),
         ('{"messages": [USER, USER, ASSISTANT]}', "message 2: role: "),
         ('{"messages": [USER, ASSISTANT, {"role": "system", "content": "a"}]}', "message 3: "),
-        ('{"messages": [USER, {"role": "assistant", "content": " \\n"}]}', "message 2: expected"),
+        (
+            '{"messages": [USER, {"role": "assistant", "content": " \\n"}]}',
+            "message 2: content: expected",
+        ),
         ('{"prompt": "a\\ud83d", "completion": "b"}', "\\ud83d"),
     ],
 )

@@ -22,7 +22,7 @@ from transformers import AutoTokenizer
 from assertions import copy_at, same_weights, series
 from nanogpt_hf.commands import main
 from nanogpt_hf.config.schema import AlignSection
-from nanogpt_hf.data.conversations import labeled_of, pair_of
+from nanogpt_hf.data.conversations import Conversation, labeled_of, pair_of
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import DataError
 from nanogpt_hf.evaluation.loss import pad_batch
@@ -226,7 +226,7 @@ GOOD, BAD = ({"role": "assistant", "content": text} for text in ("Because.", "No
     ],
 )
 def test_rows_of_every_shape_are_pairs(row):
-    assert pair_of(row) == ([*QUESTION, GOOD], [*QUESTION, BAD])
+    assert [side.messages for side in pair_of(row)] == [[*QUESTION, GOOD], [*QUESTION, BAD]]
 
 
 @pytest.mark.parametrize(
@@ -257,7 +257,7 @@ def test_rows_that_are_no_pairs_are_refused(row, words):
     ],
 )
 def test_rows_of_every_shape_are_labeled_answers(row):
-    assert labeled_of(row) == ([*QUESTION, BAD], False)
+    assert labeled_of(row) == (Conversation([*QUESTION, BAD]), False)
 
 
 @pytest.mark.parametrize(
@@ -454,9 +454,9 @@ def test_shipped_toy_trains_on_its_pairs(folder, root, tmp_path, monkeypatch, fo
 
 def test_answers_without_a_chat_template_are_text(byte_tokenizer):
     tokenizer = AutoTokenizer.from_pretrained(byte_tokenizer)
-    messages = pair_of({"prompt": "Why?", "chosen": "No<|endoftext|>", "rejected": "x"})[0]
-    ids, prompt = encode_answer(messages, tokenizer, None)
+    chosen = pair_of({"prompt": "Why?", "chosen": "No<|endoftext|>", "rejected": "x"})[0]
+    ids, prompt = encode_answer(chosen, tokenizer, None)
     assert tokenizer.decode(ids[:prompt]) == "Why?"
     assert ids.count(tokenizer.eos_token_id) == 1
     with pytest.raises(DataError, match="more messages"):
-        encode_answer([*messages, *messages], tokenizer, None)
+        encode_answer(Conversation(chosen.messages * 2), tokenizer, None)
