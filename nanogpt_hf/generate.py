@@ -20,6 +20,7 @@ from nanogpt_hf.data.chat_template import ChatFormat
 from nanogpt_hf.data.conversations import Conversation, Message, texts_of
 from nanogpt_hf.data.tokenizer import end_of_text_id_of, unknown_characters_named
 from nanogpt_hf.errors import DataError, DivergedError
+from nanogpt_hf.model.decoders import caches
 
 _CONTEXT = 8  # tokens of the prompt; more than enough for a whole character
 LOGITS_NOT_FINITE = (
@@ -246,16 +247,6 @@ class Completions(NamedTuple):
     ids: torch.Tensor  # (rows, max_new_tokens) int64, 0 after the end
     lengths: torch.Tensor  # (rows,) tokens of each, including the one that ends it
     ended: torch.Tensor  # (rows,) whether it ended by itself, before max_new_tokens
-
-
-def caches(model: Any, *, padded: bool = False) -> bool:
-    """Whether transformers' cache is used, which needs a layer with attention. Rows `padded` on
-    the left cannot have blocks of tokens that are counted from the first column.
-    """
-    kinds = getattr(model.config, "layer_types", None) or ["attention"]
-    if padded and any("compressed" in kind for kind in kinds):
-        return False
-    return any("attention" in kind and kind != "linear_attention" for kind in kinds)
 
 
 @torch.no_grad()

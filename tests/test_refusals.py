@@ -4,6 +4,7 @@ The table is refusals.txt: add a line there.
 """
 
 import json
+import math
 import os
 import re
 import shlex
@@ -13,6 +14,8 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from nanogpt_hf.config.load import config_to_yaml, load_config
 from nanogpt_hf.config.schema import KNOBS
@@ -25,6 +28,25 @@ PLACES = {
     "BASE": lambda fixture, folder: fixture("tiny_base"),
     "RUN": lambda fixture, folder: write_run(folder / "run", fixture("write_recipe")()),
     "MACHINES": lambda fixture, folder: fixture("root") / "accelerate_configs",
+    "BAD": lambda fixture, folder: write_model(folder / "bad", attention_dropout=-1.0),
+    "NAN": lambda fixture, folder: write_model(folder / "nan", rms_norm_eps=math.nan),
+    "HUGE": lambda fixture, folder: write_model(folder / "huge", intermediate_size=65536),
+    "WINDOW": lambda fixture, folder: write_model(
+        folder / "window",
+        model_type="gemma3_text",
+        architectures=["Gemma3ForCausalLM"],
+        sliding_window=0,
+        layer_types=["sliding_attention"],
+    ),
+    "DROPOUT": lambda fixture, folder: write_model(
+        folder / "dropout",
+        model_type="gpt2",
+        resid_pdrop=2,
+        n_embd=8,
+        n_layer=1,
+        n_head=2,
+        n_positions=8,
+    ),
     "LONG": lambda fixture, folder: "a" * 300,
     "LOOP": lambda fixture, folder: write_loop(folder / "loop"),
 }
@@ -37,6 +59,18 @@ FILES = {
     "recipe_of_gpt2.yaml": b"finetune: {model: gpt2}\ndata: {source: x}\n",
     "questions.jsonl": b'{"question": "ab?", "answer": "c"}\n',
 }
+
+
+def write_model(path, **fields):
+    """A model folder with few weights and these fields in its config."""
+    sizes = {"vocab_size": 9, "hidden_size": 8, "num_hidden_layers": 1, "head_dim": 4}
+    sizes |= {"bos_token_id": 0, "eos_token_id": 0}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 8}
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **sizes, **fields}
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(config))
+    save_file({"x": torch.zeros(9)}, path / "model.safetensors")
+    return path
 
 
 def write_loop(path):

@@ -25,6 +25,7 @@ from nanogpt_hf.config.seeds import derive_seed
 from nanogpt_hf.errors import UserError, explain, one_line
 from nanogpt_hf.model.architecture import (
     GPT2,
+    Architecture,
     architecture_of,
     architecture_of_type,
     architecture_on_disk,
@@ -95,6 +96,8 @@ def load_model(name: str, revision: str | None = None, **options: Any) -> PreTra
 
                 return load_merged(name)
             architecture = architecture_on_disk(name, revision)
+            if Path(name).exists():
+                _check_enough_weights(Path(name), architecture)
             return architecture.read_model(name, revision, **options)
     except Exception as error:  # a damaged file, a config with nonsense in it, the network, ...
         raise _cannot_load(name, error) from error
@@ -117,6 +120,20 @@ def _cannot_load(name: str, error: Exception) -> UserError:
     if not Path(name).exists():
         hint = "; there is no such folder, so it was looked up on the Hub"
     return UserError(f"{name}: cannot be loaded as a language model{hint}: {_reason(error)}")
+
+
+def _check_enough_weights(folder: Path, architecture: Architecture) -> None:
+    """Raises ValueError if config.json describes a far larger model than the weights beside it:
+    transformers allocates memory for the whole model before it compares them.
+    """
+    parameters = architecture.count_parameters(architecture.read_config(str(folder)))
+    files = [file for kind in ("*.safetensors", "*.bin") for file in folder.glob(kind)]
+    size = sum(file.stat().st_size for file in files)
+    # Weights of 4 bits have half a byte per parameter.
+    if files and parameters > 2 * size:
+        raise ValueError(
+            f"its config.json describes {parameters:,} parameters, its weights have {size:,} bytes"
+        )
 
 
 def _reason(error: Exception) -> str:

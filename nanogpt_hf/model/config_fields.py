@@ -5,6 +5,8 @@ by its attribute_map.
 """
 
 import dataclasses
+import math
+from collections.abc import Iterable
 from typing import Any
 
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
@@ -25,6 +27,11 @@ _OPTIONAL_SIZES = ("n_head", "n_kv_head", "n_inner")
 # What the package reads of every config, for those that lack it. Without positions there is no
 # longest context.
 _ABSENT = {"max_position_embeddings": 2**20, "tie_word_embeddings": False}
+# Windows of attention, and the layers that have them.
+_WINDOWS = {"sliding_window": "sliding_attention", "attention_chunk_size": "chunked_attention"}
+# Names that configs have for the experts of a layer, and for those that a token has.
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_ACTIVE = ("num_experts_per_tok", "moe_topk", "top_k_experts")
 _INNER_MULTIPLE = 32  # the MLP's default width is rounded up to it
 
 
@@ -128,6 +135,7 @@ class ConfigFields:
             name, revision=revision or "main", trust_remote_code=False, **fields
         )
         self.check_sizes(config)
+        self.check_fields(config)
         return completed(config)
 
     def resized_rope(self, config: Any, length: int, theta: float | None) -> dict[str, Any] | None:
@@ -164,6 +172,43 @@ class ConfigFields:
             if not (value is None and knob in _OPTIONAL_SIZES) and not low <= value <= high:
                 size = self._field(size)
                 raise ValueError(f"{size} must be from {low:,} to {high:,}, got {value!s:.40}")
+
+    def check_fields(self, config: Any) -> None:
+        """Raises ValueError for a field whose value the meta device accepts, but with which no
+        model works.
+        """
+        for field in self._fields:
+            value = size_of(config, field.name)
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if is_number and not math.isfinite(value):
+                raise ValueError(f"{field.name} {value} is not finite")
+            if is_number and "drop" in field.name and not 0 <= value < 1:
+                raise ValueError(f"{field.name} {value} is not from 0 to below 1")
+            usual = 0 if field.default is None else field.default
+            is_size = type(usual) is int and usual >= 0
+            if is_number and is_size and value < 0 and not field.name.endswith("_id"):
+                raise ValueError(f"{field.name} must not be negative, got {value}")
+        types = getattr(config, "layer_types", None)
+        for name, kind in _WINDOWS.items():
+            window = size_of(config, name)
+            slides = types is None or kind in types
+            if slides and isinstance(window, int) and window < 1:
+                raise ValueError(f"{name} must be at least 1, got {window}")
+        # without any experts, as some types can be, both are 0
+        (count, of), (active, per) = (_stated(config, names) for names in (_EXPERTS, _ACTIVE))
+        if count is not None and active is not None and (active < 1) != (count < 1):
+            raise ValueError(f"{per} {active} of {of} {count}: both must be at least 1")
+
+
+def active_experts(config: Any) -> int:
+    """How many experts of a layer a token has, by the names that configs have for it."""
+    return _stated(config, _ACTIVE)[0] or 0
+
+
+def _stated(config: Any, names: Iterable[str]) -> tuple[Any, str]:
+    """The value of the first field that a config has, and its name; None without one."""
+    found = ((size_of(config, name), name) for name in names)
+    return next((pair for pair in found if pair[0] is not None), (None, ""))
 
 
 def size_of(config: Any, name: str, default: Any = None) -> Any:

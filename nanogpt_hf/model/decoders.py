@@ -8,6 +8,7 @@ types of its layers. Another architecture is a subclass, as our GPT-2 in gpt2.py
 
 import copy
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -22,12 +23,13 @@ from nanogpt_hf.errors import one_line
 from nanogpt_hf.model.config_fields import (
     SIZES,
     ConfigFields,
+    active_experts,
     completed,
     padded_vocab_size,
     padding_rows,
     size_of,
 )
-from nanogpt_hf.model.experts import active_experts, experts_of, shapes_only
+from nanogpt_hf.model.experts import experts_of, shapes_only
 from nanogpt_hf.model.layout_gpt import check_loaded
 from nanogpt_hf.model.loss_decoders import model_class_of
 from nanogpt_hf.model.loss_gpt import rows_of_a_chunk
@@ -128,9 +130,9 @@ class Architecture(ConfigFields):
 
     def check_one_step(self, config: Any) -> list[str]:
         """The parameters that the loss gives no gradient, found by a step on the meta device, which
-        computes shapes only; none if that device cannot tell.
+        computes shapes only; none if that device cannot tell. Two tokens are generated there, too.
 
-        Raises ValueError if the model fails in a step.
+        Raises ValueError if the model fails in a step, or in generation.
         """
         key = config.to_json_string(use_diff=False)
         if key not in self._stepped:
@@ -140,16 +142,23 @@ class Architecture(ConfigFields):
         return self._stepped[key]
 
     def _idle_in_a_step(self, model: Any, config: Any) -> list[str]:
+        self.check_fields(config)
+        for name, p in model.named_parameters():
+            if not p.numel() and p.dim() < 3:
+                raise ValueError(f"{self.name}'s {name} has no values: it is {_by(p.shape)}")
         for p in (p for experts in experts_of(model) for p in experts.parameters()):
-            if p.dim() > 2 and any(size % _EXPERT_MULTIPLE for size in p.shape[1:]):
+            if p.dim() > 2 and any(size % _EXPERT_MULTIPLE or not size for size in p.shape[1:]):
                 raise ValueError(
-                    f"{self.name}'s experts are matrices of {p.shape[1]} × {p.shape[2]}; their "
+                    f"{self.name}'s experts are matrices of {_by(p.shape[1:])}; their "
                     f"sizes must be multiples of {_EXPERT_MULTIPLE}"
                 )
         if len(self.blocks(model)) != config.num_hidden_layers:
             raise ValueError(f"{self.name} has not one block per layer, and is not supported")
         try:
             self.output_shapes(model).loss.backward()
+            idle = [name for name, p in model.named_parameters() if p.grad is None]
+            self._generate_shapes(model)
+            return idle
         except Exception as error:
             # it reads values or asks for autocast: the meta device has neither
             if "meta tensor" in str(error) or "autocast" in str(error):
@@ -159,9 +168,19 @@ class Architecture(ConfigFields):
             values = {knob: size_of(config, name) for knob, name in sizes.items()}
             given = ", ".join(f"{knob} {value}" for knob, value in values.items() if value)
             raise ValueError(
-                f"model.architecture {self.name} cannot take a step with {given}: {one_line(error)}"
+                f"model.architecture {self.name} cannot take a step, or generate, with {given}: "
+                f"{one_line(error)}"
             ) from error
-        return [name for name, p in model.named_parameters() if p.grad is None]
+
+    @torch.no_grad()
+    def _generate_shapes(self, model: Any) -> None:
+        """Generate two tokens with a model on the meta device, as generate.py does."""
+        model, use_cache, cache = model.eval(), caches(model), None
+        ids = torch.zeros(1, 2, dtype=torch.long, device="meta")
+        with shapes_only():
+            for unread in (ids, ids[:, :1]):
+                options = {"past_key_values": cache, "use_cache": use_cache, "logits_to_keep": 1}
+                cache = getattr(model(unread, **options), "past_key_values", None)
 
     def output_shapes(self, model: Any) -> Any:
         """The output for a text of a model on the meta device, in training."""
@@ -427,6 +446,20 @@ class Architecture(ConfigFields):
             model = self.model_class(config)
         matrices = 1 if config.tie_word_embeddings else 2
         return model.num_parameters() - matrices * padding_rows(config) * config.hidden_size
+
+
+def _by(shape: Iterable[int]) -> str:
+    return " × ".join(map(str, shape))
+
+
+def caches(model: Any, *, padded: bool = False) -> bool:
+    """Whether transformers' cache is used, which needs a layer with attention. Rows `padded` on
+    the left cannot have blocks of tokens that are counted from the first column.
+    """
+    kinds = getattr(model.config, "layer_types", None) or ["attention"]
+    if padded and any("compressed" in kind for kind in kinds):
+        return False
+    return any("attention" in kind and kind != "linear_attention" for kind in kinds)
 
 
 def _parts_of(model: PreTrainedModel) -> Parts:

@@ -12,8 +12,6 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
-from nanogpt_hf.model.config_fields import size_of
-
 _OWN = "grouped_mm_autocast"
 
 
@@ -23,13 +21,6 @@ def experts_of(module: torch.nn.Module) -> list[Any]:
     Their weights have one matrix per expert, (E, rows, columns).
     """
     return [part for part in module.modules() if hasattr(part, "is_concatenated")]
-
-
-def active_experts(config: Any) -> int:
-    """How many experts of a layer a token has, by the names that configs have for it."""
-    names = ("num_experts_per_tok", "moe_topk", "top_k_experts")
-    found = (size_of(config, name) for name in names)
-    return next((count for count in found if count is not None), 0)
 
 
 class View:

@@ -42,6 +42,7 @@ class GPT2Architecture(Architecture):
         )
 
     def check_one_step(self, config: Any) -> list[str]:
+        self.check_fields(config)
         return []  # its loss gives all parameters gradients
 
     def recipe_knobs(self, config: GPTConfig) -> dict[str, Any]:

@@ -15,6 +15,8 @@ from torch.utils.checkpoint import (
 )
 from transformers import PreTrainedModel
 
+from nanogpt_hf.errors import UserError
+from nanogpt_hf.formatting import plural
 from nanogpt_hf.model.architecture import architecture_of
 
 SELECTIVE = "selective"
@@ -32,6 +34,15 @@ def level_of(stated: object) -> str:
 def interval(level: str) -> int:
     """One block of how many is computed again."""
     return int(level) if level.isdecimal() else 1
+
+
+def check_level(level: str, blocks: int) -> None:
+    """Raises UserError if a model of so many blocks cannot have this level."""
+    if interval(level) > blocks:
+        raise UserError(
+            f"fsdp_activation_checkpointing {level}: the model has {plural(blocks, 'block')}; set "
+            "true, or a smaller number"
+        )
 
 
 def is_kept(operation: Any, arguments: tuple[Any, ...]) -> bool:

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from transformers import PreTrainedModel
 
 from nanogpt_hf.distributed.context_parallel import heads_of, needs_ring
-from nanogpt_hf.model.experts import active_experts, experts_of
+from nanogpt_hf.model.config_fields import active_experts
+from nanogpt_hf.model.experts import experts_of
 from nanogpt_hf.model.recompute import interval
 from nanogpt_hf.planning.counts import Counts, stages_of
 from nanogpt_hf.planning.placement import Placement
