@@ -184,7 +184,8 @@ def _step_rules(config: Config) -> Rules:
     yield (
         "train.gradient_groups",
         uneven_tree,
-        f"{groups} is no power of two",
+        f"{groups} is no power of two; nearest: "
+        f"{2 ** (groups.bit_length() - 1)} or {2 ** groups.bit_length()}",
     )
     yield (
         "train.gradient_groups train.tokens_per_step train.micro_batch_size",
@@ -217,6 +218,11 @@ def _hub_rules(config: Config) -> Rules:
         "hub.repo",
         hub.repo is not None and not REPO_ID.fullmatch(hub.repo),
         f"expected user/name, got {hub.repo!r:.80}",
+    )
+    yield (
+        "hub.license",
+        hub.license is not None and not re.fullmatch(r"[a-z0-9][a-z0-9.-]*", hub.license),
+        f"expected the Hub's name of a license, such as mit, got {hub.license!r:.80}",
     )
 
 

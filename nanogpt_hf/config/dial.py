@@ -26,7 +26,7 @@ from typing import Any
 
 from nanogpt_hf.config.checks import divisors
 from nanogpt_hf.config.names import GPT2_VOCAB_SIZE, vocab_size_by_name
-from nanogpt_hf.config.schema import Choice, Config, get_value, replace_knobs
+from nanogpt_hf.config.schema import KNOBS, LARGEST, Choice, Config, get_value, replace_knobs
 from nanogpt_hf.formatting import align
 
 _MICRO_BATCH_TOKENS = 8192
@@ -68,6 +68,8 @@ def dial_choices(config: Config, depth: int, stated: Container[str]) -> tuple[Ch
     def choose(key: str, value: Any, reason: str) -> Any:
         if key in stated:
             value, reason = get_value(config, key), f"stated; the dial chooses {_plain(value)}"
+        elif value > (limit := KNOBS[key].high or LARGEST):
+            raise ValueError(f"{depth} gives {key} {_plain(value)}, more than {_plain(limit)}")
         choices.append(Choice(key, value, reason))
         return value
 

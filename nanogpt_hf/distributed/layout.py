@@ -25,6 +25,7 @@ from nanogpt_hf.formatting import plural
 from nanogpt_hf.model.architecture import architecture_of
 from nanogpt_hf.model.build import check_causal, model_of_run
 from nanogpt_hf.model.experts import experts_of
+from nanogpt_hf.model.recompute import check_level
 from nanogpt_hf.optim.optimizer import check_combination
 
 _PROBED: dict[str, bool] = {}  # by section: `estimate --gpus` asks for each layout
@@ -70,6 +71,7 @@ def check_layout(
     _check_product(mesh)
     settings = recipe_settings(config) | machine_settings(mesh, machine)
     check_combination(settings)
+    check_level(machine.checkpoints, config.model.n_layer)
     if mesh.pp_size > 1:
         if problem := _micro_batches_problem(config, mesh):
             raise UserError(problem)
