@@ -23,7 +23,13 @@ from nanogpt_hf.own_files import as_type, read_json, reading
 from nanogpt_hf.place import remove_folder
 from nanogpt_hf.runs.folder import VERSION, RunFolder, step_of
 from nanogpt_hf.runs.state import TrainState, differences, read_state
-from nanogpt_hf.runs.tensor_files import Box, Layout, TensorFiles
+from nanogpt_hf.runs.tensor_files import (
+    Box,
+    Layout,
+    TensorFiles,
+    layout_digest,
+    layout_lines,
+)
 
 logger = logging.getLogger(__name__)
 MODEL, OPTIMIZER, STATE, CHECKSUMS = "model", "optimizer", "state.json", "checksums.json"
@@ -82,7 +88,9 @@ def _open(folder: Path, index: int, count: int) -> Checkpoint:
     checksums = read_json(folder / CHECKSUMS, dict[str, str])
     with reading(folder / CHECKSUMS):
         files = {kind: _files_of(kind, checksums) for kind in (MODEL, OPTIMIZER)}
-    names = sorted(itertools.chain(*files.values()))
+        names = sorted(itertools.chain(*files.values()))
+        if others := sorted({path.name for path in folder.glob("*.safetensors")}.difference(names)):
+            raise ValueError(f"it does not name {others[0]}")
     for name in (STATE, *names[index::count]):
         with reading(folder / name):
             if file_digest(folder / name) != checksums.get(name):
@@ -94,6 +102,7 @@ def _open(folder: Path, index: int, count: int) -> Checkpoint:
             raise ValueError("version: is missing")
         version = facts.pop("version")
         scaler = as_type(facts.pop("scaler", None), _Scaler, "scaler")
+        tensors = facts.pop("tensors", None)
         if version != VERSION or facts.keys() != fields:
             raise OtherFormatError(
                 f"{folder}: was written by other code: version {version} of the run folder's "
@@ -106,6 +115,10 @@ def _open(folder: Path, index: int, count: int) -> Checkpoint:
     weights, optimizer_state = (
         TensorFiles([folder / name for name in files[kind]]) for kind in (MODEL, OPTIMIZER)
     )
+    lines = layout_lines(MODEL, weights.layout)
+    lines |= layout_lines(OPTIMIZER, optimizer_state.layout)
+    if layout_digest(lines) != tensors:
+        raise ValueError("names, shapes or dtypes of its tensors are not those written")
     return Checkpoint(weights, optimizer_state, folder, state, scaler)
 
 
@@ -212,12 +225,19 @@ def load_checkpoint(
     saved: Checkpoint,
 ) -> TrainState:
     """Load a checkpoint of the same run into a prepared model and optimizer, and return its run
-    state. Raises RunFolderError if it has not all weights.
+    state.
+
+    Raises RunFolderError on all processes, and changes nothing, if it is of another model.
     """
     model_state = FullState(accelerator, model, optimizer)
     model_state.make_optimizer_state()
-    if missing := model_state.parameters.keys() - saved.weights.layout.keys():
-        raise RunFolderError(f"{saved.folder}: is of another model: it has no {min(missing)}")
+    mismatch = model_state.first_mismatch(saved.weights.layout, saved.optimizer_state.layout)
+    with _errors_of_all():
+        if mismatch:
+            raise RunFolderError(
+                f"{saved.folder}: is of another model: {mismatch}; use the recipe, the start model "
+                "and the code that it was trained with, or start again with --overwrite"
+            )
     model_state.set_weights(saved.weights)
     model_state.set_optimizer_state(saved.optimizer_state)
     if accelerator.scaler and saved.scaler:

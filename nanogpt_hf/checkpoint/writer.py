@@ -35,7 +35,14 @@ from nanogpt_hf.errors import DivergedError, RunFolderError, Stopped
 from nanogpt_hf.place import hidden, replaced_folder
 from nanogpt_hf.runs.folder import VERSION, RunFolder
 from nanogpt_hf.runs.state import TrainState
-from nanogpt_hf.runs.tensor_files import Box, NotFiniteError, Part, write_tensors
+from nanogpt_hf.runs.tensor_files import (
+    Box,
+    NotFiniteError,
+    Part,
+    layout_digest,
+    layout_lines,
+    write_tensors,
+)
 
 logger = logging.getLogger(__name__)
 _POLL = 0.05  # seconds between two polls of the thread
@@ -46,9 +53,17 @@ class _Save:
     """A checkpoint to write: the run state, and this process's parts of tensors by kind."""
 
     state: TrainState
-    facts: str  # the run state as JSON
+    facts: dict[str, Any]  # the run state as values of JSON
     parts: dict[str, dict[str, Part]]
     writers: list[int]  # ranks that have parts
+
+
+@dataclasses.dataclass
+class _Report:
+    """What a process has written: checksums by file, and `layout_lines` of its tensors."""
+
+    checksums: dict[str, str] = dataclasses.field(default_factory=dict)
+    tensors: set[str] = dataclasses.field(default_factory=set)
 
 
 class CheckpointWriter:
@@ -64,7 +79,7 @@ class CheckpointWriter:
         self.buffers: dict[str, torch.Tensor] = {}
         self._save: _Save | None = None  # the one that is not known to be complete
         self._thread = threading.Thread()
-        self._files: dict[str, str] | Exception = {}  # this process's files and their checksums
+        self._report: _Report | Exception = _Report()  # of this process
         self._error: Exception | None = None
 
     def save(self, model: Any, optimizer: AcceleratedOptimizer, state: TrainState) -> None:
@@ -85,8 +100,7 @@ class CheckpointWriter:
         facts = {"version": VERSION, **dataclasses.asdict(state)}
         scaler = self.accelerator.scaler  # of fp16
         facts["scaler"] = scaler and scaler.state_dict()
-        text = json.dumps(facts, indent=2) + "\n"
-        self._save = _Save(dataclasses.replace(state), text, parts, writers)
+        self._save = _Save(dataclasses.replace(state), facts, parts, writers)
         write = self._write_alone if writers == [0] else self._write
         self._thread = threading.Thread(target=write, args=(self._save,), name="checkpoint")
         self._thread.daemon = True
@@ -134,7 +148,7 @@ class CheckpointWriter:
     def _finish(self, save: _Save) -> None:
         self._save = None
         if save.writers != [0]:
-            reports = gather_object([self._files])
+            reports = gather_object([self._report])
             if self._rank == 0:
                 self._complete(save, [reports[writer] for writer in save.writers])
         errors = [self._error]
@@ -157,37 +171,41 @@ class CheckpointWriter:
     def _write_alone(self, save: _Save) -> None:
         """The thread if no other process writes."""
         self._write(save)
-        self._complete(save, [self._files])
+        self._complete(save, [self._report])
 
     def _write(self, save: _Save) -> None:
         """The thread: write this process's files into the hidden folder."""
         folder = hidden(self.run.checkpoint(save.state.step))
         number, count = save.writers.index(self._rank), len(save.writers)
-        files = self._files = {}
+        report = self._report = _Report()
         try:
             folder.mkdir(parents=True, exist_ok=True)
             for kind, parts in save.parts.items():
-                name = file_names(kind, count)[number]
-                files[name] = write_tensors(folder / name, parts)
+                file = file_names(kind, count)[number]
+                report.checksums[file] = write_tensors(folder / file, parts)
+                layout = {name: (part.shape, part.values.dtype) for name, part in parts.items()}
+                report.tensors |= layout_lines(kind, layout)
         except OSError as error:
             where = f"process {self._rank} on {socket.gethostname()}: " if self._rank else ""
-            self._files = OSError(f"{where}{error}")
+            self._report = OSError(f"{where}{error}")
         except NotFiniteError as error:
-            self._files = error
+            self._report = error
         except Exception:  # a bug: raised on all processes, with this traceback
-            self._files = RuntimeError(traceback.format_exc())
+            self._report = RuntimeError(traceback.format_exc())
 
-    def _complete(self, save: _Save, reports: list[dict[str, str] | Exception]) -> None:
+    def _complete(self, save: _Save, reports: list[_Report | Exception]) -> None:
         """Give the hidden folder its name; only the main process calls it."""
         target, step = self.run.checkpoint(save.state.step), save.state.step
         try:
             with replaced_folder(target, filled=True) as partial:
-                checksums = {}
+                whole = _Report()
                 for report in reports:
                     if isinstance(report, Exception):
                         raise report
-                    checksums |= report
-                write_state(partial, save.facts, checksums)
+                    whole.checksums |= report.checksums
+                    whole.tensors |= report.tensors
+                facts = save.facts | {"tensors": layout_digest(whole.tensors)}
+                write_state(partial, facts, whole.checksums)
             logger.debug(f"step {step:,}: saved {target}")
             self.run.checkpoint_written(step, save.state.last_finite_step, self.keep)
         except NotFiniteError as error:
@@ -203,9 +221,9 @@ class CheckpointWriter:
             self._error = error
 
 
-def write_state(folder: Path, facts: str, checksums: dict[str, str]) -> None:
+def write_state(folder: Path, facts: dict[str, Any], checksums: dict[str, str]) -> None:
     """Write the run state, and the checksums of it and of the files with tensors."""
-    (folder / STATE).write_text(facts, encoding="utf-8")
+    (folder / STATE).write_text(f"{json.dumps(facts, indent=2)}\n", encoding="utf-8")
     checksums = checksums | {STATE: file_digest(folder / STATE)}
     text = json.dumps(checksums, indent=2, sort_keys=True)
     (folder / CHECKSUMS).write_text(f"{text}\n", encoding="utf-8")

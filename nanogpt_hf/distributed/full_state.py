@@ -68,6 +68,12 @@ def full_weights(accelerator: Accelerator, model: torch.nn.Module) -> dict[str, 
     return pipeline.gather(full) if pipeline else full
 
 
+def _described(facts: tuple[tuple[int, ...], torch.dtype] | None) -> str:
+    if facts is None:
+        return "missing"
+    return f"{tuple(facts[0])} {str(facts[1]).removeprefix('torch.')}"
+
+
 def box_of(parameter: Tensor) -> Box:
     """The part of a parameter that this process has."""
     if isinstance(parameter, DTensor):
@@ -95,13 +101,17 @@ class FullState:
         """The state that the optimizer has; not under ZeRO."""
         return {key: item for name in self.trained for key, item in self._items_of(name).items()}
 
+    def _as_saved(self, item: Item) -> Tensor:
+        """Optimizer state as checkpoints hold it: 8-bit state is decoded."""
+        return cast(Tensor, self._kind.as_saved(item.tensor)).detach()
+
     def own_optimizer_state(self) -> Tensors:
         """The optimizer state as `own_weights` has the weights, as checkpoints hold it, by name."""
         if self.is_zero:
             yield from deepspeed.full_state_tensors(self.trained, self.optimizer)
             return
         for name, item in self._items().items():
-            yield name, self._kind.as_saved(item.tensor).detach()
+            yield name, self._as_saved(item)
 
     def owned_boxes(self) -> tuple[dict[str, Box], list[int]]:
         """The parts that this process saves, and the ranks that save any.
@@ -130,6 +140,54 @@ class FullState:
         rank = self.accelerator.process_index
         owned = {n: box for n, box in boxes.items() if owners[n, box] == rank and not box.is_empty}
         return owned, sorted({owner for (_, box), owner in owners.items() if not box.is_empty})
+
+    def _layouts(self) -> tuple[Layout, Layout, dict[str, str]]:
+        """The weights and the optimizer state that a checkpoint of the model has, and whose state
+        it is; also those of other pipeline stages.
+        """
+        weights = {n: (tuple(full_shape(p)), p.dtype) for n, p in self.parameters.items()}
+        state: Layout = {}
+        owners: dict[str, str] = {}
+        for name in self.trained:
+            if self.is_zero:
+                weights[name] = shape, dtype = weights[name][0], torch.float32
+                own = {f"{name}.{key}": (shape, dtype) for key in deepspeed.ADAMW_STATE}
+                own[f"{name}.step"] = (), dtype
+            else:
+                items = self._items_of(name).items()
+                own = {n: (tuple(i.tensor.shape), self._as_saved(i).dtype) for n, i in items}
+            state |= own
+            owners |= dict.fromkeys(own, name)
+        if pipeline_of(self.accelerator):
+            for other in gather_object([(weights, state, owners)]):
+                for ours, theirs in zip((weights, state, owners), other, strict=True):
+                    ours.update(theirs)
+        return weights, state, owners
+
+    def first_mismatch(self, weights: Layout, optimizer_state: Layout) -> str | None:
+        """The first saved weight or state whose name, shape or dtype is not the model's, or None; a
+        collective.
+
+        A parameter has all of its state or none: it is made when the optimizer first steps with
+        its gradient. Which ones had none is in the layout that a checkpoint records.
+        """
+        needed, state, owners = self._layouts()
+        with_state = {owners[name] for name in state.keys() & optimizer_state.keys()}
+        state = {name: facts for name, facts in state.items() if owners[name] in with_state}
+        trained = set(owners.values())
+        for kind, saved, model in (
+            ("weight", weights, needed),
+            ("optimizer state", optimizer_state, state),
+        ):
+            for name in sorted(saved.keys() | model.keys()):
+                here, there = saved.get(name), model.get(name)
+                # ZeRO-2 saves frozen weights in the precision of the computation
+                frozen = kind == "weight" and name not in trained
+                if frozen and here and there and here[1].is_floating_point:
+                    here = here[0], there[1] if there[1].is_floating_point else here[1]
+                if here != there:
+                    return f"{kind} {name} is {_described(here)} instead of {_described(there)}"
+        return None
 
     def set_weights(self, saved: SavedTensors) -> None:
         """Load saved weights into the model."""

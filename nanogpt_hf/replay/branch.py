@@ -65,4 +65,4 @@ def _copy_checkpoint(source: Path, target: Path, identity: dict[str, Any]) -> No
         shutil.copytree(source, partial, dirs_exist_ok=True)
         facts = read_json(source / STATE, dict[str, Any]) | {"identity": identity}
         checksums = read_json(source / CHECKSUMS, dict[str, str])
-        write_state(partial, f"{json.dumps(facts, indent=2)}\n", checksums)
+        write_state(partial, facts, checksums)

@@ -21,7 +21,7 @@ from nanogpt_hf.runs.state import is_fixed
 
 logger = logging.getLogger(__name__)
 # The format of run folders, which each checkpoint records; a run of another one is not resumed.
-VERSION = 1
+VERSION = 2
 _STEP = re.compile(r"step_(\d{8,})")
 # a file in checkpoints/ until the first is written; else a volume may be missing
 _NONE_YET = ".no_checkpoint_yet"

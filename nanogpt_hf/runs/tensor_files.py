@@ -7,7 +7,8 @@ plain safetensors.
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -88,12 +89,50 @@ def write_tensors(path: Path, parts: Mapping[str, Part]) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def layout_lines(kind: str, layout: Layout) -> set[str]:
+    """A line per tensor of a kind with its name, shape and dtype."""
+    return {f"{kind} {name} {tuple(shape)} {dtype}" for name, (shape, dtype) in layout.items()}
+
+
+def layout_digest(lines: Iterable[str]) -> str:
+    """The sha256 of `layout_lines`, in any order."""
+    return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
+
+
+def _check_parts(name: str, shape: tuple[int, ...], parts: list[Box]) -> None:
+    """Raises ValueError unless the parts of a tensor cover each of its values once."""
+    complete = sum(math.prod(part.shape) for part in parts) == math.prod(shape)
+    begun: list[Box] = []  # parts that reach beyond the offset of the next in the first dimension
+    for part in sorted(parts):
+        spans = list(zip(part.offset, part.shape, shape, strict=True))
+        complete &= all(start >= 0 and start + size <= full for start, size, full in spans)
+        if not complete:
+            break
+        if len(parts) > 1:
+            begun = [one for one in begun if one.offset[0] + one.shape[0] > part.offset[0]]
+            complete &= not any(_overlap(one, part) for one in begun)
+            begun.append(part)
+    if not complete:
+        raise ValueError(f"the parts of {name} leave a hole in it or overlap")
+
+
+def _overlap(one: Box, other: Box) -> bool:
+    return all(
+        max(a, b) < min(a + m, b + n)
+        for a, m, b, n in zip(one.offset, one.shape, other.offset, other.shape, strict=True)
+    )
+
+
 class TensorFiles(Mapping[str, Tensor]):
-    """The tensors of one or several files by name; each is read when it is asked for."""
+    """The tensors of one or several files by name; each is read when it is asked for.
+
+    Raises ValueError if the parts of a tensor in the files do not make the whole of it.
+    """
 
     def __init__(self, paths: list[Path]):
         self.layout: Layout = {}
         self._parts: dict[str, dict[Box, Any]] = {}  # the files that have them
+        parts: dict[str, list[Box]] = {}
         for path in paths:
             file: Any = safe_open(path, "pt")
             slices = json.loads((file.metadata() or {}).get(_SLICES, "{}"))
@@ -102,8 +141,13 @@ class TensorFiles(Mapping[str, Tensor]):
                 size = tuple(saved.get_shape())
                 place = slices.get(name, {"shape": size, "offset": (0,) * len(size)})
                 shape, offset = (tuple(map(int, place[key])) for key in ("shape", "offset"))
-                self.layout[name] = shape, _DTYPES[saved.get_dtype()]
+                facts = shape, _DTYPES[saved.get_dtype()]
+                if self.layout.setdefault(name, facts) != facts:
+                    raise ValueError(f"the parts of {name} have several shapes or dtypes")
                 self._parts.setdefault(name, {})[Box(offset, size)] = file
+                parts.setdefault(name, []).append(Box(offset, size))
+        for name, boxes in parts.items():
+            _check_parts(name, self.layout[name][0], boxes)
         self.layout = dict(sorted(self.layout.items()))
 
     def __iter__(self) -> Iterator[str]:
