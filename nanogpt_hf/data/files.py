@@ -42,11 +42,10 @@ def _is_read(path: Path, endings: tuple[str, ...]) -> bool:
         return True
     if TEXT_ENDINGS[0] not in endings and ROW_ENDINGS[0] not in endings:
         return False
-    if ending in _OTHER_ARCHIVES or (
-        last in _OTHER_COMPRESSIONS and Path(path.stem).suffix.lower() in endings
-    ):
+    is_compressed = last in _OTHER_COMPRESSIONS and Path(path.stem).suffix.lower() in endings
+    if ending in _OTHER_ARCHIVES or is_compressed:
         raise DataError(
-            f"data.source: {path}: {last} is not read; {KNOWN}: extract it, or move it elsewhere"
+            f"data.source: {path}: {ending} is not read; {KNOWN}: extract it, or move it elsewhere"
         )
     return last == ARCHIVE
 

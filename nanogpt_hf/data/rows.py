@@ -63,8 +63,12 @@ def text_of(row: Any, column: str) -> str | None:
                 f"column {column!r} holds bytes that are no UTF-8 text: {error}"
             ) from None
     if not isinstance(text, str | None):
-        columns = f" (it has: {', '.join(map(str, row))}); set data.text_column" * is_row
-        raise ValueError(f"column {column!r} does not hold text{columns}")
+        if not is_row:
+            raise ValueError(f"expected text, or an object with column {column!r}, got {row!r:.40}")
+        raise ValueError(
+            f"column {column!r} does not hold text (it has: {', '.join(map(str, row))}); set "
+            "data.text_column"
+        )
     (text or "").encode()  # JSON can escape half a character, which UTF-8 cannot encode
     return text
 
@@ -144,7 +148,11 @@ def read_tables(path: Path, column: str | None) -> Iterator[tuple[str, Rows]]:
             for member in archive.infolist():
                 if is_skipped(member.filename):
                     continue
-                yield member.filename, _member_rows(archive, member, file_ending(path), column)
+                # A name may hold anything, and ends in messages.
+                name = "".join(
+                    letter if letter.isprintable() else "?" for letter in member.filename
+                )
+                yield name, _member_rows(archive, member, file_ending(path), column)
 
 
 def is_skipped(member: str) -> bool:
@@ -179,7 +187,9 @@ def _rows(file: Any, name: str, column: str | None) -> Rows:
     if ending in NOT_READ:
         raise ValueError(f"{ending} is not read; {KNOWN}: extract it first")
     if column is None and ending not in ROW_ENDINGS:
-        raise ValueError(f"expected rows ({', '.join(ROW_ENDINGS)}), got a file of plain text")
+        raise ValueError(
+            f"expected rows ({', '.join(ROW_ENDINGS)}), got a file of plain text; leave it out"
+        )
     if ending == ".parquet":
         yield from _parquet(file, column)
         return
@@ -191,7 +201,7 @@ def _rows(file: Any, name: str, column: str | None) -> Rows:
         elif ending == ".json":
             yield from _json_file(text, column)
         elif ending in (".csv", ".tsv"):
-            yield from _table(text, "\t" if ending == ".tsv" else ",")
+            yield from _table(text, "\t" if ending == ".tsv" else ",", column)
         else:
             yield _plain(text.read(), ending)
 
@@ -224,8 +234,8 @@ def _json_file(text: io.TextIOWrapper, column: str | None) -> Rows:
             yield from _json_lines(itertools.chain((first, second), text))
             return
     if isinstance(tree, dict) and column not in tree:
-        lists = [name for name, value in tree.items() if _is_rows(value)]
-        if lists == ["data"]:
+        lists = [name for name, value in tree.items() if _is_rows(value, dict)]
+        if lists == ["data"] or (not lists and _is_rows(tree.get("data"), str)):
             tree = tree["data"]
         elif lists and column is not None:
             raise ValueError(
@@ -235,14 +245,29 @@ def _json_file(text: io.TextIOWrapper, column: str | None) -> Rows:
     yield from tree if isinstance(tree, list) else [tree]
 
 
-def _is_rows(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(row) is dict for row in value)
+def _is_rows(value: Any, kind: type) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(row) is kind for row in value)
 
 
-def _table(text: io.TextIOWrapper, delimiter: str) -> Rows:
+def _table(text: io.TextIOWrapper, delimiter: str, column: str | None) -> Rows:
     csv.field_size_limit(2**31 - 1)  # the largest C long of all platforms
     # Without `strict` an open quote takes the rest of the file.
-    for row in csv.DictReader(text, delimiter=delimiter, strict=True):
+    reader = csv.DictReader(text, delimiter=delimiter, strict=True)
+    names = [name for name in reader.fieldnames or () if name and column in (None, name)]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"{names.count(name)} columns are named {name!r}; rename one")
+    try:
+        yield from _table_rows(reader, delimiter)
+    except csv.Error as error:
+        raise ValueError(
+            f"line {reader.reader.line_num}: {str(error).replace(chr(9), 'tab')}; a text that has "
+            "quotes must be in quotes, with its own doubled"
+        ) from None
+
+
+def _table_rows(reader: "csv.DictReader[str]", delimiter: str) -> Rows:
+    for row in reader:
         if None in row or None in row.values():
             what = "tabs" if delimiter == "\t" else "commas"
             yield ValueError(
@@ -278,13 +303,14 @@ def _plain(text: str, ending: str) -> str | ValueError:
 
 
 def _is_json(text: str) -> bool:
-    """Whether a text is a JSON object or list, or its first line is."""
+    """Whether a text is a JSON object or a list of such, or its first line is."""
     if text.lstrip()[:1] not in ("{", "["):
         return False
     for part in (text.lstrip().partition("\n")[0], text):
         try:
-            json.loads(part)
-            return True
+            tree = json.loads(part)
+            if isinstance(tree, dict) or _is_rows(tree, dict):
+                return True
         except (ValueError, RecursionError):
             continue
     return False
@@ -303,7 +329,11 @@ def _parquet(file: IO[bytes], column: str | None) -> Rows:
 
 
 def _parquet_rows(table: Any, column: str | None) -> Rows:
-    columns = [column] if column in table.schema_arrow.names else None
+    schema, columns = table.schema_arrow, None
+    if column in schema.names:
+        columns = [column]
+    elif column is None:  # a time beyond Python's years would end the reading
+        columns = [part.name for part in schema if not pyarrow.types.is_temporal(part.type)]
     for batch in table.iter_batches(columns=columns):
         try:
             yield from batch.to_pylist()

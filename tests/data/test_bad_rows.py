@@ -8,7 +8,7 @@ import pytest
 
 from assertions import file_contents, refusal
 from nanogpt_hf.config.load import load_config
-from nanogpt_hf.config.schema import DataSection
+from nanogpt_hf.config.schema import DataSection, replace_knobs
 from nanogpt_hf.data import encode
 from nanogpt_hf.data.prepare import prepare
 from nanogpt_hf.data.prepared import load_prepared, summary_lines
@@ -219,3 +219,82 @@ def test_all_rows_bad_is_said(write, config):
     path = write("rows.jsonl", "x\n" * 5)
     assert "empty; there is no text" in refusal(prepare, config(path, max_bad_rows=9))
     assert "5 of 5 rows" in refusal(prepare, config(path, max_bad_rows=0.9))
+
+
+# --- what reads rows without prepared data
+# ------------------------------------------------------------------------------
+
+
+def with_bad_rows(rows):
+    """JSON lines of the rows, with three that cannot be used between them."""
+    return "x\n" + lines(*rows[:7]) + "{}\n" + lines(*rows[7:]) + "[5]\n"
+
+
+def test_pairs_and_questions_are_those_of_the_good_rows(write, config, byte_tokenizer, caplog):
+    from nanogpt_hf.tasks.load import load_task
+    from nanogpt_hf.training.pairs import load_answers, load_pairs
+
+    pairs = [{"prompt": f"{n}?", "chosen": f"yes {n}", "rejected": "no"} for n in range(20)]
+    labels = [{"prompt": f"{n}?", "completion": f"{n}", "label": n % 2 == 0} for n in range(20)]
+    questions = [{"question": f"{n}?", "answer": f"{n}"} for n in range(20)]
+
+    def loaded(load, rows, **knobs):
+        return load(config(write("rows.jsonl", rows), validation_fraction=0.2, **knobs))
+
+    for load, rows in ((load_pairs, pairs), (load_answers, labels)):
+        good, mixed = loaded(load, lines(*rows)), loaded(load, with_bad_rows(rows), max_bad_rows=3)
+        assert good.train.pairs == mixed.train.pairs
+        assert good.validation.pairs == mixed.validation.pairs
+        assert "3 of 23 rows" in caplog.text
+        caplog.clear()
+        assert "row 1: " in refusal(loaded, load, with_bad_rows(rows))
+    for hold_out_all in (False, True):
+        good, mixed = (
+            load_task("exact", recipe.data, hold_out_all=hold_out_all)
+            for recipe in (
+                config(write("good.jsonl", lines(*questions))),
+                config(write("bad.jsonl", with_bad_rows(questions)), max_bad_rows=0.2),
+            )
+        )
+        assert (good.train, good.held_out) == (mixed.train, mixed.held_out)
+
+
+def test_text_of_evaluate_is_that_of_the_good_rows(write, tmp_path, byte_tokenizer):
+    from nanogpt_hf.data.tokenizer import build_tokenizer
+    from nanogpt_hf.evaluation.text import read_corpus
+
+    tokenizer = build_tokenizer(str(byte_tokenizer), ())
+    rows = [{"text": f"text {n}"} for n in range(20)]
+    good, mixed = (
+        read_corpus(DataSection(str(write(name, data)), max_bad_rows=3), None, tokenizer, tmp_path)
+        for name, data in (("a.jsonl", lines(*rows)), ("b.jsonl", with_bad_rows(rows)))
+    )
+    assert (good.stream.sha256(), good.documents) == (mixed.stream.sha256(), mixed.documents)
+
+
+def test_sources_of_a_mixture_have_their_own_limit(write, config, tmp_path, write_recipe):
+    rows = [{"text": f"text {n}" * 9} for n in range(20)]
+    good, bad = write("good.jsonl", lines(*rows)), write("bad.jsonl", with_bad_rows(rows))
+
+    def mixed(limit):
+        recipe = config(good)
+        entries = [
+            {"source": str(good), "weight": 1, "name": "good"},
+            {"source": str(bad), "weight": 1, "name": "bad", "max_bad_rows": limit},
+        ]
+        return replace_knobs(recipe, {"data.source": entries})
+
+    assert "more than 2 rows" in refusal(prepare, mixed(2))
+    recipe = mixed(3)
+    manifest, _ = prepare(recipe)
+    assert [source.manifest.left_out for source in manifest.sources] == [0, 3]
+    assert manifest.left_out == 3
+    assert "  left out   3 rows that cannot be used" in summary_lines(recipe, load_prepared(recipe))
+
+
+def test_another_limit_prepares_anew(write, config):
+    path = write("rows.jsonl", with_bad_rows([{"text": f"text {n}" * 9} for n in range(20)]))
+    prepare(config(path, max_bad_rows=3))
+    assert prepare(config(path, max_bad_rows=3))[1] is False
+    message = refusal(prepare, config(path))
+    assert "prepared with data.max_bad_rows 3.0, the recipe says 0.0" in message

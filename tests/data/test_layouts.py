@@ -149,6 +149,13 @@ def test_hub_set_with_a_sequence_of_objects(tmp_path, monkeypatch):
     assert documents.read() == [MESSAGES] * 3
 
 
+def test_times_that_python_does_not_have_are_not_read(tmp_path):
+    when = ([2**61], pyarrow.timestamp("us"))
+    assert documents_of(
+        tmp_path, messages=([MESSAGES], LAYOUTS["datasets: list of struct"][1]), when=when
+    ) == [MESSAGES]
+
+
 def test_messages_as_json_in_a_table(tmp_path):
     path = tmp_path / "rows.tsv"
     quoted = json.dumps(MESSAGES).replace('"', '""')

@@ -162,6 +162,7 @@ LINES = '{"text": "one"}\n\n{"text": "two"}\n'
         ('[{"text": "one"},\n{"text": "two"}]', ["one", "two"]),
         ('{"data": [{"text": "one"}, {"text": "two"}]}', ["one", "two"]),
         ('{"version": "1",\n"data":\n[{"text": "one"}]}\n\n', ["one"]),
+        ('{"data": ["one", "two"]}', ["one", "two"]),
         # a row with the column is a row, whatever else it has
         ('{"text": "one", "data": [{"text": "two"}]}', ["one"]),
         ("[]", []),
@@ -220,13 +221,22 @@ def test_every_member_of_a_zip_is_read_in_order_by_its_ending(write, tmp_path):
         ("empty.txt", ""),
         ("../e.tsv", "text\n8\n"),
         ("enwik", "9"),
-        ("code.py", "10"),
+        ("code.py", "[1, 2]\n10"),
         ("a.txt", "11"),
     ]
     for name in ("books.zip", "folder/books.ZIP"):
         write(name, archive(*members))
         source = tmp_path / name.partition("/")[0]
-        assert texts_of(source, tmp_path) == [str(number) for number in range(1, 12)]
+        assert texts_of(source, tmp_path) == [
+            *map(str, range(1, 10)),
+            "[1, 2]\n10",
+            "11",
+        ]
+
+
+def test_name_of_a_member_is_printed_in_one_line(write, tmp_path):
+    path = write("a.zip", archive(("a\n\x1b[2J.bin", b"\xff")))
+    assert error_of(path, tmp_path).startswith(f"{path}: a??[2J.bin: row 1: ")
 
 
 # what a member is, and what the message names beside it
@@ -388,6 +398,9 @@ UNREADABLE = [
     ("a.json", '{"rows": [{"text": "x"}], "more": [{"text": "y"}]}', "rows, more", '"data"'),
     ("a.json", '{"text": "x"}\n{"txt": "y"}\n', "row 2", "txt"),
     ("a.json", '{\n"text": "x"}\n{"text": "y"}\n', "Extra data"),
+    ("a.json", "\n5", "row 1", "'text'", "got 5"),
+    ("a.csv", "text,id,text\na,1,b\n", "2 columns are named 'text'"),
+    ("a.tsv", 'id\ttext\n1\t"so" it is\n', "line 2", "'tab' expected", "in quotes"),
     ("a.tsv", "id\ttext\n1\tx\t3\n", "row 1", "tabs"),
     ("a.jsonl", b'{"text": "x"}\n{"text": "caf\xe9"}\n', "row 2", "byte 0xe9"),
     ("a.json", b'[{"text": "caf\xe9"}]', "byte 0xe9"),

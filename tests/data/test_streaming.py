@@ -83,6 +83,7 @@ def remove(folder: Path) -> dict[str, bytes]:
     [
         "one file and a validation split",
         "max_tokens of joined splits",
+        "rows that are left out",
     ],
 )
 def test_streamed_folder_equals_the_ordinary_one_byte_for_byte(
@@ -94,6 +95,12 @@ def test_streamed_folder_equals_the_ordinary_one_byte_for_byte(
     if case.startswith("one file"):
         del files["data/train-00001.parquet"], files["data/train-00002.parquet"]
         knobs = {"data__validation_split": "test"}
+    elif case.startswith("rows"):
+        knobs = {"data__max_bad_rows": 0.2, "data__num_threads": 3}
+        for number in range(FILES):
+            rows = [text and text.encode() for text in texts(number, ROWS)]
+            rows[number * 5] = b"\xff"
+            files[f"data/train-{number:05}.parquet"] = parquet(rows)
     monkeypatch.setattr(encode, "SHARD_BYTES", 800)
     monkeypatch.setattr(encode, "_RECORD_TOKENS", 300)
     monkeypatch.setattr(encode, "_BATCH_DOCUMENTS", 7)
@@ -102,6 +109,7 @@ def test_streamed_folder_equals_the_ordinary_one_byte_for_byte(
     alone = remove(tmp_path / "data")
     manifest, now = prepare(config(**knobs, data__streaming=True))
     assert now
+    assert manifest.left_out == FILES * case.startswith("rows")
     streamed = file_contents(tmp_path / "data")
     assert streamed["manifest.json"].decode() == alone["manifest.json"].decode()
     assert streamed == alone
