@@ -156,16 +156,65 @@ def encode_chat(
     """
     system = messages[:1] if messages[0]["role"] == "system" else []
     others = messages[len(system) :]
-    # a message has at least one token
-    others = others[max(len(messages) - max_tokens, 0) // 2 * 2 :] or others[-1:]
-    while True:
-        kept = system + others
-        ids = encode_messages(chat, kept, tools)
-        if len(ids) <= max_tokens:
-            return ids, kept
-        if len(others) < 3:
-            raise ValueError(f"{len(ids)} tokens are more than {max_tokens}")
-        others = others[2:]
+    # A conversation may begin with its first message, or with any question.
+    starts = [i for i, message in enumerate(others) if not i or message["role"] == "user"]
+    tried = dict[int, tuple[list[int], list[Message]]]()
+
+    def fits(number: int) -> bool:
+        kept = system + others[starts[number] :]
+        tried[number] = encode_messages(chat, kept, tools), kept
+        return len(tried[number][0]) <= max_tokens
+
+    # Encoding everything again for each question takes a minute for a large request. So the search
+    # begins where the messages alone would fit, and goes on in steps that double until one
+    # beginning fits and an earlier one does not.
+    number = _first_that_may_fit(chat, system, others, starts, max_tokens)
+    low, high, step = -1, len(starts), 1
+    while high - low > 1:
+        if fits(number):
+            high = number
+        else:
+            low = number
+        if high == len(starts):
+            number = min(low + step, high - 1)
+        elif low < 0:
+            number = max(high - step, 0)
+        else:
+            number = (low + high) // 2
+        step *= 2
+    if high == len(starts):
+        raise ValueError(f"{len(tried[low][0])} tokens are more than {max_tokens}")
+    return tried[high]
+
+
+def _first_that_may_fit(
+    chat: ChatFormat,
+    system: list[Message],
+    others: list[Message],
+    starts: list[int],
+    max_tokens: int,
+) -> int:
+    """The number of the first of `starts` from which the text of the messages has at most
+    `max_tokens`, or of the last. The template's own tokens are not counted.
+    """
+    if len(starts) == 1:
+        return 0
+    # A message has at least one token.
+    recent = others[max(len(others) - max_tokens, 0) :]
+    texts = [
+        "\n".join(texts_of(Conversation([message], None))).strip() for message in [*system, *recent]
+    ]
+    with unknown_characters_named(chat.hf, texts):
+        lengths = [
+            len(ids) for ids in chat.hf(texts, add_special_tokens=False, verbose=False)["input_ids"]
+        ]
+    room, first = max_tokens - sum(lengths[: len(system)]), len(others)
+    for length in reversed(lengths[len(system) :]):
+        room -= length
+        if room < 0:
+            break
+        first -= 1
+    return next((i for i, start in enumerate(starts) if start >= first), len(starts) - 1)
 
 
 class TextStream:

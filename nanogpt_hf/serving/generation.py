@@ -1,11 +1,12 @@
 """What the server generates: the model it serves, and the texts of a request as they arrive."""
 
 import asyncio
+import copy
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -24,11 +25,12 @@ from nanogpt_hf.generate import (
 from nanogpt_hf.serving.requests import ApiError, Request
 
 ACTIVE = 8  # requests that take turns, each with a key-value cache; the others wait in their order
+MAX_REQUESTS = 256  # that take turns or wait for one; more get a 503
 
 
 class Served:
-    """The model that is served, and the thread that runs it, one token of each active request in
-    turn.
+    """The model that is served, the thread that runs it, one token of each active request in turn,
+    and the thread that encodes prompts, one after the other.
     """
 
     def __init__(
@@ -39,14 +41,19 @@ class Served:
         precision: Callable[[], AbstractContextManager],
     ):
         self.name, self.model, self.tokenizer = name, model, tokenizer
-        self.chat = ChatFormat(tokenizer) if tokenizer.chat_template else None
+        # A tokenizer is not safe to use from two threads: the event loop decodes with one, the
+        # other encodes.
+        self._encoder = copy.deepcopy(tokenizer)
+        self.chat = ChatFormat(self._encoder) if tokenizer.chat_template else None
         self.end_ids = end_ids_of(model)
         self.answer_end_ids = answer_end_ids(model, self.chat) if self.chat else set[int]()
         self.context = int(model.config.max_position_embeddings)
         self.created = int(time.time())
         # autocast is a setting of a thread
         self.thread = ThreadPoolExecutor(1, "generation", initializer=precision().__enter__)
+        self._encoding = ThreadPoolExecutor(1, "encoding")
         self.turns = asyncio.Semaphore(ACTIVE)
+        self.requests = 0
         self.closing = False
 
     def entry(self) -> dict[str, Any]:
@@ -60,27 +67,51 @@ class Served:
             "chat": self.chat is not None,
         }
 
-    def encode(self, request: Request) -> tuple[list[int], int]:
+    def enter(self) -> None:
+        """Count a request, which has to `leave`. Raises ApiError if there are too many."""
+        if self.requests >= MAX_REQUESTS:
+            message = f"{self.requests} requests wait for this server; try again later"
+            raise ApiError(503, message, code="server_overloaded")
+        self.requests += 1
+
+    def leave(self) -> None:
+        self.requests -= 1
+
+    async def encode(self, request: Request) -> tuple[list[int], int]:
         """The prompt ids, and the number of messages that were dropped to fit the context."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._encoding, self._encode, request)
+
+    def _encode(self, request: Request) -> tuple[list[int], int]:
         messages = kept = [message.for_template() for message in request.messages]
         param = "messages" if messages else "prompt"
         try:
-            if not messages:
-                ids = prompt_ids(self.tokenizer, request.prompt)
+            if isinstance(request.prompt, list):
+                ids = request.prompt
+                size = self.model.config.vocab_size
+                if max(ids, default=0) >= size:
+                    raise ValueError(f"token {max(ids)} is none of this model's {size}")
+            elif not messages:
+                ids = prompt_ids(self._encoder, request.prompt)
             elif self.chat is None:
                 raise ValueError(f"{self.name} has no chat template; use /v1/completions")
             elif request.truncation == "auto":  # as in `chat`
                 room = min(request.limit or self.context, self.context // 2)
                 ids, kept = encode_chat(self.chat, messages, self.context - room)
+            elif len(messages) >= self.context:  # a message has at least one token
+                raise _too_long(param, f"{len(messages)} messages", self.context)
             else:
                 ids = encode_messages(self.chat, messages)
         except (DataError, ValueError) as error:
             raise ApiError(400, f"{param}: {error}", param) from None
         if len(ids) >= self.context:
-            message = f"{param}: {len(ids)} tokens leave no room for an answer: this model's "
-            message += f"context has {self.context}; shorten it"
-            raise ApiError(400, message, param, "context_length_exceeded")
+            raise _too_long(param, f"{len(ids)} tokens", self.context)
         return ids, len(messages) - len(kept)
+
+
+def _too_long(param: str, size: str, context: int) -> ApiError:
+    message = f"{param}: {size} leave no room for an answer: this model's context has {context}; "
+    return ApiError(400, f"{message}shorten it", param, "context_length_exceeded")
 
 
 class Choice:
@@ -101,6 +132,14 @@ class Choice:
         if stopped or token is None:
             self.finish_reason = "stop" if stopped or self.length < self._limit else "length"
         return text
+
+
+class Piece(NamedTuple):
+    """A part of a text, in order."""
+
+    choice: int  # its number
+    text: str
+    finish_reason: str  # '' before the last part
 
 
 class Generation:
@@ -129,19 +168,42 @@ class Generation:
             text = TextStream(served.tokenizer, () if request.messages else ids)
             self.choices.append(Choice(steps, limit, text, request.stop))
 
-    async def pieces(self) -> AsyncGenerator[tuple[int, str]]:
-        """(index of a choice, its next text), until all have a finish reason."""
+    async def pieces(self) -> AsyncGenerator[Piece]:
+        """The texts as they arrive, until all choices have a finish reason.
+
+        The generation does not wait for whoever reads them: a client that does not read would hold
+        a turn.
+        """
+        pieces = asyncio.Queue[Piece | Exception | None]()
+        task = asyncio.create_task(self._generate(pieces))
+        try:
+            while (piece := await pieces.get()) is not None:
+                if isinstance(piece, Exception):
+                    raise piece
+                yield piece
+        finally:
+            task.cancel()
+
+    async def _generate(self, pieces: asyncio.Queue[Piece | Exception | None]) -> None:
+        """Put the pieces in a queue, then None or the error that ended them."""
         loop, thread = asyncio.get_running_loop(), self._served.thread
-        async with self._served.turns:
-            for index, choice in enumerate(self.choices):
-                try:
-                    while not choice.finish_reason:
-                        if self._served.closing:
-                            raise ApiError(503, "the server is shutting down")
-                        (token,) = await loop.run_in_executor(thread, next, choice.steps, [None])
-                        yield index, choice.add(token)
-                finally:
-                    choice.steps = iter(())  # frees the key-value cache
+        try:
+            async with self._served.turns:
+                for index, choice in enumerate(self.choices):
+                    try:
+                        while not choice.finish_reason:
+                            if self._served.closing:
+                                raise ApiError(503, "the server is shutting down")
+                            (token,) = await loop.run_in_executor(
+                                thread, next, choice.steps, [None]
+                            )
+                            text = choice.add(token)
+                            pieces.put_nowait(Piece(index, text, choice.finish_reason))
+                    finally:
+                        choice.steps = iter(())  # frees the key-value cache
+            pieces.put_nowait(None)
+        except Exception as error:
+            pieces.put_nowait(error)
 
     def usage(self) -> dict[str, int]:
         completion = sum(choice.length for choice in self.choices)

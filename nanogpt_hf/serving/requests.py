@@ -1,7 +1,8 @@
 """The requests of OpenAI's API, checked by pydantic, and its error objects."""
 
 import secrets
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     BaseModel,
@@ -13,8 +14,40 @@ from pydantic import (
 )
 
 MAX_CHOICES = 16  # per request
-# no effect on text
-_IGNORED = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
+_ANY = object()
+# Parameters that are not supported, with the values that ask for nothing else than what is done.
+# The first have no effect on text. The last are not in OpenAI's API, but in vLLM's and llama.cpp's.
+_DEFAULTS: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("user", "metadata", "store", "service_tier", "safety_identifier"), (_ANY,)),
+    **dict.fromkeys(
+        ("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"), (_ANY,)
+    ),
+    "best_of": (1,),
+    "echo": (False,),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "logit_bias": ({},),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "modalities": (["text"], []),
+    "parallel_tool_calls": (True, False),
+    "reasoning_effort": ("none",),
+    "response_format": ({"type": "text"},),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "verbosity": ("medium",),
+    "ignore_eos": (False,),
+    "length_penalty": (1,),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "repeat_penalty": (1,),
+    "repetition_penalty": (1,),
+    "skip_special_tokens": (True,),
+    "use_beam_search": (False,),
+}
 
 
 class ApiError(Exception):
@@ -32,12 +65,47 @@ class ApiError(Exception):
         return {"error": fields}
 
 
-def _as_list(value: Any) -> Any:
+def _stops(value: Any) -> Any:
+    if value == "":
+        return []
     return value if isinstance(value, list) else [value]
 
 
+def _one_prompt(value: Any) -> Any:
+    """A list of one prompt is this prompt; a list of numbers is one prompt of tokens."""
+    if isinstance(value, list) and any(isinstance(part, str | list) for part in value):
+        if len(value) > 1:
+            raise ValueError(f"one prompt per request, not {len(value)}")
+        return value[0]
+    return value
+
+
+def _same(value: Any, default: Any) -> bool:
+    """Whether two values of JSON are equal: `false` is not 0."""
+    return isinstance(value, bool) == isinstance(default, bool) and value == default
+
+
 class _Strict(BaseModel):
+    """An object whose unknown fields are refused, unless they ask for nothing: null means the
+    default.
+    """
+
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    defaults: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_what_asks_for_nothing(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        return {
+            name: value
+            for name, value in given.items()
+            if value is not None
+            and not any(
+                default is _ANY or _same(value, default) for default in cls.defaults.get(name, ())
+            )
+        }
 
 
 class _Part(_Strict):
@@ -46,8 +114,11 @@ class _Part(_Strict):
 
 
 class _Message(_Strict):
+    # A client sends an answer back as it got it.
+    defaults = {"annotations": ([],), "tool_calls": ([],)}
+
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[_Part]
+    content: str | Annotated[list[_Part], Field(fail_fast=True)]
     name: str = ""
 
     def for_template(self) -> dict[str, str]:
@@ -57,40 +128,39 @@ class _Message(_Strict):
 
 
 class _StreamOptions(_Strict):
+    # Obfuscation adds random characters to the events, which this server does not.
+    defaults = {"include_obfuscation": (False,)}
+
     include_usage: bool = False
 
 
 class Request(_Strict):
     """A request for completions or, if it has `messages`, for chat completions."""
 
+    defaults = _DEFAULTS
+
     model: str | None = None
-    prompt: str = ""
-    messages: list[_Message] = []
+    prompt: Annotated[
+        str | Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)],
+        BeforeValidator(_one_prompt),
+    ] = ""
+    messages: Annotated[list[_Message], Field(fail_fast=True)] = []
     truncation: Literal["auto", "disabled"] = "disabled"  # auto drops the oldest messages
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float | None = Field(None, ge=0, le=1)
-    top_k: int | None = Field(None, ge=1, lt=2**31)  # not in OpenAI's API; `sample` has it
+    # Not in OpenAI's API; `sample` has it. 0 and -1 turn it off in other servers.
+    top_k: int | None = Field(None, ge=-1, lt=2**31)
     seed: int = Field(default_factory=lambda: secrets.randbelow(2**62), ge=-(2**63), lt=2**63)
     n: int = Field(1, ge=1, le=MAX_CHOICES)
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)  # the newer name
     stop: Annotated[
         list[Annotated[str, Field(min_length=1, max_length=1000)]],
-        BeforeValidator(_as_list),
+        BeforeValidator(_stops),
         Field(max_length=4),
     ] = []
     stream: bool = False
     stream_options: _StreamOptions = _StreamOptions()
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_what_asks_for_nothing(cls, given: Any) -> Any:
-        """null means the default, and a parameter that is not supported may have an empty value."""
-        if not isinstance(given, dict):
-            return given
-        unknown = {name for name in given if name not in cls.model_fields}
-        empty = {name for name in unknown if name in _IGNORED or not given[name]}
-        return {k: value for k, value in given.items() if value is not None and k not in empty}
 
     @property
     def limit(self) -> int | None:
@@ -105,14 +175,22 @@ def parse_request(body: bytes, model: str, chat: bool) -> Request:
     try:
         request = Request.model_validate_json(body)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        where = [str(part) for part in first["loc"]]
-        message = ": ".join([*where, first["msg"]])
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        where = [f"{part:.60}" if isinstance(part, str) else str(part) for part in first["loc"]]
+        message = ": ".join([*where, first["msg"].removeprefix("Value error, ")])
         raise ApiError(400, message, where[0] if where else None) from None
-    if request.model not in (None, model):
-        message = f"model: {request.model!r:.60} does not exist; this server has {model!r} only"
-        raise ApiError(404, message, "model", "model_not_found")
+    if request.model is not None:
+        check_model(request.model, model)
     text, other = ("messages", "prompt") if chat else ("prompt", "messages")
     if not getattr(request, text) or getattr(request, other):
         raise ApiError(400, f"{text}: is missing, or {other} is given", text)
+    if request.top_k in (0, -1):
+        request.top_k = None
     return request
+
+
+def check_model(name: str, model: str) -> None:
+    """Raises ApiError unless `name` is the model that is served."""
+    if name != model:
+        message = f"model: {name!r:.60} does not exist; this server has {model!r} only"
+        raise ApiError(404, message, "model", "model_not_found")
