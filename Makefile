@@ -8,7 +8,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt --e
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 .NOTPARALLEL: # pip installs into one environment
-.PHONY: help quickstart test test-quick test-gpu test-ci test-all test-other-machines digests lint format types docs clean
+.PHONY: help quickstart test test-quick test-gpu test-lower-bounds test-ci test-all test-other-machines digests lint format types docs clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-19s %s\n", $$1, $$2 }' Makefile
@@ -34,6 +34,16 @@ test-quick: $(VENV)/installed-test-quick ## run the tests that start no processe
 
 test-gpu: $(VENV)/installed-test ## run the tests of a GPU, on one (up to five minutes)
 	DEVICE=cuda $(BIN)/python -m pytest tests/gpu
+
+# The lowest versions that fit each other, as uv resolves them; TORCH=2.13.0 takes another torch.
+test-lower-bounds: ## run the tests of numbers under the lowest versions of pyproject.toml
+	$(PYTHON) -m venv .venv-lowest
+	.venv-lowest/bin/python -m pip install --quiet uv
+	.venv-lowest/bin/uv pip compile --quiet --resolution lowest-direct pyproject.toml -o .venv-lowest/all.txt
+	grep -vE '^($(if $(TORCH),torch|)nvidia|cuda|triton)' .venv-lowest/all.txt >.venv-lowest/lowest.txt
+	$(if $(TORCH),echo 'torch==$(TORCH)' >>.venv-lowest/lowest.txt)
+	.venv-lowest/bin/python -m pip install --quiet --constraint .venv-lowest/lowest.txt --editable '.[test-quick]'
+	.venv-lowest/bin/python -m pytest -m 'not long and not slow' tests/model tests/optim tests/training tests/distributed tests/rl
 
 digests: $(VENV)/installed-test ## run small reference runs and print digests of their numbers
 	$(BIN)/python tests/run_digests.py $(ARGS)
@@ -74,5 +84,5 @@ docs: $(VENV)/installed ## write what follows from the code: tables in docs/, th
 	$(BIN)/python docs/structure.py
 
 clean: ## remove the environment and caches; runs/ and data/ stay
-	rm -rf $(VENV) .ci/venv build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-lowest .ci/venv build dist *.egg-info .pytest_cache .ruff_cache
 	find nanogpt_hf tests -name __pycache__ -prune -exec rm -rf {} +
