@@ -125,20 +125,19 @@ class ChatFormat:
         each answer, in which only that answer counts. Raises DataError if the tokens of an answer
         are not certain, or a field with content changes none of the tokens.
         """
+        for conversation in conversations:
+            with _named(conversation):
+                self._check_fields(conversation, self._example_texts)
         found = list(map(self._harmless, conversations))
         by_marks = self._by_marks(found) if self.is_marked else itertools.repeat(None)
         examples = []
         for number, (conversation, tokens) in enumerate(zip(found, by_marks, strict=False)):
-            try:
-                self._check_fields(conversations[number], self._example_texts)
+            with _named(conversations[number]):
                 own = (
                     [self._marked(conversation, *tokens)]
                     if tokens
                     else self._examples_by_prefixes(conversation)
                 )
-            except DataError as error:
-                start = conversations[number].messages[0]["content"]
-                raise DataError(f"the conversation that starts {start!r:.40}: {error}") from None
             examples += [example._replace(conversation=number) for example in own]
         return examples
 
@@ -480,6 +479,16 @@ def _any_of(tokens: set[str]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, _breakable(tokens))) or "(?!)")
 
 
+@contextlib.contextmanager
+def _named(conversation: Conversation) -> Iterator[None]:
+    """Context in which a DataError gets the start of a conversation."""
+    try:
+        yield
+    except DataError as error:
+        start = conversation.messages[0]["content"]
+        raise DataError(f"the conversation that starts {start!r:.40}: {error}") from None
+
+
 def _answer_bytes(conversation: Conversation) -> int:
     """The bytes of the learned answers; what is no text counts as JSON."""
     return sum(
@@ -522,8 +531,7 @@ def _shape_of(conversation: Conversation) -> str:
     """
     plain = lambda text: re.sub(r"[^\w\s.,:-]", "", text)  # noqa: E731
     messages = [
-        _with_texts(message, plain)
-        | {"role": message["role"], "content": message["content"] and "x"}
+        _with_texts(message | {"content": message["content"] and "x"}, plain)
         for message in conversation.messages
     ]
     return json.dumps([messages, _with_texts(conversation.tools, plain)])

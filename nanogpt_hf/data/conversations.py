@@ -1,6 +1,7 @@
 """Rows of a file or data set -> conversations, preference pairs, labeled answers."""
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -151,7 +152,7 @@ def _answered(row: dict[str, Any], column: str) -> Conversation:
         elif isinstance(row.get("prompt"), list):
             if messages[: len(prompt)] != prompt:
                 messages = [*prompt, *messages]
-        elif len(messages) == 1:
+        elif len(messages) < 2:
             messages = [*prompt, *messages]
         else:
             asked = [message["content"] for message in map(_renamed, _listed(messages))]
@@ -280,7 +281,7 @@ def _text(name: str, content: Any) -> str:
         raise ValueError(
             f"{name}: expected text, got {content!r:.40}; leave the row out, or fill it"
         )
-    content.encode()  # JSON can escape half a character, which UTF-8 cannot encode
+    _check(content)
     return content
 
 
@@ -368,6 +369,7 @@ def _history(row: dict[str, Any]) -> list[Message]:
 
 def _message(message: Message, previous: str | None) -> tuple[bool, Message]:
     """Whether a message is learned, and its fields that have content."""
+    _check(message)
     renamed = _renamed(message)
     role, expected = renamed["role"], _NEXT_ROLES[previous]
     if role not in expected:
@@ -388,9 +390,10 @@ def _message(message: Message, previous: str | None) -> tuple[bool, Message]:
         fields["tool_calls"] = [_function("tool_calls", call) for call in _json(calls)]
     if _is_empty(content) and role == "assistant" and "tool_calls" in fields:
         fields["content"] = content if isinstance(content, str) else None
+    elif _is_empty(content) and role == "tool":  # a tool may find nothing
+        fields["content"] = ""
     else:
         fields["content"] = _text("content", _joined(content))
-    _check_text(fields)
     return learned, fields
 
 
@@ -414,9 +417,11 @@ def tools_of(tools: Any) -> list[Any] | None:
     """The tools of a row or request; None if there are none. They may be JSON text."""
     if _is_empty(tools):
         return None
-    found = [_function("tools", tool) for tool in _json(tools, "tools")]
-    _check_text(found)
-    return found or None
+    try:
+        _check(tools)
+    except ValueError as error:
+        raise ValueError(f"tools: {error}") from None
+    return [_function("tools", tool) for tool in _json(tools, "tools")] or None
 
 
 def _json(value: Any, name: str = "tool_calls") -> list[Any]:
@@ -426,7 +431,8 @@ def _json(value: Any, name: str = "tool_calls") -> list[Any]:
             value = json.loads(value)
         except (ValueError, RecursionError):
             raise ValueError(f"{name}: expected JSON, got {value!r:.40}") from None
-    return value if type(value) is list else [value]
+        _check(value)
+    return value if type(value) is list else [] if value is None else [value]
 
 
 def _function(name: str, value: Any) -> dict[str, Any]:
@@ -446,6 +452,7 @@ def _function(name: str, value: Any) -> dict[str, Any]:
             arguments = json.loads(arguments.strip() or "{}")
         except (ValueError, RecursionError):
             raise ValueError(f"{name}: arguments: expected JSON, got {arguments!r:.40}") from None
+        _check(arguments)
         return value | {"function": function | {"arguments": arguments}}
     return value
 
@@ -456,12 +463,24 @@ def _without_null(value: Any) -> Any:
     return [_without_null(item) for item in value] if type(value) is list else value
 
 
-def _check_text(value: Any) -> None:
-    """Raises ValueError for half a character anywhere in a value, and for what JSON has not."""
-    if not isinstance(value, str):
-        value = json.dumps(value, ensure_ascii=False, allow_nan=False, default=_no_json)
-    value.encode()
-
-
-def _no_json(value: Any) -> Any:
-    raise ValueError(f"{value!r:.40} is no text, number, list or object")
+def _check(value: Any, levels: int = 100) -> None:
+    """Raises ValueError unless a value is text, a number or null, or lists and objects of them, not
+    too many inside of another. JSON can escape half a character, which UTF-8 cannot encode.
+    """
+    if isinstance(value, str):
+        value.encode()
+    elif type(value) in (list, dict) and not levels:
+        raise ValueError("has too many lists and objects inside of each other")
+    elif type(value) is list:
+        for item in value:
+            _check(item, levels - 1)
+    elif type(value) is dict:
+        for name, item in value.items():
+            if not isinstance(name, str):
+                raise ValueError(f"{name!r:.40} is no name of a field")
+            name.encode()
+            _check(item, levels - 1)
+    elif value is not None and type(value) not in (bool, int):
+        if type(value) is float and math.isfinite(value):
+            return
+        raise ValueError(f"{value!r:.40} is no text, number, list or object")

@@ -244,7 +244,7 @@ def test_an_answer_that_is_marked_is_not_learned(shape, mark):
     ):
         parse = pair_of if "chosen" in row else conversation_of
         assert "marked" in refusal(parse, row, error=ValueError)
-    for value in (0.5, 2, "0", [0], float("nan")):
+    for value in (0.5, 2, "0", [0], {"a": 1}):
         row = {"messages": [*prompt, ANSWER | {mark: value}]}
         assert f"message 2: {mark}: " in refusal(conversation_of, row, error=ValueError)
     row = {"messages": [USER | {mark: 1}, ANSWER]}
@@ -354,6 +354,13 @@ def test_no_text_of_tools_and_calls_becomes_a_special_token():
         assert ends == len(row["messages"]) + 1
 
 
+def nested(levels: int) -> list:
+    value = []
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
 @pytest.mark.parametrize(
     ("row", "words"),
     [
@@ -369,7 +376,7 @@ def test_no_text_of_tools_and_calls_becomes_a_special_token():
         ({"messages": [USER, ANSWER], "tools": [5]}, "tools: expected a function"),
         ({"messages": [USER, ANSWER | {"x": "\ud83d"}]}, "surrogates"),
         ({"messages": [USER, ANSWER | {"x": ["\ud83d"]}]}, "surrogates"),
-        ({"messages": [USER, {"role": "tool", "content": "a"}, ANSWER]}, "message 2: role"),
+        ({"messages": [USER, {"role": "tool", "content": ""}, ANSWER]}, "message 2: role"),
         ({"messages": [USER, {"role": "assistant", "content": None}]}, "message 2: content"),
         ({"messages": [USER, ANSWER, {"role": "tool", "content": "a"}]}, "last message"),
         ({"messages": [USER | {"from": "human", "value": "a"}, ANSWER]}, "given twice"),
@@ -382,6 +389,16 @@ def test_no_text_of_tools_and_calls_becomes_a_special_token():
             {"messages": [USER | {"content": [{"type": "text", "text": "a", "x": 1}]}, ANSWER]},
             "message 1: content",
         ),
+        ({"messages": [USER, ANSWER | {"x": nested(200)}]}, "message 2: has too many"),
+        ({"messages": [USER, ANSWER | {"x": nested(100_000)}]}, "message 2: has too many"),
+        ({"messages": [USER, ANSWER], "tools": nested(100_000)}, "tools: has too many"),
+        ({"messages": [USER, ANSWER | {"x": float("nan")}]}, "message 2: nan"),
+        ({"messages": [USER, ANSWER | {"x": b"a"}]}, "message 2: b'a'"),
+        (
+            {"messages": [USER, ANSWER | {"tool_calls": [{"name": "f", "arguments": "[" * 9999}]}]},
+            "arguments: expected JSON",
+        ),
+        ({"prompt": "Why?", "chosen": [], "rejected": "No."}, "chosen: the last message has"),
         ({"chosen": "So.", "rejected": "No."}, "prompt, question or instruction"),
         ({"prompt": "Who?", "chosen": [USER, ANSWER], "rejected": "No."}, "'Who?' is not in"),
     ],
@@ -412,6 +429,8 @@ def test_parts_and_roles_of_other_formats_are_taken():
         {"role": "tool", "content": "5"},
         ANSWER,
     ]
+    row["conversations"][2] = {"role": "tool", "content": None}
+    assert conversation_of(row).messages[2] == {"role": "tool", "content": ""}
 
 
 def test_a_model_without_a_chat_template_refuses_other_fields(byte_tokenizer):
