@@ -33,7 +33,7 @@ class Examples(Blocks):
         packing: str,
     ):
         self.block_size, self.apart = block_size, packing == "packed"
-        self._ids, self._assistant_mask = ids, assistant_mask
+        self.stream, self._assistant_mask = ids, assistant_mask
         self._starts = np.cumsum(lengths) - lengths
         self._positions = np.minimum(lengths - 1, block_size)
         long = np.flatnonzero(lengths - 1 > block_size)
@@ -57,7 +57,7 @@ class Examples(Blocks):
         target.
         """
         start, length = self._starts[number : number + 1], int(self._positions[number]) + 1
-        return self._ids.windows(start, length)[0], self._assistant_mask.windows(start, length)[
+        return self.stream.windows(start, length)[0], self._assistant_mask.windows(start, length)[
             0, 1:
         ] == 1
 
@@ -163,7 +163,7 @@ class DocumentBlocks(Examples):
         before = block_size * (
             np.arange(len(self._documents)) - np.repeat(np.cumsum(parts) - parts, parts)
         )
-        self._ids, self._starts = ids, starts[self._documents] + before
+        self.stream, self._starts = ids, starts[self._documents] + before
         self._positions = np.minimum(sizes[self._documents] - before, block_size)
         self.blocks = pack(self._positions, block_size)
         self.filled, self.cut = int(self._positions.sum()), int((parts > 1).sum())
@@ -171,7 +171,7 @@ class DocumentBlocks(Examples):
 
     def _targets_of(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         count = int(self._positions[number])
-        tokens = self._ids.windows(self._starts[number : number + 1], count + 1)[0]
+        tokens = self.stream.windows(self._starts[number : number + 1], count + 1)[0]
         return tokens, np.ones(count, dtype=bool)
 
     def documents_of(self, block: int) -> list[int]:

@@ -201,7 +201,7 @@ def describe_token_files(
             f"data.source: {data.one_source}: no document ends within the first {wanted:,} of its "
             f"{start:,} tokens; there is too little to train on"
         )
-    cut, sizes = int(ends[documents - 1]), bytes_of_tokens(tokenizer)
+    cut, sizes = int(ends[documents - 1]), bytes_of_tokens(tokenizer.hf, tokenizer.name)
     counts = (documents, cut), (len(ends) - documents, start - cut)
     facts = {
         split: SplitFacts(

@@ -286,25 +286,25 @@ def train_bpe_tokenizer(
     return Tokenizer("bpe", hf, lambda texts: [encode(text) for text in texts])
 
 
-def bytes_of_tokens(tokenizer: Tokenizer) -> np.ndarray:
-    """Bytes of text per token, by id; 0 for special tokens.
+def bytes_of_tokens(hf: PreTrainedTokenizerBase, name: str) -> np.ndarray:
+    """Bytes of text per token of the tokenizer `name`, by id; 0 for special tokens.
 
     In names of byte-level tokens a letter is a byte. Others are text, with U+2581 for a space
     and <0x0A> for a byte.
     """
-    names = tokenizer.hf.convert_ids_to_tokens(list(range(tokenizer.vocab_size)))
-    special, letters = set(tokenizer.hf.all_special_tokens), printable_bytes().keys()
-    plain = [name for name in names if name is not None and name not in special]
-    if tokenizer.name != "char" and all(letters >= set(name) for name in plain):
-        sizes = {name: len(name) for name in plain}
+    names = hf.convert_ids_to_tokens(list(range(len(hf))))
+    special, letters = set(hf.all_special_tokens), printable_bytes().keys()
+    plain = [token for token in names if token is not None and token not in special]
+    if name != "char" and all(letters >= set(token) for token in plain):
+        sizes = {token: len(token) for token in plain}
     else:
         sizes = {
-            name: 1
-            if re.fullmatch(r"<0x[0-9A-F]{2}>", name)
-            else len(name.replace("\u2581", " ").encode())
-            for name in plain
+            token: 1
+            if re.fullmatch(r"<0x[0-9A-F]{2}>", token)
+            else len(token.replace("\u2581", " ").encode())
+            for token in plain
         }
-    return np.array([sizes.get(name, 0) for name in names])
+    return np.array([sizes.get(token, 0) for token in names])
 
 
 def _gpt2_merges() -> list[str]:

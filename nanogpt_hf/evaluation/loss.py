@@ -2,19 +2,25 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import send_to_device
+from transformers import PreTrainedTokenizerBase
 
-from nanogpt_hf.data.blocks import Blocks
+from nanogpt_hf.data.blocks import Blocks, TokenStream
+from nanogpt_hf.data.manifest import Manifest
 from nanogpt_hf.data.prepared import PreparedData
+from nanogpt_hf.data.tokenizer import bytes_of_tokens
 from nanogpt_hf.distributed.accelerator import sum_over_ranks
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.model.architecture import Objective
 from nanogpt_hf.runs.state import MeasuredLoss
+
+_BLOCKS_AT_ONCE = 256
 
 
 @torch.no_grad()
@@ -63,13 +69,14 @@ def evaluate_data(
     """
     blocks, manifest = data.validation, data.manifest
     if not manifest.sources:
-        whole = evaluate(blocks, tokens=tokens, bytes_per_token=manifest.validation.bytes_per_token)
+        bytes_per_token = bytes_per_target(blocks, tokens, manifest, data.tokenizer)
+        whole = evaluate(blocks, tokens=tokens, bytes_per_token=bytes_per_token)
         return whole and (whole, {})
     each = tokens if tokens == "all" else tokens // len(manifest.sources)
     parts: dict[str, MeasuredLoss] = {}
     mean, period = MeasuredLoss(0.0, 0, 0.0), sum(source.weight for source in manifest.sources)
     for source, part in zip(manifest.sources, blocks.parts, strict=True):
-        bytes_per_token = source.manifest.validation.bytes_per_token
+        bytes_per_token = bytes_per_target(part, each, source.manifest, data.tokenizer)
         found = evaluate(part, tokens=each, bytes_per_token=bytes_per_token)
         if found is None:
             return None
@@ -80,6 +87,49 @@ def evaluate_data(
             mean.bytes_per_token + share * bytes_per_token,
         )
     return mean, parts
+
+
+def bytes_per_target(
+    blocks: Blocks,
+    tokens: int | Literal["all"],
+    manifest: Manifest,
+    tokenizer: PreTrainedTokenizerBase,
+) -> float:
+    """Bytes of text per target in the blocks that an evaluation on `tokens` tokens reads.
+
+    Tokens that are not predicted, such as the first one, have no part in it; a token that begins
+    or ends a document is predicted and has no bytes. Of conversations it is the mean over the
+    split.
+    """
+    facts = manifest.validation
+    if facts.assistant_tokens is not None:
+        return facts.bytes_per_token
+    name = str(manifest.recipe.get("tokenizer"))
+    share = _share_of_bytes(blocks, tokens, tokenizer, name)
+    return facts.bytes_per_token if share is None else facts.bytes * share
+
+
+@lru_cache(maxsize=8)  # for the sources of a mixture; it is the same at every evaluation
+def _share_of_bytes(
+    blocks: Any, tokens: int | Literal["all"], tokenizer: PreTrainedTokenizerBase, name: str
+) -> float | None:
+    """The share of the split's bytes in a target, on average; None if its tokens have no text.
+
+    It is a share since some tokenizers change the text, so that their tokens' bytes are not its
+    own.
+    """
+    sizes, indices = bytes_of_tokens(tokenizer, name), evaluation_indices(blocks, tokens)
+    predicted = 0
+    for first in range(0, len(indices), _BLOCKS_AT_ONCE):
+        labels = blocks.batch(indices[first : first + _BLOCKS_AT_ONCE])["shift_labels"].numpy()
+        predicted += int(sizes[labels[labels >= 0]].sum())
+    whole = bytes_of_stream(blocks.stream, sizes)
+    return predicted / whole / blocks.num_targets(indices) if whole else None
+
+
+def bytes_of_stream(stream: TokenStream, sizes: np.ndarray) -> int:
+    """The bytes of all tokens, by the `sizes` of bytes_of_tokens."""
+    return sum(int(np.take(sizes, chunk, mode="clip").sum()) for chunk in stream.chunks)
 
 
 def evaluation_indices(blocks: Blocks, tokens: int | Literal["all"]) -> np.ndarray:

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from nanogpt_hf.data.tokenizer import Tokenizer
 
 _PROTOCOL = (
-    "documents joined by end-of-text; the first token is not predicted; bootstrap over windows"
+    "documents joined by end-of-text; the first token is not predicted, and its bytes are not "
+    "counted; bootstrap over windows"
 )
 _RESAMPLES = 1000
 _SEED = 1337
@@ -46,6 +47,7 @@ class Corpus(NamedTuple):
     documents: int
     bytes: int  # UTF-8 text
     revision: str  # the source's: sha256 of files, a Hub commit, ...
+    first_bytes: float = 0.0  # of the first token, which is not predicted
 
 
 class TextLoss(Evaluation):
@@ -98,7 +100,19 @@ def read_corpus(
         raise DataError(
             f"--data: {corpus.name}: {len(corpus.stream)} tokens of text; at least two are needed"
         )
-    return corpus
+    return corpus._replace(first_bytes=_first_bytes(corpus, tokenizer))
+
+
+def _first_bytes(corpus: Corpus, tokenizer: "Tokenizer") -> float:
+    """The bytes of the first token: none of a start token. It is a share of all, since some
+    tokenizers change the text, so that their tokens' bytes are not its own.
+    """
+    from nanogpt_hf.data.tokenizer import bytes_of_tokens
+    from nanogpt_hf.evaluation.loss import bytes_of_stream
+
+    sizes = bytes_of_tokens(tokenizer.hf, tokenizer.name)
+    first = int(sizes[corpus.stream.chunks[0][0]])
+    return corpus.bytes * first / max(1, bytes_of_stream(corpus.stream, sizes))
 
 
 def _read_prepared(folder: Path, split: str, tokenizer: "Tokenizer") -> Corpus:
@@ -159,7 +173,7 @@ def _measure(
     if not math.isfinite(found.loss):
         yield Result(["  the loss is not finite: training diverged, or the model is damaged"])
     perplexity_error = found.perplexity * error  # first order: d exp(x) = exp(x) dx
-    bits_error = error / math.log(2) / found.bytes_per_token
+    bits_error = error / math.log(2) / (found.bytes_per_token or math.nan)
     lines = [
         f"  loss           {with_error(found.loss, error, 4)} nats per token",
         f"  perplexity     {with_error(found.perplexity, perplexity_error, 2)}",
@@ -231,7 +245,8 @@ def evaluate_text(
     counts = blocks.targets_of(windows) - already_predicted
     total = int(counts.sum())
     error = bootstrap_error(nats.numpy(), counts, windows_at_once=-(-block_size // stride))
-    loss = MeasuredLoss(nats.sum().item() / total, total, corpus.bytes / len(corpus.stream))
+    size_of_text = corpus.bytes - corpus.first_bytes
+    loss = MeasuredLoss(nats.sum().item() / total, total, size_of_text / total)
     return loss, error, len(windows)
 
 

@@ -170,7 +170,11 @@ def _write_rows(
         tokens = np.memmap(path, dtype=np.uint16, mode="r")
     except ValueError as error:  # empty, or cut in a token
         raise DataError(f"{path}: cannot be read as tokens: {error}") from None
-    writer, sizes, end = ShardWriter(folder), bytes_of_tokens(tokenizer), tokenizer.end_of_text_id
+    writer, sizes, end = (
+        ShardWriter(folder),
+        bytes_of_tokens(tokenizer.hf, tokenizer.name),
+        tokenizer.end_of_text_id,
+    )
     begin = row = 0  # of the first document that is not written
     for start in tqdm(range(0, len(tokens), TOKENS_PER_READ), path.name, disable=None):
         piece = tokens[start : start + TOKENS_PER_READ]

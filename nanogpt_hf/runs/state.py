@@ -17,9 +17,9 @@ from nanogpt_hf.runs.files import redact
 
 @dataclass(frozen=True)
 class MeasuredLoss:
-    loss: float  # mean over the tokens, in nats
+    loss: float  # mean over the tokens that were predicted, in nats
     tokens: int
-    bytes_per_token: float
+    bytes_per_token: float  # of text, in those tokens
 
     @property
     def perplexity(self) -> float:
@@ -27,7 +27,11 @@ class MeasuredLoss:
 
     @property
     def bits_per_byte(self) -> float:
-        """Comparable across tokenizers: nats per token -> bits per byte of the split's text."""
+        """Comparable across tokenizers: all losses in bits, divided by the bytes of the text that
+        was predicted; infinite without any.
+        """
+        if not self.bytes_per_token:
+            return math.inf
         return self.loss / math.log(2) / self.bytes_per_token
 
 

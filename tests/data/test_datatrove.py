@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -154,14 +154,9 @@ def test_datatrove_and_text_mix(make, encode, text_file, tmp_path):
 
 def test_bytes_of_tokens_of_sentencepiece_names():
     names = ["<s>", "\u2581the", "<0x0A>", "né", None]
-    hf = SimpleNamespace(all_special_tokens=["<s>"], convert_ids_to_tokens=lambda ids: names)
-    assert bytes_of_tokens(SimpleNamespace(name="x", vocab_size=5, hf=hf)).tolist() == [
-        0,
-        4,
-        1,
-        3,
-        0,
-    ]
+    hf = MagicMock(all_special_tokens=["<s>"], __len__=lambda _: 5)
+    hf.convert_ids_to_tokens.return_value = names
+    assert bytes_of_tokens(hf, "x").tolist() == [0, 4, 1, 3, 0]
 
 
 @pytest.mark.long

@@ -1,22 +1,31 @@
 """Loss on blocks and on text: equal to plain PyTorch, each token once; standard errors."""
 
+import functools
+import json
 import math
 
 import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
+from tokenizers import processors
 from torch.nn import functional as F
-from transformers import GPT2LMHeadModel
+from transformers import AutoTokenizer, GPT2LMHeadModel
 
+from nanogpt_hf.config.load import load_config
+from nanogpt_hf.config.schema import DataSection
 from nanogpt_hf.data.blocks import TokenBlocks, TokenStream
+from nanogpt_hf.data.prepare import prepare
+from nanogpt_hf.data.prepared import load_prepared
+from nanogpt_hf.data.tokenizer import build_tokenizer, char_tokenizer
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.evaluation import text
 from nanogpt_hf.evaluation.base import Subject
-from nanogpt_hf.evaluation.loss import evaluate_blocks, evaluation_indices
+from nanogpt_hf.evaluation.loss import evaluate_blocks, evaluate_data, evaluation_indices
 from nanogpt_hf.evaluation.text import Corpus, bootstrap_error, evaluate_text
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM
 from nanogpt_hf.model.architecture import next_token_loss
+from nanogpt_hf.runs.state import MeasuredLoss
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +109,7 @@ def test_evaluate_text_equals_transformers_token_by_token(
     assert model.training
     assert result.tokens == 300
     assert result.loss == pytest.approx(np.mean(nats), abs=1e-6)
-    assert result.bits_per_byte == pytest.approx(np.mean(nats) / math.log(2) * 301 / 602, rel=1e-6)
+    assert result.bits_per_byte == pytest.approx(sum(nats) / math.log(2) / 602, rel=1e-6)
     if stride == block_size:
         assert result.loss == pytest.approx(measure_blocks(model, corpus, 3).loss, abs=1e-6)
 
@@ -124,3 +133,89 @@ def test_figures_of_too_little_text_have_no_error(model):
     assert figures["loss"] > 0
     assert figures["loss_standard_error"] is None
     assert figures["tokens_predicted"] == 4
+
+
+TEXTS = ["The böse cat.", "A rat – two", "mats\n", "", "Ünder 5 €", "x", "sat on it", "and saw"] * 3
+
+
+@pytest.fixture(scope="module", params=["char", "bytes", "bytes after a start token"])
+def text_data(request, tmp_path_factory, byte_tokenizer):
+    """Documents, a tokenizer that is saved in a folder, and what the tokens' bytes are by id."""
+    folder = tmp_path_factory.mktemp("texts")
+    (folder / "rows.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in TEXTS))
+    if request.param == "char":
+        hf = char_tokenizer(sorted(set().union(*TEXTS))).hf
+    else:
+        hf = AutoTokenizer.from_pretrained(byte_tokenizer)
+    if "start" in request.param:
+        hf.add_special_tokens({"bos_token": "<s>"})
+        hf.backend_tokenizer.post_processor = processors.TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", hf.bos_token_id)]
+        )
+    hf.save_pretrained(folder / "tokenizer")
+    special = set(hf.all_special_ids)
+    names = hf.convert_ids_to_tokens(range(len(hf)))
+    sizes = [len(n.encode()) if request.param == "char" else 1 for n in names]
+    sizes = [0 if number in special else size for number, size in enumerate(sizes)]
+    torch.manual_seed(0)
+    model = GPTForCausalLM(GPTConfig(vocab_size=len(hf), n_positions=16, n_embd=16, n_head=2))
+    return folder, model, sizes
+
+
+def bits_per_byte(nats: list[float], labels: list[int], sizes: list[int]) -> float:
+    return sum(nats) / math.log(2) / sum(sizes[label] for label in labels)
+
+
+@pytest.mark.parametrize(("block_size", "stride"), [(16, 16), (16, 5)])
+def test_bits_per_byte_of_a_text_are_those_of_a_plain_loop(text_data, block_size, stride):
+    folder, model, sizes = text_data
+    tokenizer = build_tokenizer(str(folder / "tokenizer"), ())
+    data = DataSection(source=str(folder / "rows.jsonl"))
+    corpus = text.read_corpus(data, None, tokenizer, folder)
+    ids = torch.from_numpy(np.concatenate(corpus.stream.chunks).astype(np.int64))
+    assert sum(sizes[number] for number in ids) == corpus.bytes == len("".join(TEXTS).encode())
+    nats, first = [], 0
+    for target in range(1, len(ids)):
+        while target - first > block_size:
+            first += stride
+        with torch.no_grad():
+            logits = model.eval()(ids[None, first:target]).logits[0, -1]
+        nats.append(F.cross_entropy(logits, ids[target]).item())
+    result, _, _ = evaluate_text(subject(model), corpus, block_size, stride)
+    expected = bits_per_byte(nats, ids[1:].tolist(), sizes)
+    assert result.bits_per_byte == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("tokens", ["all", 32])
+@pytest.mark.parametrize(
+    "layout", [{}, {"data__packing": "documents"}, {"data__mask": "documents"}]
+)
+def test_bits_per_byte_of_a_run_are_those_of_a_plain_loop(
+    text_data, make_recipe, tmp_path, tokens, layout
+):
+    folder, model, sizes = text_data
+    knobs = {"data__source": str(folder / "rows.jsonl"), "data__validation_fraction": 0.4}
+    knobs |= {"data__tokenizer": str(folder / "tokenizer")} | layout
+    config = load_config(make_recipe(tmp_path / "tiny.yaml", **knobs))
+    prepare(config)
+    prepared = load_prepared(config)
+    evaluate = functools.partial(
+        evaluate_blocks, Accelerator(), Mesh(), model, next_token_loss, micro_batch_size=2
+    )
+    measured, _ = evaluate_data(evaluate, prepared, tokens)
+    nats, labels = [], []
+    for index in evaluation_indices(prepared.validation, tokens):
+        batch = prepared.validation.batch(np.array([index]))
+        targets = batch.pop("shift_labels")[0]
+        with torch.no_grad():
+            logits = model.eval()(**batch, use_cache=False).logits[0]
+        losses = F.cross_entropy(logits, targets, reduction="none")
+        nats += losses[targets >= 0].tolist()
+        labels += targets[targets >= 0].tolist()
+    assert measured.tokens == len(labels)
+    expected = bits_per_byte(nats, labels, sizes)
+    assert measured.bits_per_byte == pytest.approx(expected, rel=1e-6)
+
+
+def test_bits_per_byte_of_no_text_are_infinite():
+    assert MeasuredLoss(1.0, 1, 0.0).bits_per_byte == math.inf
