@@ -197,7 +197,7 @@ def _dry_run(config: Config, mesh: Mesh, base: "PreTrainedConfig | None") -> Non
             with naming(stage):
                 check_launch(stage.config, mesh)
     if base is not None:
-        show(f"{config.finetune.model}: {describe_trainable(meta_model(config, base))}\n")
+        show(f"{config.finetune.model}: {describe_trainable(meta_model(config, base), config)}\n")
     try:
         vocab_size, source = known_vocab_size(config.data, find_manifest(config.data))
         # a mistake in it ends the command here

@@ -11,7 +11,6 @@ _DEFAULTS = {
     "optim.learning_rate": 6e-5,  # a tenth of pretraining's, since the model is trained already
     "optim.min_learning_rate": 6e-6,
     "optim.muon_learning_rate": 2e-3,
-    "model.dropout": 0.1,  # short texts are seen many times
     "train.max_steps": 500,
     "train.micro_batch_size": 4,
     "eval.every": 25,
@@ -83,10 +82,11 @@ def finetune_defaults(
     max_steps: int | None = None,
     lora: bool = False,
     method: RecipeMethod | None = None,
+    dropout: float | None = None,
 ) -> dict[str, Any]:
     """The defaults of a fine-tuning run, or of one by another method.
 
-    `base` are the sizes of the model to start from, as knobs.
+    `base` are the sizes of the model to start from, as knobs, and `dropout` is that of a GPT-2.
     """
     sizes = {
         "data.block_size": block_size,
@@ -98,7 +98,9 @@ def finetune_defaults(
         tokens = method.sequences_per_step * block_size
         defaults |= method.defaults | {"train.tokens_per_step": tokens}
     if base.get("model.architecture", "gpt2") != "gpt2":
-        del defaults["model.dropout"]
+        defaults.pop("model.dropout", None)
+    elif dropout is not None:
+        defaults.setdefault("model.dropout", dropout)
     return defaults
 
 

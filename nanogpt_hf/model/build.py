@@ -329,7 +329,10 @@ def load_base_config(name: str, revision: str | None) -> tuple[PreTrainedConfig,
     return config, commit
 
 
-def describe_trainable(model: PreTrainedModel) -> str:
-    """A line such as `trains 100,864 of 211,712 parameters`."""
+def describe_trainable(model: PreTrainedModel, config: Config) -> str:
+    """A line such as `trains 100,864 of 211,712 parameters, dropout 0.1`."""
     trained = model.num_parameters(only_trainable=True)
-    return f"trains {trained:,} of {model.num_parameters():,} parameters"
+    line = f"trains {trained:,} of {model.num_parameters():,} parameters"
+    if config.model.architecture == GPT2.name:
+        line += f", dropout {config.model.dropout:g}"
+    return line

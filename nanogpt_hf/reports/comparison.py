@@ -16,9 +16,15 @@ def summarize(events: list[Event], metric: str) -> dict[str, Any]:
     """
     steps, values = column(events, metric)
     rates = column(events, "train/tokens_per_second")[1]
-    last, best = {"step": 0, "tokens": 0, "seconds": 0} | (events[-1] if events else {}), None
+    last, best, beats_start = (
+        {"step": 0, "tokens": 0, "seconds": 0} | (events[-1] if events else {}),
+        None,
+        None,
+    )
     if len(values):
         best = int((-values if metric == "val/reward" else values).argmin())
+    if len(values) > 1 and not steps[0]:
+        beats_start = best != 0
     sources = [name for name in names(events) if name.startswith(f"{metric}/")]
     return {
         "steps": last["step"],
@@ -27,6 +33,7 @@ def summarize(events: list[Event], metric: str) -> dict[str, Any]:
         "tokens_per_second": float(np.median(rates)) if len(rates) else None,
         "best": None if best is None else float(values[best]),
         "best_step": None if best is None else int(steps[best]),
+        "beats_start": beats_start,  # None without an evaluation before the first step or after it
         "last": None if best is None else float(values[-1]),
         "sources": {name: float(column(events, name)[1][-1]) for name in sources},
     }
@@ -42,7 +49,12 @@ def compare_runs(runs: dict[str, dict[str, Any]], metric: str) -> str:
         best = [_shown(run["best"]), _shown(run["best_step"], ","), _shown(run["last"])]
         losses = [*best, *(_shown(run["sources"].get(source)) for source in sources)]
         rows.append([name, *done, _shown(run["tokens_per_second"], ",.0f"), *losses])
-    return align(rows, range(1, len(rows[0])))
+    lines = [
+        f"{name}: no evaluation was better than that of its start"
+        for name, run in runs.items()
+        if run["beats_start"] is False
+    ]
+    return "\n".join([align(rows, range(1, len(rows[0]))), *lines])
 
 
 def _shown(value: float | None, form: str = "#.5g") -> str:

@@ -145,6 +145,8 @@ def _tiles(figures: dict[str, Any], metric: str) -> list[tuple[str, str, str]]:
     if figures["best"] is not None:
         title = {"val/loss": "best validation loss", "val/reward": "best mean reward"}[metric]
         at = f"at step {figures['best_step']:,}"
+        if figures["beats_start"] is False:
+            at += ": no evaluation was better than that of the start"
         tiles.insert(0, (title, format_number(figures["best"], 4), at))
     if figures["tokens_per_second"]:
         speed = f"{figures['tokens_per_second']:,.0f}"

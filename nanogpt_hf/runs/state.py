@@ -52,7 +52,7 @@ class TrainState:
     not_finite_steps: int = 0  # and those whose gradient was not finite
     loss_average: float | None = None  # running average of the logged training losses
     best_loss: float | None = None  # validation loss of best/
-    best_step: int | None = None
+    best_step: int | None = None  # 0: no better than the model that fine-tuning started from
     identity: dict[str, Any] | None = None  # of `run_identity`
 
     def out_of_patience(self, eval_section: EvalSection) -> bool:

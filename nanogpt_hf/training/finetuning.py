@@ -55,6 +55,8 @@ def finetune_config(
         max_steps=_stated_value(stated, "train.max_steps"),
         lora=_stated_value(stated, "lora.rank") is not None,
         method=method,
+        # A model that has learned without dropout starts worse with it.
+        dropout=getattr(base, "dropout", None),
     )
     targets = architecture.lora_targets(base)
     defaults |= {"data.tokenizer": tokenizer, "lora.targets": list(targets)}

@@ -150,7 +150,9 @@ def evaluate_and_report(run: Run, observers: Observers, stop: StopRequest) -> bo
     if evaluated is not None:
         state.evaluation, state.evaluated_step = evaluated.evaluation, state.step
         best_before = math.inf if state.best_loss is None else state.best_loss
-        is_best = state.step > 0 and evaluated.score < best_before
+        # The model that fine-tuning starts from is the best until another is better.
+        is_candidate = state.step > 0 or run.config.finetune.model is not None
+        is_best = is_candidate and evaluated.score < best_before
         if is_best:
             state.best_loss, state.best_step = evaluated.score, state.step
             observers.checkpoints.wait()  # so that the disk does not need room for both at once

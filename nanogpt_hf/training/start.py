@@ -294,7 +294,7 @@ def build_unchecked(
     _record_end_ids(model, data.end_of_turn_id)
     if config.finetune.model:
         start = f"from step {step:,} on " if step else ""
-        logger.info(f"{start}{describe_trainable(model)}")
+        logger.info(f"{start}{describe_trainable(model, config)}")
     if mesh.pp_size > 1:
         Pipeline(model, accelerator, mesh)  # cuts this process's stage from the model
     else:

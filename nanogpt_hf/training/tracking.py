@@ -292,6 +292,8 @@ def log_summary(run: Run) -> None:
     best = "no evaluation was the best"
     if state.best_loss is not None:
         best = f"{method_of(config).describe_best(state.best_loss)} at step {state.best_step:,}"
+        if not state.best_step:
+            best += f": no evaluation was better than that of the start, {config.finetune.model}"
     duration = format_duration(state.seconds)
     lines = [f"\ndone: {state.step:,} steps, {state.tokens:,} tokens in {duration}", f"  {best}"]
     if state.step < config.train.max_steps:
@@ -301,7 +303,7 @@ def log_summary(run: Run) -> None:
     opens_as = f"as plain {run.architecture.title}"
     if config.lora.rank is not None and not config.lora.merge:
         opens_as = "with peft's AutoPeftModelForCausalLM"
-    models = {"best": folder.best, "last": folder.final}
+    models = {"best" if state.best_step else "start": folder.best, "last": folder.final}
     named = [f"{path} (the {which})" for which, path in models.items() if path.is_dir()]
     lines.append(f"  model    {', '.join(named)}; each opens {opens_as}")
     files = {"curve": folder.loss_plot, "report": folder.report, "metrics": folder.metrics}
