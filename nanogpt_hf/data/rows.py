@@ -46,6 +46,7 @@ _OPENERS: tuple[Callable[[Any], Any], ...] = (
 _DECOMPRESS: dict[str, Callable[[Any], Any]] = dict(zip(COMPRESSIONS, _OPENERS, strict=True))
 # Control characters that no text has; one has white space, backspaces and the escapes of terminals.
 _BINARY = re.compile(r"[\0-\7\x0e-\x1a\x1c-\x1f]")
+_JSON = ("[", "{", " ", "\n")  # how JSON of messages may begin
 _MESSAGES = ("messages", "conversations", "prompt", "chosen", "rejected", "completion")
 # An exception among rows stands for a row that cannot be read; the rows after it can.
 Rows = Iterator[Any]
@@ -79,7 +80,7 @@ def unpacked(row: Any) -> Any:
     `datasets` and polars write them as an object of lists, too, duckdb as maps, and all as JSON
     text. A prompt and answers are text unless all of them are JSON of messages.
     """
-    if type(row) is not dict:
+    if type(row) is not dict or all(map(_is_listed, map(row.get, _MESSAGES))):
         return row
     parsed = {
         column: _json(row[column]) for column in ("messages", "conversations") if column in row
@@ -92,6 +93,13 @@ def unpacked(row: Any) -> Any:
         parsed |= {name: value for name, value in messages.items() if value}
     row = row | parsed
     return row | {name: _listed(row[name]) for name in _MESSAGES if name in row}
+
+
+def _is_listed(value: Any) -> bool:
+    """Whether a value is none of messages, or a list of objects already."""
+    if isinstance(value, list):
+        return all(type(message) is dict for message in value)
+    return value is None or (isinstance(value, str) and value[:1] not in _JSON)
 
 
 def _json(value: Any) -> Any:
@@ -208,7 +216,11 @@ def _rows(file: Any, name: str, column: str | None) -> Rows:
 
 def _utf8(text: str) -> str:
     """Raises UnicodeDecodeError for a text with bytes that are no UTF-8."""
-    return text if text.isascii() else text.encode("utf-8", "surrogateescape").decode()
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        text.encode("utf-8", "surrogateescape").decode()
+    return text
 
 
 def _json_lines(lines: Iterable[str]) -> Rows:

@@ -9,11 +9,12 @@ import pytest
 
 from assertions import refusal
 from nanogpt_hf.config.schema import DataSection
-from nanogpt_hf.data.conversations import labeled_of, pair_of
+from nanogpt_hf.data.conversations import Conversation, labeled_of, pair_of
 from nanogpt_hf.data.source import load_documents
 
 MESSAGES = [{"role": "user", "content": "a?"}, {"role": "assistant", "content": "b"}]
 OTHER = [MESSAGES[0], {"role": "assistant", "content": "c"}]
+READ, READ_OTHER = Conversation(MESSAGES), Conversation(OTHER)
 SHAREGPT = [{"from": "human", "value": "a?"}, {"from": "gpt", "value": "b"}]
 SHORT = pyarrow.string()
 
@@ -65,7 +66,7 @@ def documents_of(tmp_path, read_row=None, **columns):
 def test_layouts_of_messages_are_one_conversation(tmp_path, layout):
     write, kind = LAYOUTS[layout]
     read = documents_of(tmp_path, messages=([write(MESSAGES), write(OTHER)], kind))
-    assert read == [MESSAGES, OTHER]
+    assert read == [READ, READ_OTHER]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -80,19 +81,19 @@ def test_layouts_of_pairs_and_labeled_answers(tmp_path, layout, prompt):
     chosen, rejected = (([write(answer)], kind) for answer in answers)
     more = given.get(prompt, {})
     assert documents_of(tmp_path, pair_of, chosen=chosen, rejected=rejected, **more) == [
-        (MESSAGES, OTHER)
+        (READ, READ_OTHER)
     ]
     if prompt == "messages":
         label = ([True], pyarrow.bool_())
         read = documents_of(tmp_path, labeled_of, completion=chosen, label=label, **more)
-        assert read == [(MESSAGES, True)]
+        assert read == [(READ, True)]
 
 
 def test_sharegpt_as_a_struct_of_lists(tmp_path):
     lists = pyarrow.list_(SHORT)
     kind = pyarrow.struct({"from": lists, "value": lists, "weight": lists})
     read = documents_of(tmp_path, conversations=([columns(SHAREGPT)], kind))
-    assert read == [MESSAGES]
+    assert read == [READ]
 
 
 @pytest.mark.parametrize(
@@ -106,7 +107,7 @@ def test_sharegpt_as_a_struct_of_lists(tmp_path):
 )
 def test_json_that_is_a_text_stays_text(tmp_path, row):
     (read,) = documents_of(tmp_path, **{name: ([text], SHORT) for name, text in row.items()})
-    assert [message["content"] for message in read] == list(row.values())
+    assert [message["content"] for message in read.messages] == list(row.values())
 
 
 def test_one_answer_of_json_beside_one_of_text_stays_text(tmp_path):
@@ -114,7 +115,7 @@ def test_one_answer_of_json_beside_one_of_text_stays_text(tmp_path):
     ((chosen, _),) = documents_of(
         tmp_path, pair_of, **{name: ([text], SHORT) for name, text in texts.items()}
     )
-    assert chosen[-1]["content"] == texts["chosen"]
+    assert chosen.messages[-1]["content"] == texts["chosen"]
 
 
 @pytest.mark.parametrize(
@@ -122,7 +123,7 @@ def test_one_answer_of_json_beside_one_of_text_stays_text(tmp_path):
     [
         ({"role": ["user", "assistant"], "content": ["a"]}, "different lengths"),
         ({"role": "user", "content": "a"}, "list of messages"),
-        ({}, "last message"),
+        ({}, "list of messages"),
         ("plain", "list of messages"),
         ("[1", "list of messages"),
         ('["a", "b"]', "list of messages"),
@@ -146,14 +147,14 @@ def test_hub_set_with_a_sequence_of_objects(tmp_path, monkeypatch):
     rows = datasets.Dataset.from_dict({"messages": [columns(MESSAGES)] * 3}, features=features)
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: rows)
     documents = load_documents(DataSection("owner/name", format="chat"), tmp_path)
-    assert documents.read() == [MESSAGES] * 3
+    assert documents.read() == [READ] * 3
 
 
 def test_times_that_python_does_not_have_are_not_read(tmp_path):
     when = ([2**61], pyarrow.timestamp("us"))
     assert documents_of(
         tmp_path, messages=([MESSAGES], LAYOUTS["datasets: list of struct"][1]), when=when
-    ) == [MESSAGES]
+    ) == [READ]
 
 
 def test_messages_as_json_in_a_table(tmp_path):
@@ -161,4 +162,4 @@ def test_messages_as_json_in_a_table(tmp_path):
     quoted = json.dumps(MESSAGES).replace('"', '""')
     path.write_text(f'messages\n"{quoted}"\n')
     documents = load_documents(DataSection(str(path), format="chat"), tmp_path)
-    assert documents.read() == [MESSAGES]
+    assert documents.read() == [READ]
