@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from nanogpt_hf.commands.arguments import add_option, add_output
-from nanogpt_hf.config.load import Overrides, load_config
+from nanogpt_hf.config.load import Overrides
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.config.sources import source_text
 from nanogpt_hf.config.values import bounded
@@ -52,7 +52,7 @@ def run_compare(arguments: Namespace) -> None:
     configs, events = {}, {}
     for folder in folders:
         name = str(folder.path)
-        configs[name], events[name] = load_config(folder.recipe), read_metrics(folder)
+        configs[name], events[name] = folder.read_recipe(), read_metrics(folder)
         if not events[name]:
             raise UserError(
                 f"{name}: metrics.jsonl holds no event yet; wait for the first evaluation"

@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from nanogpt_hf.commands.arguments import add_option, add_output, list_knobs
-from nanogpt_hf.config.load import Overrides, load_config
+from nanogpt_hf.config.load import Overrides
 from nanogpt_hf.config.values import bounded
 from nanogpt_hf.console import show
 from nanogpt_hf.errors import DataError, RunFolderError, UserError
@@ -161,7 +161,7 @@ def run_branch(arguments: Namespace, overrides: Overrides) -> None:
     it is printed. From that step on it sees what a run of its recipe would see.
     """
     old, new, step = find_run(arguments.run), RunFolder(arguments.run_dir), arguments.at
-    config = load_config(old.recipe, overrides)
+    config = old.read_recipe(overrides)
     changes = old.differences(config)
     if other := [line for line in changes if is_fixed(line) and not line.startswith(_FREE)]:
         raise UserError(

@@ -3,17 +3,17 @@ of several sources, with the order in which a mixture takes them.
 """
 
 import hashlib
-import json
 from collections.abc import Sequence
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypedDict
 
 import numpy as np
 import pyarrow
 import torch
 
-from nanogpt_hf.errors import DataError
+from nanogpt_hf.errors import DamagedFileError, DataError
+from nanogpt_hf.own_files import read_json, reading
 
 
 def token_dtype(vocab_size: int) -> type[np.unsignedinteger]:
@@ -21,17 +21,34 @@ def token_dtype(vocab_size: int) -> type[np.unsignedinteger]:
     return np.uint16 if vocab_size <= 2**16 else np.uint32
 
 
+class _DataFile(TypedDict):
+    filename: str
+
+
+class _DataFiles(TypedDict):
+    """What is read of state.json, which `datasets` keeps beside its shards."""
+
+    _data_files: list[_DataFile]
+
+
 def read_column(folder: Path, name: str) -> list[Any]:
-    """The arrow chunks of a column of shards, memory-mapped. Raises DataError without one."""
+    """The arrow chunks of a column of lists in shards, memory-mapped. Raises DataError if it cannot
+    be read.
+    """
+    chunks = []
     try:
-        state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-        paths = [str(folder / file["filename"]) for file in state["_data_files"]]
-        tables = (pyarrow.ipc.open_stream(pyarrow.memory_map(path)).read_all() for path in paths)
-        return [chunk for table in tables for chunk in table.column(name).chunks]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        for file in read_json(folder / "state.json", _DataFiles)["_data_files"]:
+            path = folder / file["filename"]
+            with reading(path):
+                table = pyarrow.ipc.open_stream(pyarrow.memory_map(str(path))).read_all()
+                chunks += table.column(name).chunks
+                if not all(isinstance(chunk, pyarrow.ListArray) for chunk in chunks):
+                    raise ValueError(f"{name} is no column of lists")
+    except DamagedFileError as error:
         raise DataError(
             f"{folder}: cannot be read as prepared tokens: {error}; prepare the data again"
         ) from None
+    return chunks
 
 
 class TokenStream:

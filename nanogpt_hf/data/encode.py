@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow
 
 from nanogpt_hf.data.files import file_digest
-from nanogpt_hf.data.manifest import SplitFacts
+from nanogpt_hf.data.manifest import Shard, SplitFacts
 from nanogpt_hf.errors import DataError
 
 SHARD_BYTES = 500_000_000
@@ -126,7 +126,7 @@ class ShardWriter:
         self._folder, self._features, self._stream = folder, Features(), None
         self._digests = [hashlib.sha256() for _ in range(3)]  # for ids, mask and lengths
         self._pending: list[Row] = []
-        self._shards: dict[str, dict[str, Any]] = {}
+        self._shards: dict[str, Shard] = {}
         self._documents = self._tokens = self._bytes = self._answers = self._pending_tokens = 0
 
     def write(self, rows: list[Row]) -> None:

@@ -111,13 +111,28 @@ def token_stream(
     read, and all bytes by `check_prepared`.
     """
     if getattr(manifest, split).shards is not None:
-        return TokenStream.open(folder / split, manifest.vocab_size)
+        return _opened(folder, split, manifest, manifest.vocab_size)
     if data is None:
         raise DataError(
             f"{folder}: holds no tokens: they are in the .ds files that datatrove wrote"
         )
     chunks = _tokens_of(open_token_files(data), split, manifest.train.tokens)
     return TokenStream(chunks, manifest.vocab_size)
+
+
+def _opened(
+    folder: Path, split: str, manifest: Manifest, largest: int | None, column: str = "input_ids"
+) -> TokenStream:
+    """A column of our shards. Raises DataError if it has not as many tokens as the manifest says,
+    such as shards of another split.
+    """
+    stream = TokenStream.open(folder / split, largest, column)
+    if len(stream) != (expected := getattr(manifest, split).tokens):
+        raise DataError(
+            f"{folder / split}: holds {len(stream):,} tokens in {column}, and manifest.json says "
+            f"{expected:,}; copy it again, or remove {folder} to prepare it again"
+        )
+    return stream
 
 
 def _token_blocks(folder: Path, split: str, manifest: Manifest, data: DataSection) -> Blocks:
@@ -135,8 +150,8 @@ def _token_blocks(folder: Path, split: str, manifest: Manifest, data: DataSectio
 
 def _chat_blocks(folder: Path, split: str, manifest: Manifest, data: DataSection) -> Blocks:
     return Examples(
-        TokenStream.open(folder / split, manifest.vocab_size),
-        TokenStream.open(folder / split, column="assistant_mask"),
+        _opened(folder, split, manifest, manifest.vocab_size),
+        _opened(folder, split, manifest, None, "assistant_mask"),
         row_lengths(folder / split),
         block_size=data.block_size,
         packing=data.packing,

@@ -10,11 +10,12 @@ import uuid
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 from nanogpt_hf.config.schema import KNOBS, Config, DataSection, get_value
 from nanogpt_hf.config.sources import is_mixture, sources_of
-from nanogpt_hf.errors import DataError
+from nanogpt_hf.errors import DamagedFileError, DataError
+from nanogpt_hf.own_files import as_type, read_json, reading
 
 MANIFEST = "manifest.json"
 FORMAT = 2
@@ -45,6 +46,12 @@ def tool_versions() -> dict[str, str]:
     return tools | {"python": sys.version.split()[0]}
 
 
+class Shard(TypedDict):
+    """What the manifest has of a file of tokens."""
+
+    sha256: str
+
+
 @dataclass(frozen=True)
 class SplitFacts:
     documents: int
@@ -52,7 +59,7 @@ class SplitFacts:
     bytes: int  # UTF-8 text; in conversations, only answers count
     assistant_tokens: int | None = None  # in conversations: tokens that are part of an answer
     sha256: str | None = None  # digest of the tokens that we wrote
-    shards: dict[str, dict[str, Any]] | None = None  # sha256 by file name
+    shards: dict[str, Shard] | None = None  # by file name
 
     @property
     def bytes_per_token(self) -> float:
@@ -105,19 +112,39 @@ class Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest | None:
-    """The manifest in `folder`, or None. Raises DataError if it is not ours."""
+    """The manifest in `folder`, or None. Raises DataError if it is not ours, or is damaged."""
+    path = folder / MANIFEST
+    if not path.is_file():
+        return None
     try:
-        if not (folder / MANIFEST).is_file():
-            return None
-        raw = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        if raw["format"] != FORMAT:
-            raise ValueError(f"format {raw['format']}, not {FORMAT}")
-        return Manifest(**raw | {split: SplitFacts(**raw[split]) for split in SPLITS})
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raw = read_json(path, dict[str, Any])
+        with reading(path):
+            if raw.get("format") != FORMAT:
+                raise ValueError(f"format {raw.get('format')!r:.40}, not {FORMAT}")
+            return _checked(as_type(raw, Manifest))
+    except DamagedFileError as error:
+        reason = str(error).removeprefix(f"{path}: ").removeprefix("is damaged: ")
         raise DataError(
-            f"{folder / MANIFEST}: not a manifest of prepared data: {error}; remove the folder to "
-            "prepare it again"
+            f"{path}: not a manifest of prepared data: {reason}; remove the folder to prepare it "
+            "again"
         ) from None
+
+
+def _checked(manifest: Manifest) -> Manifest:
+    """A manifest whose knobs and counts may be. Raises ValueError for others."""
+    if unknown := manifest.recipe.keys() - DECIDING_KNOBS:
+        raise ValueError(f"recipe.{min(unknown)}: unknown knob")
+    as_type(manifest.recipe.get("source"), str, "recipe.source")
+    counts: dict[str, Any] = {"vocab_size": manifest.vocab_size - 1}
+    counts |= {name: getattr(manifest, name) for name in ("end_of_text_id", "start_of_text_id")}
+    for name in SPLITS:
+        split = getattr(manifest, name)
+        counts |= {f"{name}.{key}": value for key, value in vars(split).items()}
+        counts[f"{name}.bytes"] -= min(1, split.tokens)
+    for name, value in counts.items():
+        if isinstance(value, int) and value < 0:
+            raise ValueError(f"{name}: is too low")
+    return manifest
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:

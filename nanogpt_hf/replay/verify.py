@@ -19,7 +19,6 @@ from tqdm import tqdm
 
 from nanogpt_hf.checkpoint.reader import read_checkpoint
 from nanogpt_hf.checkpoint.writer import CheckpointWriter
-from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.schema import Config, replace_knobs
 from nanogpt_hf.config.stages import next_stage
 from nanogpt_hf.distributed.accelerate_config import requested_precision
@@ -46,7 +45,7 @@ from nanogpt_hf.training.start import prepare_run, start_again
 
 def recipe_of(folder: RunFolder) -> Config:
     """The recipe of a run on text, without what leaves its folder. Raises UserError for others."""
-    config = load_config(folder.recipe)
+    config = folder.read_recipe()
     if method_of(config) not in ON_TEXT:
         raise UserError(
             f"{folder.path}: trained by {method_of(config).name}; only steps on text or "

@@ -16,7 +16,7 @@ import yaml
 from jinja2 import Environment
 
 import nanogpt_hf
-from nanogpt_hf.config.load import config_to_yaml, load_config
+from nanogpt_hf.config.load import config_to_yaml
 from nanogpt_hf.config.schema import KNOBS, Config, get_value
 from nanogpt_hf.config.sources import knob_text, source_text
 from nanogpt_hf.config.stages import stages_of
@@ -49,7 +49,7 @@ def render(run: RunFolder, events: list[Event]) -> str:
 
     Text from the run is escaped, and the content security policy allows only our script.
     """
-    config = load_config(run.recipe)
+    config = run.read_recipe()
     reference = find_reference(config)
     metric = "val/reward" if "train/reward" in names(events) else "val/loss"
     figures = summarize(events, metric)

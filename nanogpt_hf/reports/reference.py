@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.names import shipped_folder
 from nanogpt_hf.config.schema import KNOBS, Config, get_value
 from nanogpt_hf.config.sources import is_mixture
@@ -61,7 +60,7 @@ class Verdict:
 
 def make_reference(runs: list[RunFolder], name: str) -> Reference:
     """Make a reference of three or more finished runs that differ only in their seed."""
-    configs, losses = [load_config(run.recipe) for run in runs], []
+    configs, losses = [run.read_recipe() for run in runs], []
     steps = column(read_metrics(runs[0]), "val/loss")[0]
     reference = Reference(
         name,

@@ -6,15 +6,18 @@ import contextlib
 import logging
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import filelock
 
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.names import folder_or_hub_id
-from nanogpt_hf.config.schema import KNOBS, Config
+from nanogpt_hf.config.schema import KNOBS, SECTIONS, Config
 from nanogpt_hf.config.sources import comparable
-from nanogpt_hf.errors import RunFolderError, did_you_mean
+from nanogpt_hf.config.values import RecipeLoader, parse_settings, read_settings
+from nanogpt_hf.errors import ConfigError, DamagedFileError, RunFolderError, did_you_mean
+from nanogpt_hf.own_files import reading, warn_once
 from nanogpt_hf.place import remove, remove_folder, restore_folder
 from nanogpt_hf.runs.files import written_whole
 from nanogpt_hf.runs.state import is_fixed
@@ -121,9 +124,37 @@ class RunFolder:
                     "empty folder"
                 )
 
-    def differences(self, config: Config) -> list[str]:
+    def read_recipe(self, overrides: Sequence[tuple[str, str]] = ()) -> Config:
+        """The run's recipe, with other knobs. Raises RunFolderError, with the remedy, if the file
+        is missing or damaged.
+        """
+        try:
+            with reading(self.recipe):
+                config = load_config(self.recipe)
+                stated = parse_settings(read_settings(self.recipe), RecipeLoader)
+                if missing := [name for name in SECTIONS if name not in stated]:
+                    raise ValueError(f"it has no section {missing[0]}")
+        except (ConfigError, DamagedFileError) as error:
+            reason = error.problems[0] if isinstance(error, ConfigError) else error
+            raise RunFolderError(
+                f"{reason}; the command that trained the run, with the same recipe and "
+                f"knobs and with --run-dir {self.path} --resume, writes it anew"
+            ) from None
+        return load_config(self.recipe, overrides) if overrides else config
+
+    def known_recipe(self) -> Config | None:
+        """The recipe of a run that is resumed; None, with a warning, if it is missing or damaged:
+        its checkpoints have all that may not change.
+        """
+        try:
+            return self.read_recipe()
+        except RunFolderError as error:
+            warn_once(f"{str(error).rpartition('; ')[0]}; it is written anew from this recipe")
+            return None
+
+    def differences(self, config: Config, before: Config | None = None) -> list[str]:
         """Differences of `config` from the run's recipe, as `key: before -> now`."""
-        before = load_config(self.recipe)
+        before = before or self.read_recipe()
         auto = ("train.micro_batch_size", "auto")  # the run's recipe has the number, which is kept
         lines = []
         for key in KNOBS:
@@ -138,7 +169,8 @@ class RunFolder:
         Raises RunFolderError if they make it another experiment: another model, text, order or
         step.
         """
-        lines = self.differences(config)
+        before = self.known_recipe()
+        lines = self.differences(config, before) if before else []
         if other := [line for line in lines if is_fixed(line)]:
             raise RunFolderError(
                 f"{self.path}: --resume continues the same experiment, but the recipe has "
@@ -278,6 +310,8 @@ def find_run(name: str) -> RunFolder:
     run = RunFolder(name)
     if run.recipe.is_file():
         return run
+    if run.checkpoint_folders():
+        run.read_recipe()
     if run.path.is_dir():
         raise RunFolderError(
             f"{name}: holds no run; give a folder that `pretrain` or `finetune` wrote, as runs/NAME"
@@ -296,7 +330,7 @@ def find_model(name: str) -> str:
     """
     name = os.path.expanduser(name)
     run = RunFolder(name)
-    if not run.recipe.is_file():
+    if not run.recipe.is_file() and not run.checkpoint_folders():
         return folder_or_hub_id(name)
     for folder in (run.best, run.final):
         if folder.is_dir():

@@ -18,7 +18,6 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
 from nanogpt_hf.config.checks import divisors
-from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.schema import Config, replace_knobs
 from nanogpt_hf.data.batches import Batches, blocks_read
 from nanogpt_hf.data.blocks import Blocks
@@ -104,7 +103,8 @@ def choose_micro_batch(run: Run, *, resume: bool = False) -> None:
     sequences = config.train.tokens_per_step // (config.data.block_size * run.mesh.dp_size)
     previous: list[Any] = [None]
     if resume and run.mesh.is_main:  # the run's recipe has the number
-        previous = [load_config(run.folder.recipe).train.micro_batch_size]
+        recipe = run.folder.known_recipe()
+        previous = [recipe and recipe.train.micro_batch_size]
     size = broadcast_object_list(previous, from_process=0)[0]
     sizes = [size for size in divisors(sequences) if run.mesh.fills_pipeline(sequences // size)]
     if size in sizes:

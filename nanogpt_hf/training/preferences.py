@@ -6,6 +6,7 @@ A step's loss is the mean over its pairs or answers.
 
 import logging
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,9 +19,11 @@ from torch.nn import functional as F
 from nanogpt_hf.config.schema import AlignSection
 from nanogpt_hf.data.blocks import Blocks
 from nanogpt_hf.distributed.accelerator import sum_over_ranks
+from nanogpt_hf.errors import DamagedFileError
 from nanogpt_hf.evaluation.loss import eval_mode, evaluation_indices, rank_batches
 from nanogpt_hf.formatting import format_number
 from nanogpt_hf.model.architecture import Metrics, Objective
+from nanogpt_hf.own_files import reading, warn_once
 from nanogpt_hf.runs.files import written_whole
 from nanogpt_hf.training.pairs import NO_TARGET, LabeledAnswers
 from nanogpt_hf.training.run import Evaluated, Run, StepResult, start_model_of
@@ -233,6 +236,27 @@ def divergence(run: Run, blocks: LabeledAnswers, indices: np.ndarray) -> float:
     return max(0.0, sum_over_ranks(run.accelerator, run.mesh, total).item() / len(indices))
 
 
+def read_reference(path: Path, splits: dict[str, Any]) -> Batch:
+    """The log-probabilities of each split that were kept; none if there is no file, and, with a
+    warning, if it is damaged or is of other rows.
+    """
+    if not path.is_file():
+        return {}
+    try:
+        with reading(path):
+            saved = load_file(path)
+            for name, blocks in splits.items():
+                if name not in saved or saved[name].shape != (len(blocks), 2):
+                    raise ValueError(f"it has not the {len(blocks):,} rows of {name}")
+                is_whole = saved[name].dtype == torch.float32 and saved[name].isfinite().all()
+                if not is_whole or not saved[name].any():
+                    raise ValueError(f"{name} holds no log-probabilities")
+    except DamagedFileError as error:
+        warn_once(f"{error}; its log-probabilities are computed again")
+        return {}
+    return saved
+
+
 @torch.no_grad()
 def fill_reference(run: Run, stopping: Callable[[], bool]) -> bool:
     """Compute the log-probabilities of all rows under the model before training, once: they are
@@ -245,8 +269,8 @@ def fill_reference(run: Run, stopping: Callable[[], bool]) -> bool:
     if (row and not row.uses_reference) or splits["train"].reference.any():
         return True
     accelerator, mesh, saved, filled = run.accelerator, run.mesh, {}, {}
-    if mesh.is_main and run.folder.reference.is_file():
-        saved = load_file(run.folder.reference)
+    if mesh.is_main:
+        saved = read_reference(run.folder.reference, splits)
     is_saved: list[bool] = broadcast_object_list([bool(saved)], from_process=0)
     for name, blocks in splits.items():
         found = saved.get(name, torch.zeros(len(blocks), 2)).to(accelerator.device)

@@ -11,6 +11,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
@@ -24,9 +25,10 @@ from nanogpt_hf.distributed.accelerator import (
     is_deterministic,
     precision_of,
 )
-from nanogpt_hf.errors import RunFolderError, UserError
+from nanogpt_hf.errors import DamagedFileError, RunFolderError, UserError
 from nanogpt_hf.formatting import format_duration, format_number, shows_bars
 from nanogpt_hf.model.architecture import count_parameters
+from nanogpt_hf.own_files import read_json, warn_once
 from nanogpt_hf.planning.hardware import peak_flops
 from nanogpt_hf.runs.files import redact, write_whole
 from nanogpt_hf.runs.metrics import read_metrics
@@ -227,7 +229,7 @@ def _start_trackers(run: Run, start: dict[str, Any]) -> None:
     """
     accelerator, config, folder = run.accelerator, run.config.recipe, run.folder
     ids_file = folder.trackers / "runs.json"
-    ids = json.loads(ids_file.read_text(encoding="utf-8")) if ids_file.exists() else {}
+    ids = _read_ids(ids_file)
     values = {key: get_value(config, key) for key in KNOBS}
     values |= {f"start.{name}": value for name, value in start.items()}
     values = json.loads(redact(json.dumps(values, ensure_ascii=False)))
@@ -257,6 +259,16 @@ def _start_trackers(run: Run, start: dict[str, Any]) -> None:
     }
     folder.trackers.mkdir(exist_ok=True)
     write_whole(ids_file, json.dumps(ids) + "\n")
+
+
+def _read_ids(path: Path) -> dict[str, str]:
+    """The ids of the trackers' runs by tracker; with a warning none if they cannot be read."""
+    try:
+        ids = read_json(path, dict[str, str]) if path.exists() else {}
+    except DamagedFileError as error:
+        warn_once(f"{error}; the trackers start new runs")
+        return {}
+    return {name: value for name, value in ids.items() if name in _RUN_ID}
 
 
 def _as_scalar(value: Any) -> Any:

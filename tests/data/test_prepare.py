@@ -219,11 +219,63 @@ def test_manifest_describes_prepared_data(rows, make, byte_tokenizer):
     assert [split.tokens for split in splits] == tokens
 
 
-@pytest.mark.parametrize("content", [b"", b"[]", b'{"format": 2}'])
+DEEP = b"[" * 3000 + b"]" * 3000
+
+
+@pytest.mark.parametrize("content", [b"", b"null", b"[]", b"5", b'{"format": 2}', b'"\xff"', DEEP])
 def test_invalid_manifest_is_one_line(text, make, tmp_path, content):
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "manifest.json").write_bytes(content)
     assert all("manifest.json: " in message for message in refusals(make(text())))
+
+
+EDITS = {
+    "format": (1, "2", None),
+    "recipe": (None, [], "x", {"no": 1}, {"source": 5}),
+    "revision": (None, 5),
+    "tokenizer_hash": (None, 5),
+    "vocab_size": (None, "65", 0, -1, 1.5, True),
+    "end_of_text_id": ("1", -1),
+    "file_state": (5, []),
+    "versions": (None, {"python": 3}),
+    "teacher": (5,),
+    "sources": ([1], "x"),
+    "train": (None, [], {}, "x", {"tokens": 5}),
+    "train.tokens": (None, "5", -1, 1.5),
+    "train.bytes": (0, -1, "5"),
+    "train.sha256": (5, []),
+    "train.shards": ("x", [], {"a": "x"}, {"a": {}}, {"a": {"sha256": 5}}),
+    "validation.documents": (-1, None),
+    "more": (1,),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [(name, value) for name, values in EDITS.items() for value in values]
+)
+def test_edited_manifest_is_one_line(text, make, tmp_path, name, value):
+    config = make(text())
+    prepare(config)
+    path = tmp_path / "data" / "manifest.json"
+    manifest = tree = json.loads(path.read_text())
+    *outer, last = name.split(".")
+    for key in outer:
+        tree = tree[key]
+    tree[last] = value
+    path.write_text(json.dumps(manifest))
+    for message in refusals(config):
+        assert f"{path}: not a manifest of prepared data: " in message
+        assert last in message or name == "format"
+
+
+def test_shards_of_another_split_are_refused_before_a_run(text, make, tmp_path):
+    config = make(text())
+    prepare(config)
+    (shard,) = (tmp_path / "data" / "validation").glob("*.arrow")
+    shutil.copy(shard, tmp_path / "data" / "train" / shard.name)
+    message = refusal(load_prepared, config)
+    assert message.startswith(f"{tmp_path / 'data' / 'train'}: holds ")
+    assert " tokens in input_ids, and manifest.json says " in message
 
 
 # --- a second call

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from safetensors.torch import load, load_file
+from safetensors.torch import load, load_file, save
 from torch.nn import functional as F
 from transformers import AutoTokenizer
 
@@ -420,6 +420,56 @@ def test_reference_that_is_overwritten_or_lost_is_computed_again(align):
     again = load_file(run.reference)
     for name in before:
         torch.testing.assert_close(again[name], before[name], atol=1e-4, rtol=0)
+
+
+def rows_of(first: int, second: int, **changed) -> bytes:
+    tensors = {"train": torch.full((first, 2), -1.5), "validation": -torch.rand(second, 2)}
+    return save({name: changed.get(name, tensor) for name, tensor in tensors.items()})
+
+
+REFERENCE = rows_of(5, 2)
+REFERENCES = {
+    "empty": b"",
+    "cut": REFERENCE[:-9],
+    "header alone": REFERENCE[:60],
+    "null": b"null",
+    "deep": b"[" * 3000,
+    "a huge header": b"\xff" * 200,
+    "fewer rows": rows_of(4, 2),
+    "more rows": rows_of(5, 3),
+    "one column": rows_of(5, 2, train=torch.ones(5)),
+    "zeros": rows_of(5, 2, train=torch.zeros(5, 2)),
+    "not a number": rows_of(5, 2, train=torch.full((5, 2), float("nan"))),
+    "half precision": rows_of(5, 2, train=torch.ones(5, 2).half()),
+    "no validation": save({"train": torch.ones(5, 2)}),
+}
+
+
+@pytest.mark.parametrize("content", REFERENCES.values(), ids=REFERENCES)
+def test_damaged_reference_is_found_out_with_one_warning(tmp_path, caplog, content):
+    path, splits = tmp_path / "reference.safetensors", {"train": range(5), "validation": range(2)}
+    assert preferences.read_reference(path, splits) == {}
+    path.write_bytes(REFERENCE)
+    assert preferences.read_reference(path, splits).keys() == splits.keys()
+    path.write_bytes(content)
+    assert preferences.read_reference(path, splits) == {}
+    (record,) = caplog.records
+    assert record.getMessage().startswith(f"{path}: is damaged: ")
+    assert record.getMessage().endswith("; its log-probabilities are computed again")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("content", "flag"), [(None, "--resume"), (b"", "--auto-resume"), (REFERENCE, "--resume")]
+)
+def test_run_resumes_though_its_reference_is_damaged(whole, align, folder, content, flag):
+    copy = copy_at(whole("dpo"), 4, folder / f"dpo damaged {flag} {len(content or '-')}")
+    before = load(copy.reference.read_bytes())
+    copy.reference.unlink() if content is None else copy.reference.write_bytes(content)
+    resumed = align(copy.path.name, flag)
+    for name, tensor in load_file(resumed.reference).items():
+        torch.testing.assert_close(tensor, before[name], atol=1e-4, rtol=0)
+    assert same_weights(resumed, whole("dpo"))
 
 
 @pytest.mark.long
