@@ -35,7 +35,7 @@ from starlette.routing import Route
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from nanogpt_hf.errors import UserError, explain
+from nanogpt_hf.errors import UserError, explain, is_utf8
 from nanogpt_hf.serving.generation import Generation, Piece, Served
 from nanogpt_hf.serving.requests import ApiError, check_model, parse_request
 
@@ -253,10 +253,12 @@ def listen(host: str, port: int) -> socket.socket:
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
+        host.encode("idna")  # raises before a socket is made, which would stay open
         return socket.create_server((host, port), family=family)
-    except (OSError, ValueError) as error:  # ValueError: no name at all, such as half a character
+    except (OSError, UnicodeError) as error:
+        name = host if is_utf8(host) else repr(host)
         raise UserError(
-            f"cannot listen on {host} port {port}: {error}; choose another --port or --host"
+            f"cannot listen on {name} port {port}: {error}; choose another --port or --host"
         ) from None
 
 

@@ -11,6 +11,7 @@ import sys
 import pytest
 
 from forked import Forked
+from nanogpt_hf.errors import UserError, is_utf8
 
 needs_server = pytest.mark.skipif(
     importlib.util.find_spec("uvicorn") is None, reason="the extra `serve` is missing"
@@ -26,8 +27,20 @@ def test_a_port_that_is_taken_and_an_unknown_host_are_refused(refused, letter_mo
         line = refused("serve", letter_model, "--port", port)
     assert f"127.0.0.1 port {port}" in line
     assert "--port" in line
-    line = refused("serve", letter_model, "--host", "no.such.host.invalid", "--port", 0)
-    assert "no.such.host.invalid" in line
+    for host in ("no.such.host.invalid", "a..b", "a" * 70 + ".b", "1.2.3.4.5", "::g", "é" * 70):
+        line = refused("serve", letter_model, "--host", host, "--port", 0)
+        assert host in line
+        assert "--host" in line
+
+
+@needs_server
+@pytest.mark.parametrize("host", ["a\udcff", "\ud800", "a..b"])
+def test_a_host_that_is_no_name_is_refused(host):
+    from nanogpt_hf.serving.app import listen
+
+    with pytest.raises(UserError, match="choose another --port or --host") as caught:
+        listen(host, 0)
+    assert is_utf8(str(caught.value))
 
 
 @pytest.mark.long
