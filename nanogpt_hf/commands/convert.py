@@ -51,6 +51,7 @@ def run_export(arguments: Namespace) -> None:
     from transformers.utils import logging
 
     from nanogpt_hf.data.tokenizer import load_tokenizer
+    from nanogpt_hf.export.card import card_of_export, card_without_run
     from nanogpt_hf.export.model_folder import export_gpt2, logits_of, new_folder
     from nanogpt_hf.model.architecture import architecture_of
     from nanogpt_hf.model.build import load_model
@@ -63,6 +64,12 @@ def run_export(arguments: Namespace) -> None:
         tokenizer = load_tokenizer(source)
         card = Path(source) / "README.md"
         card = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else None
+        library = {"safetensors": "transformers"}.get(kind, kind)
+        if card is None:
+            name = Path(source).resolve().name if Path(source).exists() else source
+            card = card_without_run(model.config, f"exported from {name} with nanogpt_hf", library)
+        else:
+            card = card_of_export(card, library)
         if kind == "gguf":
             from nanogpt_hf.export.gguf import export_gguf
 
@@ -72,7 +79,8 @@ def run_export(arguments: Namespace) -> None:
 
             difference = export_onnx(folder, model, tokenizer)
         else:
-            difference = export_gpt2(folder, model, tokenizer, card, dtype)
+            difference = export_gpt2(folder, model, tokenizer, dtype)
+        (folder / "README.md").write_text(card, encoding="utf-8")
         largest = logits_of(model).abs().max().item()
     form = f"plain {architecture_of(model).title}" if kind == "safetensors" else kind.upper()
     show(f"{out}: {source} as {form}, {arguments.dtype}")
@@ -114,6 +122,7 @@ def import_model(source: Path, out: Path, meta: Path | None, activation_function
     """A checkpoint -> a model folder, and print what it is."""
     from transformers.utils import logging
 
+    from nanogpt_hf.export.card import card_without_run
     from nanogpt_hf.export.model_folder import new_folder, write_model_folder
     from nanogpt_hf.export.nanogpt import load_nanogpt
     from nanogpt_hf.model.architecture import count_parameters
@@ -122,7 +131,9 @@ def import_model(source: Path, out: Path, meta: Path | None, activation_function
     with new_folder(out) as folder:
         found = load_nanogpt(source, meta, activation_function)
         config = found.config
-        write_model_folder(folder, config, found.weights, found.tokenizer.hf)
+        origin = "trained by nanoGPT and imported with nanogpt_hf"
+        card = card_without_run(config, origin, "transformers")
+        write_model_folder(folder, config, found.weights, found.tokenizer.hf, card)
     show(f"{out}: a GPT-2 with {count_parameters(config):,} parameters")
     show(f"next: python cli.py sample {shlex.quote(str(out))}")
 

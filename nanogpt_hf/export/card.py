@@ -90,6 +90,65 @@ def model_card(
     return redact(f"{card}\n")
 
 
+_PYTHON = """```python
+from {library} import {loader}
+from transformers import AutoTokenizer
+
+model = {loader}.from_pretrained("{place}")
+tokenizer = AutoTokenizer.from_pretrained("{place}")
+```"""
+_HOW_TO_LOAD = {  # by library
+    "transformers": _PYTHON.format(
+        library="transformers", loader="AutoModelForCausalLM", place=PLACEHOLDER
+    ),
+    "peft": _PYTHON.format(library="peft", loader="AutoPeftModelForCausalLM", place=PLACEHOLDER),
+    "gguf": "`model.gguf` is for llama.cpp and what is built on it: `llama-cli -m model.gguf`.",
+    "onnx": "`model.onnx` takes `input_ids` (batch, sequence) and gives `logits`, for onnxruntime.",
+}
+
+
+def card_without_run(config: PreTrainedConfig | None, origin: str, library: str) -> str:
+    """The card of a model or adapter whose training is not known. `origin` states where it is
+    from, `library` is what opens it.
+    """
+    title, name, sizes = "Language model", None, ""
+    if config is not None:
+        architecture = architecture_of(config)
+        title, name = architecture.title, architecture.name
+        sizes = (
+            f" with {count_parameters(config):,} parameters ({config.num_hidden_layers} layers, "
+            f"{config.hidden_size} wide, {config.max_position_embeddings:,} positions, "
+            f"{config.vocab_size:,} tokens)"
+        )
+    metadata = ModelCardData(
+        library_name=library,
+        tags=[tag for tag in (name, "nanogpt_hf") if tag],
+        pipeline_tag="text-generation",
+    )
+    kind = "An adapter for a language model" if library == "peft" else f"A {title}{sizes}"
+    return redact(
+        f"---\n{metadata.to_yaml()}\n---\n\n# {title}\n\n{kind}, {escape(origin)}.\n\n"
+        f"## How to load\n\n{_HOW_TO_LOAD[library]}\n\n## License\n\nNot stated. How it was "
+        "trained is not recorded here, and the terms of what it was made from apply.\n"
+    )
+
+
+def card_of_export(card: str, library: str) -> str:
+    """The `card` of a model for its export, which `library` opens: an adapter is merged there."""
+    before = "peft" if "\nlibrary_name: peft\n" in card else "transformers"
+    if before == library:
+        return card
+    card = card.replace(f"\nlibrary_name: {before}\n", f"\nlibrary_name: {library}\n")
+    card = re.sub(
+        r"(?m)^A LoRA adapter of rank (\d+) for a ",
+        r"Merged with a LoRA adapter of rank \1: a ",
+        card,
+    )
+    section = f"## How to load\n\n{_HOW_TO_LOAD[library]}\n"
+    changed, count = re.subn(r"(?s)## How to load\n.*?\n```\n", lambda _: section, card, count=1)
+    return changed if count else f"{card.rstrip()}\n\n{section}"
+
+
 def _score(config: Config, state: TrainState) -> dict[str, Any]:
     """What the documents of a method are, and its score, which for text is in the evaluation."""
     if config.rl.task:

@@ -20,7 +20,8 @@ from huggingface_hub.utils import disable_progress_bars, get_session
 
 from nanogpt_hf.config.schema import HubSection
 from nanogpt_hf.errors import RunFolderError, UserError, explain, one_line
-from nanogpt_hf.export.card import PLACEHOLDER
+from nanogpt_hf.export.card import PLACEHOLDER, card_without_run
+from nanogpt_hf.model.architecture import architecture_on_disk
 from nanogpt_hf.runs.files import redact
 from nanogpt_hf.runs.folder import RunFolder
 
@@ -142,9 +143,23 @@ def _contents(folder: Path, links: Path, place: str) -> dict[Path, bytes | Path]
     if not any(path.suffix in _WEIGHTS for path in paths):
         raise RunFolderError(f"{folder}: has no weights as safetensors, GGUF or ONNX")
     found = {path: _content(path, links, place) for path in (*paths, *extra) if path.is_file()}
+    if (card := folder / "README.md") not in found:
+        found[card] = _missing_card(folder).replace(f'"{PLACEHOLDER}"', place).encode()
     if folder.stat().st_ino != inode:
         raise RunFolderError(f"{folder}: a newer model has just replaced it; push again")
     return found
+
+
+def _missing_card(folder: Path) -> str:
+    """A card for a folder without one, from its files."""
+    endings, config = {path.suffix for path in folder.iterdir()}, None
+    library = next((name for name in ("gguf", "onnx") if f".{name}" in endings), "transformers")
+    if (folder / "adapter_config.json").is_file():
+        library = "peft"
+    elif (folder / "config.json").is_file():
+        with contextlib.suppress(Exception):  # of a type that is none of ours, or damaged
+            config = architecture_on_disk(str(folder)).read_config(str(folder))
+    return card_without_run(config, "pushed with nanogpt_hf", library)
 
 
 def _content(path: Path, links: Path, place: str) -> bytes | Path:

@@ -185,7 +185,6 @@ def export_gpt2(
     folder: Path,
     model: transformers.PreTrainedModel,
     tokenizer: transformers.PreTrainedTokenizerBase,
-    card: str | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> float:
     """Write `model` as plain GPT-2, load it with transformers alone, and return the largest
@@ -196,7 +195,7 @@ def export_gpt2(
     original = logits_of(model)
     weights = cast_weights(model, dtype)
     generation = model.generation_config
-    write_model_folder(folder, model.config, weights, tokenizer, card, generation)
+    write_model_folder(folder, model.config, weights, tokenizer, generation=generation)
     opened = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, trust_remote_code=False
     )

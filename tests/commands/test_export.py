@@ -5,12 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM
 
 from arguments import argv
 from assertions import run_without_this_package
 from nanogpt_hf.commands import main
 from nanogpt_hf.data.tokenizer import char_tokenizer, encode_ordinary, load_tokenizer
+from nanogpt_hf.export.card import card_without_run
 from nanogpt_hf.export.model_folder import fixed_input, logits_of, write_model_folder
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM
 
@@ -126,3 +128,27 @@ def test_failed_export_leaves_no_new_parent(model, tmp_path, refused):
         for out in ("new/a/b", "kept/a/b", "file/a"):
             refused("export", folder, out)
     assert "file/a: cannot be written: Not a directory" in refused("export", "model", "file/a")
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "gguf", "onnx"])
+@pytest.mark.parametrize("card", [None, "the card", "of a run", "of an adapter"])
+def test_every_export_has_a_card(model, capsys, kind, card):
+    for package in {"gguf": ["gguf"], "onnx": ["onnx", "onnxscript", "onnxruntime"]}.get(kind, []):
+        pytest.importorskip(package, reason=f"the package {package} is not installed")
+    path = Path("model/README.md")
+    path.unlink()
+    if card and card.startswith("of"):
+        library = {"of a run": "transformers", "of an adapter": "peft"}[card]
+        card = card_without_run(CONFIG, "made by a test", library)
+    if card is not None:
+        path.write_text(card)
+    export(capsys, f"--format {kind}")
+    written = Path("out/README.md").read_text()
+    library = {"safetensors": "transformers"}.get(kind, kind)
+    if card == "the card":
+        assert written.startswith("the card")
+    else:
+        assert ModelCard(written).data.library_name == library
+        assert ("AutoModelForCausalLM" in written) == (library == "transformers")
+        assert "peft" not in written.lower()
+    assert (f"model.{kind}" in written) == (kind != "safetensors")

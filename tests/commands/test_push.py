@@ -8,7 +8,7 @@ import time
 
 import pytest
 import torch
-from huggingface_hub import constants
+from huggingface_hub import ModelCard, constants
 from safetensors.torch import save
 
 from arguments import argv
@@ -144,6 +144,31 @@ def test_push_sends_adapters_unchanged(capsys, hub, tmp_path):
     files = hub.repositories["tester/adapter"].files()
     assert set(files) == {".gitattributes", *(path.name for path in adapter.iterdir())}
     assert all(files[path.name] == path.read_bytes() for path in adapter.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("names", "library"),
+    [
+        (["config.json", "model.safetensors"], "transformers"),
+        (["model.gguf"], "gguf"),
+        (["config.json", "model.onnx"], "onnx"),
+        (["adapter_config.json", "adapter_model.safetensors"], "peft"),
+        (["damaged/config.json", "model.safetensors"], "transformers"),
+    ],
+)
+def test_a_pushed_folder_has_a_card(capsys, hub, letter_model, tmp_path, names, library):
+    (folder := tmp_path / "folder").mkdir()
+    for name in names:
+        known = letter_model / name
+        content = known.read_bytes() if known.is_file() else b"{}"
+        (folder / name.rpartition("/")[2]).write_bytes(content)
+    push(capsys, folder, "tester/foreign")
+    card = ModelCard(hub.repositories["tester/foreign"].files()["README.md"].decode())
+    assert card.data.library_name == library
+    assert ('from_pretrained("tester/foreign")' in card.text) == (
+        library in ("transformers", "peft")
+    )
+    assert not (folder / "README.md").exists()
 
 
 def test_push_refuses_a_missing_wrong_or_read_only_token(
