@@ -12,7 +12,7 @@ import re
 import shutil
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
@@ -265,10 +265,7 @@ def _table(text: io.TextIOWrapper, delimiter: str, column: str | None) -> Rows:
     csv.field_size_limit(2**31 - 1)  # the largest C long of all platforms
     # Without `strict` an open quote takes the rest of the file.
     reader = csv.DictReader(text, delimiter=delimiter, strict=True)
-    names = [name for name in reader.fieldnames or () if name and column in (None, name)]
-    for name in names:
-        if names.count(name) > 1:
-            raise ValueError(f"{names.count(name)} columns are named {name!r}; rename one")
+    _check_names(reader.fieldnames or (), column)
     try:
         yield from _table_rows(reader, delimiter)
     except csv.Error as error:
@@ -276,6 +273,13 @@ def _table(text: io.TextIOWrapper, delimiter: str, column: str | None) -> Rows:
             f"line {reader.reader.line_num}: {str(error).replace(chr(9), 'tab')}; a text that has "
             "quotes must be in quotes, with its own doubled"
         ) from None
+
+
+def _check_names(names: Sequence[str], column: str | None) -> None:
+    """Raises ValueError if two columns have the same name, of which one would be read."""
+    for name in names if column is None else [column]:
+        if name and names.count(name) > 1:
+            raise ValueError(f"{names.count(name)} columns are named {name!r}; rename one")
 
 
 def _table_rows(reader: "csv.DictReader[str]", delimiter: str) -> Rows:
@@ -342,6 +346,7 @@ def _parquet(file: IO[bytes], column: str | None) -> Rows:
 
 def _parquet_rows(table: Any, column: str | None) -> Rows:
     schema, columns = table.schema_arrow, None
+    _check_names(schema.names, column)
     if column in schema.names:
         columns = [column]
     elif column is None:  # a time beyond Python's years would end the reading

@@ -37,7 +37,8 @@ def zipped(data):
 
 def parquet(table):
     file = io.BytesIO()
-    pyarrow.parquet.write_table(pyarrow.table(table), file)
+    table = table if isinstance(table, pyarrow.Table) else pyarrow.table(table)
+    pyarrow.parquet.write_table(table, file)
     return file.getvalue()
 
 
@@ -385,6 +386,8 @@ def test_digest_changes_with_text_and_its_boundaries(write):
 # ------------------------------------------------------------------------------
 
 
+TWICE = pyarrow.Table.from_arrays([["x"], ["y"]], names=["text", "text"])
+
 # name and content of a file, and what the message names beside the file
 UNREADABLE = [
     ("a.txt", "caf\xe9".encode("latin-1"), "byte 0xe9"),
@@ -400,6 +403,7 @@ UNREADABLE = [
     ("a.json", '{\n"text": "x"}\n{"text": "y"}\n', "Extra data"),
     ("a.json", "\n5", "row 1", "'text'", "got 5"),
     ("a.csv", "text,id,text\na,1,b\n", "2 columns are named 'text'"),
+    ("a.parquet", parquet(TWICE), "2 columns are named 'text'"),
     ("a.tsv", 'id\ttext\n1\t"so" it is\n', "line 2", "'tab' expected", "in quotes"),
     ("a.tsv", "id\ttext\n1\tx\t3\n", "row 1", "tabs"),
     ("a.jsonl", b'{"text": "x"}\n{"text": "caf\xe9"}\n', "row 2", "byte 0xe9"),
