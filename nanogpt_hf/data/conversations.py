@@ -81,6 +81,8 @@ def pair_of(row: Any, _: object = None) -> Pair:
     chosen, rejected = _answered(row, "chosen"), _answered(row, "rejected")
     if chosen.messages[:-1] != rejected.messages[:-1]:
         raise ValueError("chosen and rejected differ before their last message")
+    if chosen.messages == rejected.messages:
+        raise ValueError("chosen and rejected are equal, which prefers nothing; leave the row out")
     return chosen, rejected
 
 

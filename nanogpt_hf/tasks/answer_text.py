@@ -121,11 +121,13 @@ _DIGITS = r"\d+(?:[,_'’]\d+|(?:\{,\}|[ ])\d{3}(?!\d))*"
 _VALUE = rf"(?:{_DIGITS}(?:\.\d+)?|\.\d+)"
 _POWER = r"(?:[eE]([+-]?\d+)|\s*(?:×|x|\*|\\times)\s*10\s*\^\s*\{?([+-]?\d+)\}?)?"
 _NUMBER = re.compile(
-    r"[\s=({]*([+-]?)\s*(?:[$€£¥₹]|USD|EUR|GBP)?\s*([+-]?)\s*"
+    r"[\s=(\[{'\"]*([+-]?)\s*(?:[$€£¥₹]|USD|EUR|GBP)?\s*([+-]?)\s*"
     rf"(?:(?:(\d+)\s+)?(\d+)\s*/\s*(\d+)|({_VALUE}){_POWER})"
 )
 # What makes a number a part of a list, an expression, a date or a time.
-_MORE = re.compile(r"\s*(?:,|;|\bor\b|\band\b|[-+*/×^:])\s*[$€£¥]?\d|[.]\d|\s+\d|\d")
+_MORE = re.compile(
+    r"\s*(?:[,;]+|(?:or|and|to|x)\b|x|[-+*/×^:]|\\times)\s*[$€£¥]?\d|[.](?:\d|[eE]\d)|\s+\d|\d"
+)
 
 
 def final_number(text: str) -> Fraction | None:
@@ -145,7 +147,7 @@ def _plain_number(line: str) -> str:
     line = unicodedata.normalize("NFKC", line)
     line = re.sub("[\u2212\u2013]", "-", line).replace("\u2044", "/")
     line = re.sub(r"(?<![\w ])\*+|\*+(?![\w ])|`|^\*+|\*+$", "", line)
-    line = re.sub(r"\\[dt]?frac\s*\{\s*(\d+)\s*\}\s*\{\s*(\d+)\s*\}", r"\1/\2", line)
+    line = re.sub(r"\\[dt]?frac\s*\{\s*(\d+)\s*\}\s*\{\s*(\d+)\s*\}", r" \1/\2", line)
     while (plain := _BOXED.sub(r"\1", _STYLE.sub(r" \1", line))) != line:
         line = plain
     line = re.sub(r"\\[()\[\],;!]|\\(?=[$%])", "", line)

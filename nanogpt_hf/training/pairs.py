@@ -120,6 +120,8 @@ def _load(
                     f"data.block_size: {data.block_size} tokens are too few for all {noun} of "
                     f"{name}"
                 )
+            if name == "train" and isinstance(blocks, LabeledAnswers):
+                _check_labels(blocks)
             line = f"  {name:<10} {len(blocks):,} {noun}"
             if left_out := len(rows) - len(blocks):
                 line += f"; {left_out:,} are longer than data.block_size, left out"
@@ -134,9 +136,28 @@ def _load(
     )
 
 
+def _check_labels(answers: LabeledAnswers) -> None:
+    """Raises DataError if all answers to train on have the same label."""
+    labels = set(answers.desirable.tolist())
+    if len(labels) == 1:
+        (label,) = labels
+        raise DataError(
+            f"data.source: all {len(answers):,} labeled answers of train have the label "
+            f"{str(label).lower()}; kto compares good answers with bad ones: add rows with "
+            f"{str(not label).lower()}"
+        )
+
+
 def _encode_pairs(pairs: list[Pair], encode: Encode, block_size: int) -> Pairs:
     """The pairs that fit: one without the end of an answer would prefer one that never ends."""
     encoded = [(encode(chosen), encode(rejected)) for chosen, rejected in pairs]
+    for (chosen, rejected), (good, bad) in zip(pairs, encoded, strict=True):
+        if good == bad:
+            texts = (f"{side.messages[-1]['content']!r:.40}" for side in (chosen, rejected))
+            raise DataError(
+                f"data.source: the answers {' and '.join(texts)} have the same tokens, which "
+                "prefers nothing; leave the row out"
+            )
     fitting = [pair for pair in encoded if all(len(ids) <= block_size + 1 for ids, _ in pair)]
     return Pairs(fitting, block_size)
 

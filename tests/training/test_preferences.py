@@ -21,8 +21,9 @@ from transformers import AutoTokenizer
 
 from assertions import copy_at, same_weights, series
 from nanogpt_hf.commands import main
-from nanogpt_hf.config.schema import AlignSection
+from nanogpt_hf.config.schema import AlignSection, DataSection
 from nanogpt_hf.data.conversations import Conversation, labeled_of, pair_of
+from nanogpt_hf.data.prepare import held_out
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import DataError
 from nanogpt_hf.evaluation.loss import pad_batch
@@ -241,6 +242,8 @@ def test_rows_of_every_shape_are_pairs(row):
             },
             "differ before their last message",
         ),
+        ({"prompt": "Why?", "chosen": "No.", "rejected": "No."}, "are equal"),
+        ({"chosen": [*QUESTION, BAD], "rejected": [*QUESTION, BAD]}, "are equal"),
     ],
 )
 def test_rows_that_are_no_pairs_are_refused(row, words):
@@ -399,10 +402,15 @@ def test_processes_and_accumulation_change_no_number(
 
 
 @pytest.mark.slow
-def test_labels_of_one_kind_have_no_margin(align, tmp_path):
-    rows = [{"prompt": str(n), "completion": "1", "label": True} for n in range(20)]
+def test_held_out_labels_of_one_kind_have_no_margin(align, tmp_path):
+    held = held_out(20, DataSection(validation_fraction=0.1)).tolist()
+    rows = [
+        {"prompt": str(n), "completion": "1", "label": one or n % 2 > 0}
+        for n, one in enumerate(held)
+    ]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    run = align("kto good", data__source=tmp_path / "rows.jsonl", train__max_steps=1)
+    knobs = {"data__source": tmp_path / "rows.jsonl", "data__validation_fraction": 0.1}
+    run = align("kto good", **knobs, train__max_steps=1)
     (first, *_) = [event for event in read_metrics(run) if "val/loss" in event]
     assert "val/reward_desirable" in first
     assert not {"val/reward_undesirable", "val/margin"} & first.keys()
