@@ -205,7 +205,15 @@ class ChatFormat:
         if texts_of == self._example_texts:  # what follows the last learned answer does not matter
             last = _learned(conversation)[-1]
         written = self._found(conversation, parts, texts_of)
-        texts = dict(texts_of(conversation, 0))
+        try:
+            texts = dict(texts_of(conversation, 0))
+        except DataError:
+            # A template that writes no calls of tools may fail for want of a text.
+            if all(message["content"] is not None for message in conversation.messages):
+                raise
+            filled = [m | {"content": m["content"] or ""} for m in conversation.messages]
+            self._check_fields(conversation._replace(messages=filled), texts_of)
+            raise
         for part in parts:
             if part in written or part.message > last:
                 continue
@@ -230,10 +238,8 @@ class ChatFormat:
         One rendering finds what almost all templates write.
         """
         names = {part: f"Part{number}of" for number, part in enumerate(parts)}
-        for part, name in names.items():
-            conversation = _with_name(conversation, part, name)
         try:
-            text = "".join(text for _, text in texts_of(conversation, 0))
+            text = "".join(text for _, text in texts_of(_with_names(conversation, names), 0))
         except DataError:
             return set()
         found = set(_NAME.findall(text))
@@ -583,14 +589,20 @@ def _without(conversation: Conversation, part: _Part) -> Conversation:
     return _replaced(conversation, part, left)
 
 
-def _with_name(conversation: Conversation, part: _Part, name: str) -> Conversation:
-    """The conversation with a name in place of a part's text, or of the name of a function."""
-    value = _value(conversation, part.message, part.field)
-    item = value if part.item is None else value[part.item]
-    if isinstance(item, str):
-        item = name
-    elif isinstance(item, dict) and isinstance(item.get("function"), dict):
-        item = item | {"function": item["function"] | {"name": name}}
-    if part.item is not None:
-        item = [*value[: part.item], item, *value[part.item + 1 :]]
-    return _replaced(conversation, part, item)
+def _with_names(conversation: Conversation, names: dict[_Part, str]) -> Conversation:
+    """The conversation with names in place of the texts of parts, or of the names of functions."""
+    messages = [dict(message) for message in conversation.messages]
+    beside = {"tools": conversation.tools}
+    for part, name in names.items():
+        place: Any = messages[part.message] if part.message >= 0 else beside
+        key: Any = part.field
+        if part.item is not None:
+            if not part.item:  # the list is still the conversation's own
+                place[key] = list(place[key])
+            place, key = place[key], part.item
+        value = place[key]
+        if isinstance(value, str):
+            place[key] = name
+        elif isinstance(value, dict) and isinstance(value.get("function"), dict):
+            place[key] = value | {"function": value["function"] | {"name": name}}
+    return conversation._replace(messages=messages, tools=beside["tools"])

@@ -1,5 +1,6 @@
 """Rows of a file or data set -> conversations, preference pairs, labeled answers."""
 
+import contextlib
 import json
 import math
 import re
@@ -160,14 +161,12 @@ def _answered(row: dict[str, Any], column: str) -> Conversation:
             asked = [message["content"] for message in map(_renamed, _listed(messages))]
             if prompt[0]["content"] not in asked:
                 raise ValueError(f"prompt: {prompt[0]['content']!r:.40} is not in {column}")
-    try:
+    with _field(column):
         conversation = _conversation(messages, row)
         *earlier, last = answers_of(conversation.messages)
         if last in conversation.unlearned:
             raise ValueError(f"message {last + 1}: the answer is marked not to be learned")
-        return conversation._replace(unlearned=frozenset(earlier))
-    except ValueError as error:
-        raise ValueError(f"{column}: {error}") from None
+    return conversation._replace(unlearned=frozenset(earlier))
 
 
 def _prompt_of(row: dict[str, Any]) -> list[Message] | None:
@@ -337,17 +336,17 @@ def _conversation(messages: Any, row: dict[str, Any]) -> Conversation:
             messages.insert(0, {"role": "system", "content": system})
     checked, unlearned, previous = [], set[int](), None
     for number, message in enumerate(messages, 1):
-        try:
+        with _field(f"message {number}"):
             learned, message = _message(message, previous)
-        except ValueError as error:
-            raise ValueError(f"message {number}: {error}") from None
         if message["role"] == "assistant" and not learned:
             unlearned.add(number - 1)
         checked.append(message)
         previous = message["role"]
     if previous != "assistant":
         raise ValueError("the last message has to be an answer of the assistant")
-    return Conversation(checked, tools_of(row.get("tools")), frozenset(unlearned))
+    with _field("tools"):
+        tools = functions_of(row.get("tools"))
+    return Conversation(checked, tools, frozenset(unlearned))
 
 
 def _system(row: dict[str, Any]) -> str | None:
@@ -388,8 +387,9 @@ def _message(message: Message, previous: str | None) -> tuple[bool, Message]:
     calls = renamed.pop("tool_calls", None)
     content = renamed.pop("content")
     fields = {key: value for key, value in renamed.items() if not _is_empty(value)}
-    if not _is_empty(calls):
-        fields["tool_calls"] = [_function("tool_calls", call) for call in _json(calls)]
+    with _field("tool_calls"):
+        if calls := functions_of(calls):
+            fields["tool_calls"] = calls
     if _is_empty(content) and role == "assistant" and "tool_calls" in fields:
         fields["content"] = content if isinstance(content, str) else None
     elif _is_empty(content) and role == "tool":  # a tool may find nothing
@@ -415,30 +415,31 @@ def _joined(content: Any) -> Any:
     return "".join(texts)
 
 
-def tools_of(tools: Any) -> list[Any] | None:
-    """The tools of a row or request; None if there are none. They may be JSON text."""
-    if _is_empty(tools):
+def functions_of(value: Any) -> list[Any] | None:
+    """Tools, or calls of tools, in OpenAI's form; None if there are none. They may be JSON text.
+
+    Raises ValueError if they are none.
+    """
+    if _is_empty(value):
         return None
-    try:
-        _check(tools)
-    except ValueError as error:
-        raise ValueError(f"tools: {error}") from None
-    return [_function("tools", tool) for tool in _json(tools, "tools")] or None
-
-
-def _json(value: Any, name: str = "tool_calls") -> list[Any]:
-    """A list, or one object, that may be JSON text."""
+    _check(value)
     if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError):
-            raise ValueError(f"{name}: expected JSON, got {value!r:.40}") from None
-        _check(value)
-    return value if type(value) is list else [] if value is None else [value]
+        value = _json(value)
+    items = value if type(value) is list else [] if value is None else [value]
+    return [_function(item) for item in items] or None
 
 
-def _function(name: str, value: Any) -> dict[str, Any]:
-    """A tool, or a call of one, in OpenAI's form: `{"type": "function", "function": {...}}`.
+def _json(text: str) -> Any:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        raise ValueError(f"expected JSON, got {text!r:.40}") from None
+    _check(value)
+    return value
+
+
+def _function(value: Any) -> dict[str, Any]:
+    """A tool, or a call of one: `{"type": "function", "function": {...}}`.
 
     null is no content: tables write it for the fields of other rows. Arguments that are JSON text,
     as OpenAI's are, become what they say, which is what chat templates expect.
@@ -448,15 +449,20 @@ def _function(name: str, value: Any) -> dict[str, Any]:
         value = {"type": "function", "function": value}
     function = value.get("function") if type(value) is dict else None
     if type(function) is not dict or not isinstance(function.get("name"), str):
-        raise ValueError(f"{name}: expected a function with a name, got {value!r:.60}")
+        raise ValueError(f"expected a function with a name, got {value!r:.60}")
     if isinstance(arguments := function.get("arguments"), str):
-        try:
-            arguments = json.loads(arguments.strip() or "{}")
-        except (ValueError, RecursionError):
-            raise ValueError(f"{name}: arguments: expected JSON, got {arguments!r:.40}") from None
-        _check(arguments)
-        return value | {"function": function | {"arguments": arguments}}
-    return value
+        with _field("arguments"):
+            function = function | {"arguments": _json(arguments.strip() or "{}")}
+    return value | {"function": function}
+
+
+@contextlib.contextmanager
+def _field(name: str) -> Iterator[None]:
+    """Context in which a ValueError gets the name of a field."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
 
 
 def _without_null(value: Any) -> Any:

@@ -85,6 +85,8 @@ class Served:
     def _encode(self, request: Request) -> tuple[list[int], int]:
         messages = kept = [message.for_template() for message in request.messages]
         param = "messages" if messages else "prompt"
+        # Without the tools the model calls none.
+        tools = None if request.tool_choice == "none" else request.tools
         try:
             if isinstance(request.prompt, list):
                 ids = request.prompt
@@ -97,12 +99,14 @@ class Served:
                 raise ValueError(f"{self.name} has no chat template; use /v1/completions")
             elif request.truncation == "auto":  # as in `chat`
                 room = min(request.limit or self.context, self.context // 2)
-                ids, kept = encode_chat(self.chat, messages, self.context - room)
+                ids, kept = encode_chat(self.chat, messages, self.context - room, tools)
             elif len(messages) >= self.context:  # a message has at least one token
                 raise _too_long(param, f"{len(messages)} messages", self.context)
             else:
-                ids = encode_messages(self.chat, messages)
+                ids = encode_messages(self.chat, messages, tools)
         except (DataError, ValueError) as error:
+            if str(error).startswith("tools: "):
+                raise ApiError(400, str(error), "tools") from None
             raise ApiError(400, f"{param}: {error}", param) from None
         if len(ids) >= self.context:
             raise _too_long(param, f"{len(ids)} tokens", self.context)

@@ -2,9 +2,10 @@
 
 import secrets
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -12,6 +13,8 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
+
+from nanogpt_hf.data.conversations import Message, functions_of
 
 MAX_CHOICES = 16  # per request
 _ANY = object()
@@ -36,8 +39,6 @@ _DEFAULTS: dict[str, tuple[Any, ...]] = {
     "reasoning_effort": ("none",),
     "response_format": ({"type": "text"},),
     "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
     "verbosity": ("medium",),
     "ignore_eos": (False,),
     "length_penalty": (1,),
@@ -108,6 +109,9 @@ class _Strict(BaseModel):
         }
 
 
+_Functions = Annotated[list[dict[str, Any]] | None, AfterValidator(functions_of)]
+
+
 class _Part(_Strict):
     type: Literal["text"]
     text: str
@@ -115,16 +119,36 @@ class _Part(_Strict):
 
 class _Message(_Strict):
     # A client sends an answer back as it got it.
-    defaults = {"annotations": ([],), "tool_calls": ([],)}
+    defaults = {"annotations": ([],)}
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[_Part], Field(fail_fast=True)]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Annotated[list[_Part], Field(fail_fast=True)] | None = None
     name: str = ""
+    tool_calls: _Functions = None
+    tool_call_id: str = ""
 
-    def for_template(self) -> dict[str, str]:
-        parts = self.content if isinstance(self.content, list) else []
-        text = self.content if isinstance(self.content, str) else "".join(p.text for p in parts)
-        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+    @model_validator(mode="after")
+    def _with_content(self) -> Self:
+        if self.content is None and not (self.tool_calls and self.role == "assistant"):
+            raise ValueError("content: is missing")
+        return self
+
+    def for_template(self) -> Message:
+        content = self.content
+        if isinstance(content, list):
+            content = "".join(part.text for part in content)
+        role = "system" if self.role == "developer" else self.role
+        others = {name: getattr(self, name) for name in ("name", "tool_calls", "tool_call_id")}
+        given = {name: value for name, value in others.items() if value}
+        return {"role": role, "content": content} | given
+
+
+def _in_order(messages: list[_Message]) -> list[_Message]:
+    for number, message in enumerate(messages):
+        before = messages[number - 1].role if number else None
+        if message.role == "tool" and before not in ("assistant", "tool"):
+            raise ValueError(f"{number}: role: a message of a tool follows an answer")
+    return messages
 
 
 class _StreamOptions(_Strict):
@@ -144,7 +168,9 @@ class Request(_Strict):
         str | Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)],
         BeforeValidator(_one_prompt),
     ] = ""
-    messages: Annotated[list[_Message], Field(fail_fast=True)] = []
+    messages: Annotated[list[_Message], Field(fail_fast=True), AfterValidator(_in_order)] = []
+    tools: _Functions = None
+    tool_choice: Literal["none", "auto"] = "auto"
     truncation: Literal["auto", "disabled"] = "disabled"  # auto drops the oldest messages
     temperature: float = Field(1.0, ge=0, le=2)
     top_p: float | None = Field(None, ge=0, le=1)

@@ -2,6 +2,7 @@
 templates with and without tools, and in the masks.
 """
 
+import contextlib
 import copy
 import json
 
@@ -13,6 +14,7 @@ from chat_templates import CHATML, MARKED, QWEN, QWEN3, SHAPES, byte_level
 from nanogpt_hf.data.chat_template import ChatFormat, chat_format
 from nanogpt_hf.data.conversations import Conversation, conversation_of, labeled_of, pair_of
 from nanogpt_hf.errors import DataError
+from nanogpt_hf.generate import encode_chat, encode_messages
 from nanogpt_hf.training.pairs import encode_answer
 
 # ChatML with tools, calls, results and thoughts, as Qwen's; and with marks.
@@ -431,6 +433,48 @@ def test_parts_and_roles_of_other_formats_are_taken():
     ]
     row["conversations"][2] = {"role": "tool", "content": None}
     assert conversation_of(row).messages[2] == {"role": "tool", "content": ""}
+
+
+def test_requests_of_a_client_have_the_tokens_of_training():
+    requests = pytest.importorskip("nanogpt_hf.serving.requests")
+
+    def asked(**body):
+        return requests.parse_request(json.dumps(body).encode(), "m", chat=True)
+
+    hf = WITH_TOOLS["prefixes"]
+    chat, expected = ChatFormat(hf), conversation_of(WEATHER)
+    messages = [
+        {key: value for key, value in message.items() if key != "reasoning_content"}
+        for message in WEATHER["messages"][:-1]
+    ]
+    request = asked(messages=messages, tools=WEATHER["tools"], tool_choice="auto")
+    sent = [message.for_template() for message in request.messages]
+    assert request.tools == expected.tools
+    plain = [message | {"reasoning_content": None} for message in expected.messages[:-1]]
+    assert chat.prompt_ids(sent, request.tools) == chat.prompt_ids(plain, expected.tools)
+    assert "message 3: tool_calls" in refusal(ChatFormat(UNMARKED).prompt_ids, sent[:5])
+    assert "tools: item 1" in refusal(ChatFormat(UNMARKED).prompt_ids, sent[:1], request.tools)
+    # The oldest exchange is dropped with its calls and their results.
+    whole = len(encode_messages(chat, sent, request.tools))
+    for room in range(whole, 0, -5):
+        with contextlib.suppress(ValueError):
+            ids, kept = encode_chat(chat, sent, room, request.tools)
+            assert len(ids) <= room
+            assert kept == (sent if room == whole else [sent[0], sent[-1]])
+    question, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": None}
+    for wrong in (
+        [question, answer],
+        [question, answer | {"tool_calls": []}],
+        [question, answer | {"tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
+        [question, {"role": "tool", "content": "x", "tool_call_id": "c1"}],
+        [question | {"content": None, "tool_calls": [{"name": "f"}]}],
+    ):
+        with pytest.raises(requests.ApiError) as caught:
+            asked(messages=wrong)
+        assert caught.value.param == "messages"
+    with pytest.raises(requests.ApiError) as caught:
+        asked(messages=[question], tools=[{"type": "function"}])
+    assert caught.value.param == "tools"
 
 
 def test_a_model_without_a_chat_template_refuses_other_fields(byte_tokenizer):
