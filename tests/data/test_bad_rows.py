@@ -174,6 +174,16 @@ def test_limit_of_tokens_counts_the_bad_rows_before_it(
     assert manifest.left_out == 7
 
 
+@pytest.mark.parametrize("threads", [1, 4])
+def test_bad_row_beyond_the_limit_of_tokens_is_not_refused(
+    write, config, tmp_path, monkeypatch, threads
+):
+    monkeypatch.setattr(encode, "_BATCH_DOCUMENTS", 3)
+    path = write("rows.jsonl", f"{GOOD}\n" * 25 + "x\n")
+    _, manifest = prepared(config(path, max_tokens=100, num_threads=threads), tmp_path)
+    assert manifest.train.documents + manifest.validation.documents == 20
+
+
 def test_rows_of_a_hub_set_are_left_out_of_each_split(monkeypatch, config, tmp_path):
     good = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     splits = {

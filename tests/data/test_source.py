@@ -213,6 +213,7 @@ def test_every_member_of_a_zip_is_read_in_order_by_its_ending(write, tmp_path):
         ("data/", ""),
         ("data/z.jsonl", '{"text": "1"}\n{"text": "2"}\n'),
         ("__MACOSX/data/._z.jsonl", b"\0\5\x16\7"),
+        ("__MACOSX/a.txt", "not text of the archive"),
         ("data/._z.jsonl", b"\0\5\x16\7"),
         (".DS_Store", b"\0\0"),
         ("data/a.txt", "3"),
