@@ -156,6 +156,8 @@ def read_accelerate_config(file: str) -> dict[str, Any]:
             raise ValueError("expected an accelerate config, such as accelerate_configs/cpu.yaml")
     except (OSError, ValueError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or one_line(error)
+        if isinstance(error, RecursionError):
+            reason = "nested too deeply"
         raise UserError(f"--config_file {file}: cannot be read: {reason}") from None
     return settings
 

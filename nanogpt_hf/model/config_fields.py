@@ -28,7 +28,11 @@ _OPTIONAL_SIZES = ("n_head", "n_kv_head", "n_inner")
 # longest context.
 _ABSENT = {"max_position_embeddings": 2**20, "tie_word_embeddings": False}
 # Windows of attention, and the layers that have them.
-_WINDOWS = {"sliding_window": "sliding_attention", "attention_chunk_size": "chunked_attention"}
+_WINDOWS = {
+    "sliding_window": "sliding_attention",
+    "attention_chunk_size": "chunked_attention",
+    "window_size": "local",
+}
 # Names that configs have for the experts of a layer, and for those that a token has.
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _ACTIVE = ("num_experts_per_tok", "moe_topk", "top_k_experts")

@@ -44,6 +44,8 @@ _SPLITS: dict[str, Split] = {
     "replicated_with_grad_allreduce": "heads",
 }
 _TOKENS_OF_A_STEP = 256  # for `check_one_step`: a shorter text may not reach all parameters
+# A deeper model fails as a shallow one does, and would take minutes.
+_LAYERS_TO_GENERATE = 100
 _EXPERT_MULTIPLE = 8  # torch's grouped products need rows of 16 bytes, in bf16 too
 
 
@@ -115,6 +117,7 @@ class Architecture(ConfigFields):
         values = self.fields_from_recipe(*recipe, is_gated=is_gated)
         try:
             config = completed(self.config_class(**values))
+            self.check_fields(config)
             with torch.device("meta"):
                 return config, self.model_class(config)
         except Exception as error:
@@ -157,7 +160,8 @@ class Architecture(ConfigFields):
         try:
             self.output_shapes(model).loss.backward()
             idle = [name for name, p in model.named_parameters() if p.grad is None]
-            self._generate_shapes(model)
+            if config.num_hidden_layers <= _LAYERS_TO_GENERATE:
+                self._generate_shapes(model)
             return idle
         except Exception as error:
             # it reads values or asks for autocast: the meta device has neither

@@ -23,6 +23,7 @@ FIELDS = {
     "window 0": ("gemma3_text", {"sliding_window": 0}, "sliding_window must be at least 1, got 0"),
     "window -3": ("gemma3_text", {"sliding_window": -3}, "sliding_window"),
     "window of all layers": ("mistral", {"sliding_window": 0}, "sliding_window"),
+    "local window": ("gpt_neo", {"window_size": 0}, "window_size must be at least 1, got 0"),
     "no expert chosen": ("qwen3_moe", {"num_experts_per_tok": 0}, "num_experts_per_tok 0"),
     "negative choice": ("qwen3_moe", {"num_experts_per_tok": -1}, "num_experts_per_tok"),
     "no experts": ("qwen3_moe", {"num_experts": 0, "num_local_experts": 0}, "num_experts 0"),
