@@ -8,6 +8,7 @@ types of its layers. Another architecture is a subclass, as our GPT-2 in gpt2.py
 
 import copy
 import re
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,6 +56,9 @@ class Parts:
 
     blocks: str
     final_norm: str
+
+
+_NAMES_OF_EXPERTS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 
 
 class Architecture(ConfigFields):
@@ -304,28 +308,40 @@ class Architecture(ConfigFields):
         """Names of the linear layers that can have adapters: in a model with experts those of
         attention, since peft takes MLPs beside them for experts. Beside a convolution those of its
         inputs: kernels read the weights of others without calling the layer. None that returns
-        more than its product, or whose weight the forward pass reads without calling it.
+        anything but its product, or whose weight the forward pass reads without calling it, or is
+        that of several layers, into which their adapters could not be merged, or whose name peft
+        takes for an expert's.
         """
         with torch.device("meta"):
             model = self.model_class(config)
         products: dict[nn.Module, bool] = {}
-        for layer in (module for module in model.modules() if isinstance(module, nn.Linear)):
+        layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
+        shared = Counter(id(layer.weight) for layer in layers)
+        for layer in layers:
             layer.register_forward_hook(
-                lambda layer, _, out: products.update({layer: torch.is_tensor(out)})
+                lambda layer, _, out: products.update(
+                    # the layer of several groups returns another width
+                    {layer: torch.is_tensor(out) and out.shape[-1:] == (layer.out_features,)}
+                )
             )
         try:
             self.output_shapes(model)
         except Exception:  # the meta device cannot tell
             products = dict.fromkeys(model.modules(), True)
         parts, found = 1 if experts_of(model) else 2, {}
+        names_of_experts = _NAMES_OF_EXPERTS if parts == 1 else ()
+        refused: set[str] = set()
         for block in self.blocks(model):
             for name in (name for part in self.linear_layers(block)[:parts] for name in part):
                 inside, _, last = name.rpartition(".")
                 beside = hasattr(block.get_submodule(inside), "conv1d")
                 usual = last.startswith("in_proj") or not (beside or last.isdigit())
-                if usual and products.get(block.get_submodule(name)):
+                layer: Any = block.get_submodule(name)
+                if shared[id(layer.weight)] > 1 or last in names_of_experts:
+                    refused.add(last)
+                elif usual and products.get(layer):
                     found[last] = True
-        return tuple(found)
+        return tuple(name for name in found if name not in refused)
 
     def tensor_parallel(self, block: nn.Module) -> dict[str, Split]:
         """How tensor parallelism splits a block's layers, by name: the plan in the config class, as
