@@ -173,6 +173,7 @@ class SyntheticData:
 
     train: TokenBlocks
     vocab_size: int
+    tokenizer: None = None
     end_of_text_id: None = None
     end_of_turn_id: None = None
 

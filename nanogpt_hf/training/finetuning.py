@@ -187,15 +187,17 @@ def _own_tokenizer(start: str) -> "PreTrainedTokenizerBase":
     return load_tokenizer(start) if start not in GPT2_NAMES else build_tokenizer("gpt2", ()).hf
 
 
-def learned_ids(config: Config, tokenizer: "PreTrainedTokenizerBase") -> list[int] | None:
-    """The ids of the tokens that the model to start from has learned, if `tokenizer`, which
-    check_tokenizer has accepted, has others as well; else None.
+def learned_ids(config: Config, data: Any) -> list[int] | None:
+    """The ids of the tokens that the model to start from has learned, if the tokenizer of the
+    prepared `data`, which check_tokenizer has accepted, has others as well; else None.
+
+    Synthetic data has no tokenizer.
     """
     start = config.finetune.model
-    if start is None or start == config.data.tokenizer:
+    if start is None or start == config.data.tokenizer or data.tokenizer is None:
         return None
     try:
         own = _own_tokenizer(start)
     except DataError:
         return None
-    return sorted(own.get_vocab().values()) if len(tokenizer) > len(own) else None
+    return sorted(own.get_vocab().values()) if len(data.tokenizer) > len(own) else None

@@ -80,7 +80,7 @@ def start_model_of(run: Run) -> PreTrainedModel:
         model = load_model(finetune.model, finetune.revision)
         positions = run.config.model.n_positions
         architecture_of(model).resize_positions(model, positions, finetune.rope_theta)
-        learned, tokens = learned_ids(run.config, run.data.tokenizer), run.data.vocab_size
+        learned, tokens = learned_ids(run.config, run.data), run.data.vocab_size
         if learned is not None or tokens > model.config.vocab_size:
             extend_vocabulary(model, tokens, learned)
         run.start_model = model.to(run.accelerator.device).requires_grad_(False)

@@ -280,7 +280,7 @@ def build_unchecked(
         blocks = load_prepared(config)
         data = dataclasses.replace(data, train=blocks.train, validation=blocks.validation)
         accelerator.gradient_accumulation_steps = accumulation_steps(config, mesh.dp_size)
-    learned = learned_ids(config, data.tokenizer)
+    learned = learned_ids(config, data)
     model = start_model(config, data.vocab_size, data.end_of_text_id, step, learned)
     if model.device.type != "meta" and not config.lora.quantize:
         check_causal(model, packs=packs(config))
