@@ -77,7 +77,11 @@ def _one_prompt(value: Any) -> Any:
     if isinstance(value, list) and any(isinstance(part, str | list) for part in value):
         if len(value) > 1:
             raise ValueError(f"one prompt per request, not {len(value)}")
-        return value[0]
+        value = value[0]
+    if not isinstance(value, str) and not (
+        isinstance(value, list) and all(type(part) is int for part in value)
+    ):
+        raise ValueError("neither a text nor a list of token ids")
     return value
 
 
@@ -203,7 +207,10 @@ def parse_request(body: bytes, model: str, chat: bool) -> Request:
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         where = [f"{part:.60}" if isinstance(part, str) else str(part) for part in first["loc"]]
-        message = ": ".join([*where, first["msg"].removeprefix("Value error, ")])
+        reason = first["msg"].removeprefix("Value error, ")
+        if first["type"] == "extra_forbidden":
+            reason = "is unknown, or has a value that this server does not support"
+        message = ": ".join([*where, reason])
         raise ApiError(400, message, where[0] if where else None) from None
     if request.model is not None:
         check_model(request.model, model)
