@@ -25,7 +25,7 @@ STREAM = HEADER + f"Content-Length: {len(BODY)}\r\n\r\n".encode() + BODY
 SILENT = {
     "no byte": b"",
     "half a first header": b"GET / HTTP/1.1\r\nX-Slow: ",
-    "half a second header": WHOLE + b"GET / HT",
+    "half a second header": WHOLE,
     "a body that nobody reads": b"GET / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\nx",
     "half a body": HEADER + b'Content-Length: 99\r\n\r\n{"prompt"',
     "half a chunk": HEADER + b"Transfer-Encoding: chunked\r\n\r\nff\r\nab",
@@ -46,6 +46,11 @@ def sent(server, data, buffer=None):
         connection.settimeout(30)
         connection.connect(("127.0.0.1", server.port))
         connection.sendall(data)
+        if data == WHOLE:  # the rest comes later: uvicorn's own limit ends with its first byte
+            answer = b""
+            while not answer.endswith(b"]}"):
+                answer += connection.recv(65536)
+            connection.sendall(b"GET / HT")
         yield connection
 
 
