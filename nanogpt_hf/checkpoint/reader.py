@@ -122,6 +122,13 @@ def _open(folder: Path, index: int, count: int) -> Checkpoint:
     return Checkpoint(weights, optimizer_state, folder, state, scaler)
 
 
+def identity_of(saved: Checkpoint) -> dict[str, Any]:
+    """The identity of a checkpoint's run. Raises DamagedError if it has none."""
+    if saved.state.identity is None:
+        raise DamagedError(f"{saved.folder}: damaged checkpoint: {STATE} has no identity")
+    return saved.state.identity
+
+
 def _files_of(kind: str, checksums: dict[str, str]) -> list[str]:
     """The names of the files with tensors of a kind. Raises ValueError if one has no checksum."""
     parts = sorted(name for name in checksums if name.startswith(f"{kind}-"))
@@ -176,8 +183,8 @@ def find_checkpoint(
             with _errors_of_all():
                 if is_main or sharded:
                     saved = read_checkpoint(folder, *share)
-                    if identity and not saved.state.identity:
-                        raise DamagedError(f"{folder}: damaged checkpoint: it has no identity")
+                    if identity:
+                        identity_of(saved)
             break
         except DamagedError as error:
             if is_main:

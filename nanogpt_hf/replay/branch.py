@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from nanogpt_hf.checkpoint.reader import CHECKSUMS, STATE, read_checkpoint
+from nanogpt_hf.checkpoint.reader import CHECKSUMS, STATE, identity_of, read_checkpoint
 from nanogpt_hf.checkpoint.writer import write_state
 from nanogpt_hf.config.load import config_to_yaml
 from nanogpt_hf.config.schema import Config
@@ -30,7 +30,7 @@ def make_branch(old: RunFolder, step: int, new: RunFolder, config: Config) -> No
         raise UserError(f"{old.path}: trained by {method_of(config).name}; only text is branched")
     check_folders(config, new)
     checkpoint = read_checkpoint(old.checkpoint(step))
-    known = (checkpoint.state.identity or {}).get("data", {}).get("tokenizer_hash")
+    known = identity_of(checkpoint)["data"].get("tokenizer_hash")
     new.lock()
     try:
         new.check(resume=False, overwrite=False)

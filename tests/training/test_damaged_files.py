@@ -313,6 +313,8 @@ def check(workshop: Workshop, name: str, command: str, status: int, out: list, e
         if command not in ("report", "compare") and name != "tokens"
         else {0, 1, 2},
     }[file.then]
+    if name == "resealed-state" and command == "verify":  # which compares tensors alone
+        expected |= {0}
     if name == "tokens":  # a byte between the tokens may have changed
         expected |= {0}
     if name == "recipe" and trains:
