@@ -19,7 +19,7 @@ from nanogpt_hf.checkpoint.reader import file_digest
 from nanogpt_hf.commands import main
 from nanogpt_hf.own_files import warn_once
 from nanogpt_hf.reports import curves
-from nanogpt_hf.runs.folder import RunFolder
+from nanogpt_hf.runs.folder import RunFolder, find_model
 
 pytestmark = pytest.mark.long
 SECONDS = 60  # for a command that takes less than one
@@ -340,6 +340,12 @@ COMMANDS = ("verify", "inspect", "branch", "report", "compare", "resume", "auto-
 )
 def test_every_second_damage_with_one_command(workshop, call, name, damage, command):
     run_cell(workshop, call, name, damage, command)
+
+
+def test_model_of_a_run_is_found_though_its_recipe_is_lost(workshop):
+    workshop.renew()
+    workshop.run.recipe.unlink()
+    assert find_model(str(workshop.run.path)) == str(workshop.run.best)
 
 
 @pytest.mark.slow
