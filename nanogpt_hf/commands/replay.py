@@ -6,14 +6,14 @@ from functools import partial
 from pathlib import Path
 
 from nanogpt_hf.commands.arguments import add_option, add_output, list_knobs
-from nanogpt_hf.config.load import Overrides
+from nanogpt_hf.config.load import Overrides, as_overrides
 from nanogpt_hf.config.values import bounded
 from nanogpt_hf.console import show
 from nanogpt_hf.errors import DataError, RunFolderError, UserError
 from nanogpt_hf.formatting import format_duration, plural
 from nanogpt_hf.runs.files import write_json
 from nanogpt_hf.runs.folder import RunFolder, find_run, step_of
-from nanogpt_hf.runs.state import is_fixed
+from nanogpt_hf.runs.state import is_fixed, knobs_at
 
 _SHOWN = 60  # characters of a text; --json has all
 # fixed while a run is resumed, and free for a branch
@@ -58,8 +58,8 @@ def run_verify(arguments: Namespace) -> int:
     from nanogpt_hf.runs.provenance import record_verification
 
     config = verify.recipe_of(folder)
-    verify.check_repeatable(folder, config, mesh)
     segments = verify.segments_to_verify(folder, arguments.steps, arguments.sample)
+    verify.check_repeatable(folder, config, mesh, segments)
     for source in sources_of(config.data):
         require_manifest(Path(source.data.dir))
     texts = [f"{first:,} to {last:,}" for first, last in segments]
@@ -72,7 +72,8 @@ def run_verify(arguments: Namespace) -> int:
         say(f"repeating steps {', '.join(texts)}: {about}")
         check_prepared(config.data)
         for (first, last), text in zip(segments, texts, strict=True):
-            with verify.run_at(folder, config, first, mesh) as repeated:
+            held = verify.recipe_of(folder, first + 1)
+            with verify.run_at(folder, held, first, mesh) as repeated:
                 bound = verify.rounding_bound(folder, repeated)
                 found = verify.first_difference(repeated, folder, last, bound)
             if found:
@@ -119,11 +120,12 @@ def run_inspect(arguments: Namespace) -> None:
     from nanogpt_hf.runs.metrics import read_metrics
     from nanogpt_hf.runs.provenance import branched_at
 
-    config, step, text = recipe_of(folder), arguments.step, arguments.find
+    step, text = arguments.step, arguments.find
     if text == "":
         raise UserError("--find: expected a text, got nothing")
     kept = [step_of(path) for path in folder.checkpoint_folders()]
     last = max([0, *kept, *(event["step"] for event in read_metrics(folder))])
+    config = recipe_of(folder, step or last)
     last = min(last, config.train.max_steps)
     if step and step > last:
         raise UserError(f"--step {step}: the run has recorded {plural(last, 'step')}")
@@ -157,12 +159,24 @@ def run_branch(arguments: Namespace, overrides: Overrides) -> None:
     """Start a new run from a checkpoint of another, with its optimizer state and with other knobs:
     a decay of the learning rate, another text or mixture, more steps. The other run is only read.
 
-    The new run folder gets the checkpoint and the metrics up to its step; the command that trains
-    it is printed. From that step on it sees what a run of its recipe would see.
+    The new run folder gets the checkpoint and the metrics up to its step, and the knobs that held
+    when the step was taken; the command that trains it is printed. From that step on it sees what
+    a run of its recipe would see.
     """
     old, new, step = find_run(arguments.run), RunFolder(arguments.run_dir), arguments.at
-    config = old.read_recipe(overrides)
-    changes = old.differences(config)
+    kept = [step_of(folder) for folder in old.checkpoint_folders()]
+    if step not in kept:
+        raise UserError(
+            f"--at {step}: {old.path} has checkpoints of the steps {', '.join(map(str, kept))}"
+        )
+
+    from nanogpt_hf.checkpoint.reader import read_checkpoint
+    from nanogpt_hf.replay.branch import make_branch
+
+    checkpoint = read_checkpoint(old.checkpoint(step))
+    held = as_overrides(knobs_at(checkpoint.state.history, step - 1))
+    config = old.read_recipe([*held, *overrides])
+    changes = old.differences(config, old.read_recipe(held))
     if other := [line for line in changes if is_fixed(line) and not line.startswith(_FREE)]:
         raise UserError(
             f"{old.path}: a branch keeps the model and the kind of training: {'; '.join(other)}"
@@ -175,17 +189,9 @@ def run_branch(arguments: Namespace, overrides: Overrides) -> None:
         )
     if new.path.resolve().is_relative_to(old.path.resolve()):
         raise UserError(f"--run-dir {new.path}: is inside {old.path}; choose another")
-    kept = [step_of(folder) for folder in old.checkpoint_folders()]
-    if step not in kept:
-        raise UserError(
-            f"--at {step}: {old.path} has checkpoints of the steps {', '.join(map(str, kept))}"
-        )
     if step >= config.train.max_steps:
         raise UserError(f"--train.max_steps {config.train.max_steps}: is not past step {step}")
-
-    from nanogpt_hf.replay.branch import make_branch
-
-    make_branch(old, step, new, config)
+    make_branch(old, checkpoint, new, config)
     for change in changes:
         show(f"changed: {change}")
     command = "finetune" if config.finetune.model else "pretrain"

@@ -1,5 +1,6 @@
 """Load a recipe and overrides into a checked Config, and write a Config as a recipe."""
 
+import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -91,6 +92,14 @@ def _convert_all(
             problems.append(f"{origin}{key}: {error}")
             bad.add(key)
     return origins, bad
+
+
+def as_overrides(values: Mapping[str, Any]) -> Overrides:
+    """Values of knobs as the command line states them; lists and mappings as they are."""
+    return [
+        (key, value if isinstance(value, str | list | dict) else json.dumps(value))
+        for key, value in values.items()
+    ]
 
 
 def load_config(

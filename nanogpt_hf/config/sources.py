@@ -128,11 +128,3 @@ def source_text(data: DataSection) -> str:
 def knob_text(config: Config, key: str) -> str:
     """The value of a knob as text, for tables."""
     return source_text(config.data) if key == "data.source" else str(get_value(config, key))
-
-
-def comparable(config: Config, key: str) -> Any:
-    """The value of a knob, without the folders of a mixture's texts: they may move."""
-    value = get_value(config, key)
-    if key == "data.source" and is_mixture(config.data):
-        return [{name: of for name, of in entry.items() if name != "dir"} for entry in value]
-    return value

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from nanogpt_hf.config.schema import KNOBS, Config, Knob, get_value, replace_knobs
-from nanogpt_hf.config.sources import sources_of
+from nanogpt_hf.config.sources import is_mixture, sources_of
 from nanogpt_hf.config.values import convert_entries
 from nanogpt_hf.errors import UserError, did_you_mean
 
@@ -114,6 +114,30 @@ def stage_lines(config: Config) -> list[str]:
         for stage in stages
         if len(stages) > 1
     ]
+
+
+def comparable(config: Config, key: str) -> Any:
+    """The value of a knob, in one form: a mixture without the folders of its texts, which may move,
+    and with its weights, also those of stages, as integers without a common divisor.
+    """
+    value = get_value(config, key)
+    if key == "data.source" and is_mixture(config.data):
+        weights = _weights(config)
+        return [
+            {name: of for name, of in entry.items() if name != "dir"} | {"weight": weight}
+            for entry, weight in zip(value, weights.values(), strict=True)
+        ]
+    if key == "train.stages" and value:
+        stages = stages_of(config)[1:]
+        return [
+            entry | ({_WEIGHTS: _weights(stage.config)} if _WEIGHTS in entry else {})
+            for entry, stage in zip(value, stages, strict=True)
+        ]
+    return value
+
+
+def _weights(config: Config) -> dict[str, int]:
+    return {source.name: source.weight for source in sources_of(config.data)}
 
 
 def stage_problem(config: Config) -> str:

@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from nanogpt_hf.checkpoint.reader import CHECKSUMS, STATE, identity_of, read_checkpoint
+from nanogpt_hf.checkpoint.reader import CHECKSUMS, STATE, Checkpoint, identity_of
 from nanogpt_hf.checkpoint.writer import write_state
 from nanogpt_hf.config.load import config_to_yaml
 from nanogpt_hf.config.schema import Config
@@ -21,20 +21,21 @@ from nanogpt_hf.training.methods import ON_TEXT, method_of
 from nanogpt_hf.training.start import check_folders
 
 
-def make_branch(old: RunFolder, step: int, new: RunFolder, config: Config) -> None:
-    """Write a run folder of `config` with the checkpoint of `step`, and what precedes it.
+def make_branch(old: RunFolder, checkpoint: Checkpoint, new: RunFolder, config: Config) -> None:
+    """Write a run folder of `config` with a checkpoint of another run, and what precedes it.
 
     Prepares the data. Raises UserError, and leaves nothing, if they do not fit together.
     """
     if method_of(config) not in ON_TEXT:
         raise UserError(f"{old.path}: trained by {method_of(config).name}; only text is branched")
     check_folders(config, new)
-    checkpoint = read_checkpoint(old.checkpoint(step))
-    known = identity_of(checkpoint)["data"].get("tokenizer_hash")
+    step, before = checkpoint.state.step, identity_of(checkpoint)
+    known = before["data"].get("tokenizer_hash")
     new.lock()
     try:
         new.check(resume=False, overwrite=False)
-        identity = run_identity(config, method_of(config).load(config).manifest)
+        manifest = method_of(config).load(config).manifest
+        identity = run_identity(config, manifest, before.get("origin", {}))
         if identity["data"]["tokenizer_hash"] != known:
             raise UserError(f"{config.data.dir}: has another tokenizer than {old.path}")
         new.start(config_to_yaml(config))

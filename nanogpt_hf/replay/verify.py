@@ -9,7 +9,7 @@ import math
 import random
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,11 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from nanogpt_hf.checkpoint.reader import read_checkpoint
+from nanogpt_hf.checkpoint.reader import DamagedError, read_checkpoint
 from nanogpt_hf.checkpoint.writer import CheckpointWriter
-from nanogpt_hf.config.schema import Config, replace_knobs
-from nanogpt_hf.config.stages import next_stage
+from nanogpt_hf.config.checks import accumulation_steps
+from nanogpt_hf.config.schema import KNOBS, Config, replace_knobs
+from nanogpt_hf.config.stages import config_at, next_stage
 from nanogpt_hf.distributed.accelerate_config import requested_precision
 from nanogpt_hf.distributed.accelerator import (
     is_deterministic,
@@ -38,30 +39,50 @@ from nanogpt_hf.place import Interrupted, raise_on_signals
 from nanogpt_hf.runs.folder import RunFolder, step_of
 from nanogpt_hf.runs.metrics import read_metrics
 from nanogpt_hf.runs.provenance import branched_at, continue_on, read_starts
+from nanogpt_hf.runs.state import knobs_at
 from nanogpt_hf.training.methods import ON_TEXT, method_of
 from nanogpt_hf.training.run import Run
 from nanogpt_hf.training.start import prepare_run, start_again
 
+logger = logging.getLogger(__name__)
 
-def recipe_of(folder: RunFolder) -> Config:
-    """The recipe of a run on text, without what leaves its folder. Raises UserError for others."""
+
+def recipe_of(folder: RunFolder, step: int | None = None) -> Config:
+    """The recipe of a run on text, without what leaves its folder, with the knobs that held when
+    `step` was taken, by default those of its last start. Raises UserError for other runs.
+
+    A checkpoint has the knobs of the steps before it; of those after the newest, the recipe has.
+    """
     config = folder.read_recipe()
     if method_of(config) not in ON_TEXT:
         raise UserError(
             f"{folder.path}: trained by {method_of(config).name}; only steps on text or "
             "conversations can be repeated"
         )
-    return replace_knobs(config, {"tracking.trackers": [], "hub.push": None})
+    config = replace_knobs(config, {"tracking.trackers": [], "hub.push": None})
+    for path in folder.checkpoint_folders() if step else ():
+        if step_of(path) >= step:
+            with suppress(DamagedError):
+                history = read_checkpoint(path).state.history
+                return replace_knobs(config, knobs_at(history, step - 1))
+    return config
 
 
-def check_repeatable(folder: RunFolder, config: Config, mesh: Mesh) -> None:
+def check_repeatable(
+    folder: RunFolder, config: Config, mesh: Mesh, segments: list[tuple[int, int]]
+) -> None:
     """Raises UserError if the processes of this accelerate config cannot repeat the run."""
     if mesh.pp_size > 1:
         raise UserError("verify does not repeat pipeline stages: leave pp_size out")
     if config.finetune.unfreeze_every:
         raise UserError(f"{folder.path}: verify does not repeat finetune.unfreeze_every")
+    if not read_starts(folder) and mesh.is_main:
+        logger.warning(
+            f"{folder.machine}: is lost, so the number of processes, the precision and the threads "
+            "of the run are not known: a difference may be due to them"
+        )
     now = requested_precision().replace("no", "fp32")
-    for start in read_starts(folder):
+    for start in _starts_in(folder, segments):
         count, precision = start.get("processes"), start.get("precision", now)
         if precision != now:
             raise UserError(
@@ -74,6 +95,19 @@ def check_repeatable(folder: RunFolder, config: Config, mesh: Mesh) -> None:
                 f"{mesh.world_size} cannot repeat it bit for bit without train.gradient_groups; "
                 f"start {count} under the run's accelerate config, by launch --config_file F"
             )
+
+
+def _starts_in(folder: RunFolder, segments: list[tuple[int, int]]) -> list[dict[str, Any]]:
+    """The starts that took steps of these segments, as the run has them now: a resume takes the
+    steps after its checkpoint again.
+    """
+    starts, found, end = read_starts(folder), [], math.inf
+    for start in reversed(starts):
+        begin = start.get("step", 0)
+        if any(max(begin, first) < min(end, last) for first, last in segments):
+            found.append(start)
+        end = min(end, begin)
+    return found
 
 
 def rounding_bound(folder: RunFolder, run: Run) -> float:
@@ -169,7 +203,7 @@ def _without_lines() -> Iterator[None]:
         logging.disable(logging.NOTSET)
 
 
-def _begin_stage(run: Run) -> None:
+def _start_again(run: Run) -> None:
     """Start the run again from a checkpoint in its temporary folder, as training does."""
     run.folder.checkpoints.mkdir(exist_ok=True)
     with CheckpointWriter(run.accelerator, run.folder, keep=2) as checkpoints:
@@ -194,8 +228,9 @@ def first_difference(
     """Repeat the steps up to `last`; return the first that differs from what the folder has
     recorded by more than `bound`, and what differs. All processes call it, and get the same.
     """
-    config, first = run.config, run.state.step
-    method, recorded = method_of(config), {}
+    first, recorded = run.state.step, {}
+    method = method_of(run.config)
+    history = read_checkpoint(folder.checkpoint(last)).state.history
     for event in read_metrics(folder):
         recorded.setdefault(event["step"], {}).update(event)
     for step in tqdm(
@@ -203,7 +238,8 @@ def first_difference(
     ):
         ours: dict[str, float] = {}
         if step > first:
-            learning_rate = learning_rate_at(step - 1, run.config.optim, config.train.max_steps)
+            config = run.config
+            learning_rate = learning_rate_at(step - 1, config.optim, config.train.max_steps)
             result = method.step(run, step - 1 + run.state.skipped_steps, learning_rate)
             run.state.step = step
             if step % config.tracking.every == 0:
@@ -212,24 +248,47 @@ def first_difference(
                 ours["train/grad_norm"] = result.grad_norm.item()
                 ours["train/learning_rate"] = learning_rate
             if step == next_stage(config, step - 1):
-                _begin_stage(run)
+                _start_again(run)
         elif step:  # a checkpoint is written after the evaluation of its step
             continue
         path, theirs = folder.checkpoint(step), recorded.get(step, {})
         saved = read_checkpoint(path) if path.is_dir() else None
         # a run that was stopped before the evaluation has saved without it
         stopped = saved and saved.state.evaluated_step < step and "val/loss" not in theirs
-        due = step % config.eval.every == 0 or step == config.train.max_steps
+        tensors = _difference(run, saved, bound) if saved else []
+        resumed = [entry for entry in history if entry["step"] == step > first]
+        for entry in resumed:
+            if entry["evaluated_step"] < step:  # the evaluation came after it
+                _change_knobs(run, entry["knobs"])
+                # it may have been saved again, with the state of another precision
+                tensors = tensors and _difference(run, saved, bound)
+        due = step % run.config.eval.every == 0 or step == run.config.train.max_steps
         if due and not stopped:
             evaluated = method.evaluate(run, lambda: False)
             ours |= evaluated.metrics if evaluated else {}
-        lines = _other_values(ours, theirs, bound)
+        lines = _other_values(ours, theirs, bound) + tensors
         if saved:
-            lines += _distant_weights(run, saved, bound) if bound else _other_tensors(run, saved)
             run.state.skipped_steps = saved.state.skipped_steps  # after a rollback to this step
         if lines:
             return step, lines
+        for entry in resumed:
+            if entry["evaluated_step"] >= step and step < last:
+                _change_knobs(run, entry["knobs"])
     return None
+
+
+def _change_knobs(run: Run, knobs: dict[str, Any]) -> None:
+    """Go on with other knobs, as a resumed run does."""
+    known = {key: value for key, value in knobs.items() if key in KNOBS}
+    run.config = config_at(replace_knobs(run.config.recipe, known), run.state.step)
+    accumulated = accumulation_steps(run.config, run.mesh.dp_size)
+    run.accelerator.gradient_accumulation_steps = accumulated
+    _start_again(run)
+
+
+def _difference(run: Run, saved: Any, bound: float) -> list[str]:
+    """What differs from the tensors of a checkpoint, as lines."""
+    return _distant_weights(run, saved, bound) if bound else _other_tensors(run, saved)
 
 
 def _other_values(ours: dict[str, float], recorded: dict[str, Any], bound: float) -> list[str]:

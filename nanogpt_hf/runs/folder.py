@@ -14,7 +14,7 @@ import filelock
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.names import folder_or_hub_id
 from nanogpt_hf.config.schema import KNOBS, SECTIONS, Config
-from nanogpt_hf.config.sources import comparable
+from nanogpt_hf.config.stages import comparable
 from nanogpt_hf.config.values import RecipeLoader, parse_settings, read_settings
 from nanogpt_hf.errors import ConfigError, DamagedFileError, RunFolderError, did_you_mean
 from nanogpt_hf.own_files import reading, warn_once
@@ -153,7 +153,9 @@ class RunFolder:
             return None
 
     def differences(self, config: Config, before: Config | None = None) -> list[str]:
-        """Differences of `config` from the run's recipe, as `key: before -> now`."""
+        """Differences of `config` from the run's recipe, or from `before`, as `key: before ->
+        now`.
+        """
         before = before or self.read_recipe()
         auto = ("train.micro_batch_size", "auto")  # the run's recipe has the number, which is kept
         lines = []

@@ -5,14 +5,16 @@ The identity is the knobs that a resume may not change, and the data.
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
 from nanogpt_hf.config.schema import KNOBS, Config, EvalSection, get_value
 from nanogpt_hf.config.sources import source_text
+from nanogpt_hf.config.stages import comparable
 from nanogpt_hf.data.manifest import Manifest
 from nanogpt_hf.own_files import as_type
 from nanogpt_hf.runs.files import redact
+from nanogpt_hf.runs.origin import changes_of_origin, short_digests
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,8 @@ class TrainState:
     best_loss: float | None = None  # validation loss of best/
     best_step: int | None = None  # 0: no better than the model that fine-tuning started from
     identity: dict[str, Any] | None = None  # of `run_identity`
+    # of `record_knobs`: each time that knobs changed at a resume
+    history: list[dict[str, Any]] = field(default_factory=list)
 
     def out_of_patience(self, eval_section: EvalSection) -> bool:
         """Whether `eval.patience` evaluations in a row, including that of this step, were not
@@ -102,8 +106,15 @@ _FREE = ("data.dir", "data.num_threads", "data.max_epochs", "data.streaming", "l
 _FREE += ("rl.eval_questions", "rl.eval_samples", "rl.reward_seconds", "rl.reward_errors")
 # sizes that the dial chose are in the knobs that it sets
 _FREE += ("model.depth", "model.aspect_ratio")
+# knobs that decide no number of a step or of its evaluation: places, texts to show, uploads
+_ELSEWHERE = ("model.", "data.", "hub.", "lora.", "tracking.trackers", "tracking.project")
+_ELSEWHERE += ("eval.tasks", "eval.samples")
 # parts of the data's identity whose name alone does not explain them
-_SHOWN = {"teacher": "distill.teacher", "weights": "data.source: weights"}
+_SHOWN = {
+    "teacher": "distill.teacher: its weights changed",
+    "weights": "data.source: weights",
+    "revision": "data revision",
+}
 
 
 def is_fixed(key: str) -> bool:
@@ -113,17 +124,48 @@ def is_fixed(key: str) -> bool:
     return key.startswith(_FIXED) and not key.startswith(_FREE)
 
 
-def run_identity(config: Config, manifest: Manifest) -> dict[str, Any]:
-    """The fixed knobs and the data of a run.
+def changing_knobs(config: Config) -> dict[str, Any]:
+    """The knobs that may change at a resume and decide what a step, its metrics or its evaluation
+    are.
+    """
+    return {
+        key: get_value(config.recipe, key)
+        for key in KNOBS
+        if not is_fixed(key) and not key.startswith(_ELSEWHERE)
+    }
+
+
+def record_knobs(state: TrainState, config: Config) -> None:
+    """Record in the state of a run that it goes on with the knobs of `config`."""
+    before = knobs_at(state.history, state.step)
+    changes = {k: v for k, v in changing_knobs(config).items() if k not in before or before[k] != v}
+    if changes:
+        entry = {"step": state.step, "evaluated_step": state.evaluated_step, "knobs": changes}
+        state.history = [*state.history, entry]
+
+
+def knobs_at(history: list[dict[str, Any]], step: int) -> dict[str, Any]:
+    """The knobs that held after `step` steps; none of a run that recorded none."""
+    found: dict[str, Any] = {}
+    for entry in history:
+        if entry["step"] <= step:
+            found |= {key: value for key, value in entry["knobs"].items() if key in KNOBS}
+    return found
+
+
+def run_identity(config: Config, manifest: Manifest, origin: dict[str, str]) -> dict[str, Any]:
+    """The fixed knobs and the data of a run, and what it starts from (`origin_of`).
 
     The tokens count, not the path of the text or of the prepared data.
     """
-    knobs = {key: get_value(config, key) for key in KNOBS if is_fixed(key) and key != "data.source"}
+    fixed = [key for key in KNOBS if is_fixed(key) and key != "data.source"]
+    knobs = {key: comparable(config, key) for key in fixed}
     # a checkpoint may be shared
     knobs = json.loads(redact(json.dumps(knobs, ensure_ascii=False)))
     return {
         "knobs": knobs,
         "data": {"source": redact(source_text(config.data)), **manifest.content()},
+        "origin": origin,
     }
 
 
@@ -134,10 +176,21 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
         for key, value in now["knobs"].items()
         if (old := before["knobs"].get(key, KNOBS[key].default)) != value
     ]
+    lines += changes_of_origin(before.get("origin", {}), now["origin"])
     old, new = before["data"], now["data"]
     changed = [name for name in new if name != "source" and old.get(name) != new[name]]
     if new.get("train sha256") and changed == ["revision"]:
         return lines  # the same tokens, from files that are split or stored otherwise
     return lines + [
-        f"{_SHOWN.get(name, f'data {name}')}: {old.get(name)} -> {new[name]}" for name in changed
+        f"{_SHOWN.get(name, f'data {name}')}: {_change(name, old.get(name), new[name])}"
+        for name in changed
     ]
+
+
+def _change(name: str, before: Any, now: Any) -> str:
+    """`before -> now`; of the revisions of questions and reward only what is not the same."""
+    old, new = str(before).split(", "), str(now).split(", ")
+    if name == "revision" and len(old) == len(new):
+        pairs = [(a, b) for a, b in zip(old, new, strict=True) if a != b]
+        old, new = [a for a, _ in pairs], [b for _, b in pairs]
+    return short_digests(f"{', '.join(old)} -> {', '.join(new)}")

@@ -92,7 +92,7 @@ def load_task(
     if reward is None:
         return task
     score, digest = load_reward(reward)
-    return dataclasses.replace(task, score=score, revision=f"{task.revision}, {digest}")
+    return dataclasses.replace(task, score=score, revision=f"{task.revision}, {reward} {digest}")
 
 
 def _user(text: str) -> list[Message]:

@@ -19,12 +19,13 @@ from torch.nn import functional as F
 from nanogpt_hf.config.schema import AlignSection
 from nanogpt_hf.data.blocks import Blocks
 from nanogpt_hf.distributed.accelerator import sum_over_ranks
-from nanogpt_hf.errors import DamagedFileError
+from nanogpt_hf.errors import DamagedFileError, UserError
 from nanogpt_hf.evaluation.loss import eval_mode, evaluation_indices, rank_batches
 from nanogpt_hf.formatting import format_number
 from nanogpt_hf.model.architecture import Metrics, Objective
 from nanogpt_hf.own_files import reading, warn_once
 from nanogpt_hf.runs.files import written_whole
+from nanogpt_hf.runs.origin import changes_of_origin, weights_of
 from nanogpt_hf.training.pairs import NO_TARGET, LabeledAnswers
 from nanogpt_hf.training.run import Evaluated, Run, StepResult, start_model_of
 from nanogpt_hf.training.step import train_step
@@ -257,6 +258,18 @@ def read_reference(path: Path, splits: dict[str, Any]) -> Batch:
     return saved
 
 
+def _check_start_model(run: Run) -> None:
+    """Raises UserError on all processes if the model to start from has changed since the start."""
+    recorded = (run.state.identity or {}).get("origin", {})
+    start = weights_of(str(run.config.finetune.model)) if run.mesh.is_main else {}
+    (changes,) = broadcast_object_list([changes_of_origin(recorded, start)], from_process=0)
+    if changes:
+        raise UserError(
+            f"{run.folder.reference}: is lost or damaged, and the model whose log-probabilities it had is "
+            f"another one: {changes[0]}; bring one of them back, or start again with --overwrite"
+        )
+
+
 @torch.no_grad()
 def fill_reference(run: Run, stopping: Callable[[], bool]) -> bool:
     """Compute the log-probabilities of all rows under the model before training, once: they are
@@ -272,6 +285,8 @@ def fill_reference(run: Run, stopping: Callable[[], bool]) -> bool:
     if mesh.is_main:
         saved = read_reference(run.folder.reference, splits)
     is_saved: list[bool] = broadcast_object_list([bool(saved)], from_process=0)
+    if not is_saved[0] and run.state.step:
+        _check_start_model(run)
     for name, blocks in splits.items():
         found = saved.get(name, torch.zeros(len(blocks), 2)).to(accelerator.device)
         if not is_saved[0]:

@@ -58,8 +58,9 @@ from nanogpt_hf.model.build import (
 )
 from nanogpt_hf.optim.optimizer import build_optimizer
 from nanogpt_hf.runs.folder import RunFolder
+from nanogpt_hf.runs.origin import origin_of
 from nanogpt_hf.runs.provenance import continue_on
-from nanogpt_hf.runs.state import TrainState, run_identity
+from nanogpt_hf.runs.state import TrainState, record_knobs, run_identity
 from nanogpt_hf.training.finetuning import learned_ids
 from nanogpt_hf.training.methods import method_of
 from nanogpt_hf.training.micro_batch import (
@@ -109,6 +110,8 @@ def prepare_run(
         for stage in stages_of(config)[1:]:
             with naming(stage):
                 load_prepared(stage.config)  # whose blocks may be too long for the text
+        if not mesh.local_rank:  # once per machine, which has to have the same
+            decision["origin"] = origin_of(config, resumes=decision.get("resumes", False))
         return data, decision | identity(config, data.manifest)
 
     try:
@@ -118,7 +121,7 @@ def prepare_run(
             one_line_for_too_little_memory(config, data.vocab_size),
         ):
             accelerator = build_accelerator(config, folder, mesh, trackers)
-            return _start_or_resume(config, accelerator, folder, data, resume=facts["resumes"])
+            return _start_or_resume(config, accelerator, folder, data, facts)
     except BaseException:
         folder.unlock()
         raise
@@ -166,14 +169,18 @@ def _lock(config: Config, folder: RunFolder, options: dict[str, bool]) -> bool:
 
 
 def _start_or_resume(
-    config: Config, accelerator: Accelerator, folder: RunFolder, data: PreparedData, *, resume: bool
+    config: Config,
+    accelerator: Accelerator,
+    folder: RunFolder,
+    data: PreparedData,
+    facts: dict[str, Any],
 ) -> Run:
     """Build the run. Raises UserError, and writes nothing, if it cannot be started or resumed."""
     _check_shared_folder(accelerator, folder)
-    run_facts, checkpoint = run_identity(config, data.manifest), None
+    run_facts, checkpoint = run_identity(config, data.manifest, facts["origin"]), None
     processes = mesh_of(accelerator).local_world_size
     share_threads(processes)
-    if resume:
+    if facts["resumes"]:
         continue_on(folder, accelerator.device, processes)
         if not is_deterministic(config, accelerator.device):
             logger.info(
@@ -186,6 +193,9 @@ def _start_or_resume(
                 f"{folder.path}: its step {checkpoint.state.step:,} is past train.max_steps "
                 f"{config.train.max_steps:,}"
             )
+        # this start may not have read all again
+        known = (checkpoint.state.identity or {}).get("origin", {})
+        run_facts["origin"] = known | run_facts["origin"]
     run = build_run(config, accelerator, data, folder, checkpoint)
     run.state.identity = run_facts
     return run
@@ -331,6 +341,8 @@ def build_unchecked(
     choose_micro_batch(run, resume=checkpoint is not None)
     if checkpoint:
         run.state = load_checkpoint(accelerator, prepared, optimizer, checkpoint)
+    record_knobs(run.state, run.config)
+    if checkpoint:
         run.saved = dataclasses.replace(run.state)
     return run
 

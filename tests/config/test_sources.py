@@ -2,12 +2,12 @@ import pytest
 
 from nanogpt_hf.config.load import config_to_yaml, load_config
 from nanogpt_hf.config.sources import (
-    comparable,
     read_sources,
     short_name,
     source_text,
     sources_of,
 )
+from nanogpt_hf.config.stages import comparable
 
 
 def sources(*weights, **more):

@@ -4,8 +4,10 @@ import numpy as np
 import pytest
 
 from nanogpt_hf.config.load import config_to_yaml, load_config
-from nanogpt_hf.config.sources import sources_of
+from nanogpt_hf.config.schema import Config, replace_knobs
+from nanogpt_hf.config.sources import read_sources, sources_of
 from nanogpt_hf.config.stages import (
+    comparable,
     config_at,
     largest_stage,
     next_stage,
@@ -99,3 +101,24 @@ def test_no_block_is_read_twice_before_its_source_is_at_its_end(config):
     assert [len(set(seen)) for seen in steps.values()] == counts
     assert blocks_read(config, 40) == [640, 0]
     assert blocks_read(config, 80) == [869, 92], "of twice the length"
+
+
+@pytest.mark.parametrize(
+    ("weights", "other", "equal"),
+    [
+        ({"a": 3, "b": 1}, {"a": 0.75, "b": 0.25}, True),
+        ({"a": 3, "b": 1}, {"a": 3.0}, True),  # b has 1 in the recipe
+        ({"a": 3, "b": 1}, {"a": 3, "b": 2}, False),
+    ],
+)
+def test_weights_of_stages_compare_by_their_proportions(weights, other, equal, tmp_path):
+    sources = [{"source": f"{name}.txt", "weight": 1} for name in "ab"]
+
+    def value(weights):
+        config = replace_knobs(
+            Config(),
+            {"data.source": read_sources(sources), "train.stages": [{"at": 5, "weights": weights}]},
+        )
+        return comparable(config, "train.stages")
+
+    assert (value(weights) == value(other)) is equal

@@ -2,6 +2,7 @@
 and export the student alone, teachers that do not fit are refused.
 """
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -188,7 +189,8 @@ def test_changed_teacher_is_one_line_at_resume(pretrain, teacher):
     save_file(tensors, teacher / "model.safetensors", metadata={"format": "pt"})
     ended = pretrain(*options, "--resume")
     assert ended.status == 2
-    assert "distill.teacher: sha256:" in ended.line
+    assert "distill.teacher: its weights changed: sha256:" in ended.line
+    assert len(re.findall(r"sha256:[0-9a-f]{8}\b", ended.line)) == 2
     assert file_contents(run.path) == before
 
 

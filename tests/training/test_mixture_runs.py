@@ -49,6 +49,13 @@ def recipe(write_recipe, knobs):
     return lambda **overrides: write_recipe(**knobs | overrides)
 
 
+@pytest.mark.parametrize("weights", [(14, 4, 2), (0.7, 0.2, 0.1), ("0.35", 0.1, 0.05)])
+def test_equal_proportions_of_other_weights_resume(start, texts, weights):
+    start(train__max_steps=2)
+    run = start(resume=True, train__max_steps=3, data__source=sources(texts, weights))
+    assert read_metrics(run)[-1]["step"] == 3
+
+
 def test_losses_and_epochs_of_each_source_are_logged_and_compared(start):
     run = start()
     events = read_metrics(run)

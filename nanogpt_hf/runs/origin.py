@@ -1,0 +1,78 @@
+"""What a run reads again when it resumes, besides its data and its checkpoint: the model that it
+starts from, and that model's tokenizer; as digests of their files.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from nanogpt_hf.config.schema import Config
+from nanogpt_hf.own_files import read_json, reading
+
+# Fields of a config.json that change no number of the model.
+_NAMES = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version"}
+# Files with weights; a folder with files of the first pattern is read without the second.
+_WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")
+_TOKENIZER = ("tokenizer*", "chat_template*", "vocab.*", "merges.txt", "special_tokens_map.json")
+
+
+def origin_of(config: Config, *, resumes: bool) -> dict[str, str]:
+    """The digests that a resumed run must find again, by name.
+
+    A checkpoint has all weights, so those of `finetune.model` decide a resumed run only if they are
+    its reference, or if adapters are saved that refer to them. Preference training reads them
+    again if it has lost what it computed with them; a start records them for that. Of models on
+    the Hub the recipe has the commit.
+    """
+    finetune, found = config.finetune, {}
+    if not finetune.model or not Path(finetune.model).is_dir():
+        return found
+    found["finetune.model: config.json"] = _config_digest(Path(finetune.model) / "config.json")
+    is_reference = bool(config.rl.task and config.rl.kl)
+    if config.lora.rank or is_reference or (config.align.loss and not resumes):
+        found |= weights_of(finetune.model)
+    # text is read as tokens that are prepared
+    if (config.rl.task or config.align.loss) and Path(config.data.tokenizer).is_dir():
+        found["data.tokenizer"] = _files_digest(Path(config.data.tokenizer), _TOKENIZER)
+    return found
+
+
+def weights_of(model: str) -> dict[str, str]:
+    """The digest of the weights in a model folder, by name; none of a model on the Hub."""
+    folder = Path(model)
+    if not folder.is_dir():
+        return {}
+    patterns = next(([p] for p in _WEIGHTS if any(folder.glob(p))), ["*.safetensors", "*.bin"])
+    return {"finetune.model: weights": _files_digest(folder, patterns)}
+
+
+def changes_of_origin(before: dict[str, str], now: dict[str, str]) -> list[str]:
+    """A line for each digest of `now` that was another one before."""
+    return [
+        short_digests(f"{name} changed: {before[name]} -> {digest}")
+        for name, digest in now.items()
+        if before.get(name, digest) != digest
+    ]
+
+
+def short_digests(text: str) -> str:
+    """A text with the first 8 digits of each digest in it."""
+    return re.sub(r"\b([0-9a-f]{8})[0-9a-f]{24,}\b", r"\1", text)
+
+
+def _config_digest(path: Path) -> str:
+    facts = read_json(path, dict[str, Any])
+    deciding = {name: value for name, value in facts.items() if name not in _NAMES}
+    return f"sha256:{hashlib.sha256(json.dumps(deciding, sort_keys=True).encode()).hexdigest()}"
+
+
+def _files_digest(folder: Path, patterns: Iterable[str]) -> str:
+    digest = hashlib.sha256()
+    for path in sorted({path for pattern in patterns for path in folder.glob(pattern)}):
+        with reading(path), path.open("rb") as file:
+            content = hashlib.file_digest(file, "sha256").hexdigest()
+        digest.update(f"{path.name} {content}\n".encode())
+    return f"sha256:{digest.hexdigest()}"

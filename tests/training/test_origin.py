@@ -1,0 +1,163 @@
+"""What a run starts from: a changed model, tokenizer or mixture is refused where a resume reads it
+again, and no obstacle where it does not.
+"""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from assertions import weights
+from nanogpt_hf.commands import main
+from nanogpt_hf.runs.folder import RunFolder
+
+pytestmark = pytest.mark.long
+COMMON = {
+    "data.block_size": 64,
+    "train.tokens_per_step": 256,
+    "train.micro_batch_size": 4,
+    "eval.every": 2,
+    "eval.tokens": 64,
+    "checkpoint.every": 1,
+    "checkpoint.keep": 9,
+    "optim.warmup_steps": 0,
+}
+RL = {"rl.samples": 2, "rl.max_new_tokens": 3, "rl.eval_questions": 1, "rl.eval_samples": 1}
+REWARD = "def score(prompt, completion, answer):\n    return float(len(completion))\n"
+
+
+@pytest.fixture(scope="module")
+def trained(save_chat_model, forget_accelerate, text_file):
+    """A function that trains two steps of a command with knobs, once; it returns the command line,
+    whose folders are those of a copy in `place`.
+    """
+
+    def command(place: Path, name: str, knobs: tuple, steps: int) -> list[str]:
+        values = COMMON | {"train.max_steps": steps} | dict(knobs)
+        options = [str(word) for key, value in values.items() for word in (f"--{key}", value)]
+        task = ["--task", "arithmetic", "--reward", f"{place / 'reward.py'}:score"]
+        own = {"finetune": [], "rl": task}.get(name, ["--loss", name])
+        data = {"finetune": text_file, "rl": None}.get(name, place / f"{name}.jsonl")
+        own += ["--data", str(data)] * bool(data)
+        word = name if name in ("finetune", "rl") else "align"
+        place_of = ["--from", str(place / "start"), "--run-dir", str(place / "run")]
+        return [word, *own, *place_of, *options, "--data.dir", str(place / "data")]
+
+    def train(place: Path, name: str, knobs: tuple):
+        save_chat_model(place / "start")
+        rows = {"prompt": "a", "chosen": "11", "rejected": "2"}
+        single = {"prompt": "a", "completion": "11", "label": True}
+        (place / "dpo.jsonl").write_text((json.dumps(rows) + "\n") * 40)
+        (place / "kto.jsonl").write_text(
+            "".join(json.dumps(single | {"label": n % 2 == 0}) + "\n" for n in range(40))
+        )
+        (place / "reward.py").write_text(REWARD)
+        forget_accelerate()
+        assert main(command(place, name, knobs, 2)) == 0
+
+        def resume(*flags: str) -> int:
+            forget_accelerate()
+            return main([*command(place, name, knobs, 3), "--resume", *flags])
+
+        return resume
+
+    return train
+
+
+def other_weights(place: Path) -> None:
+    file = place / "start" / "model.safetensors"
+    tensors = load_file(file)
+    tensors["transformer.wte.weight"][0, 0] += 1
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def other_config(place: Path) -> None:
+    path = place / "start" / "config.json"
+    facts = json.loads(path.read_text())
+    path.write_text(json.dumps(facts | {"layer_norm_epsilon": 0.1}))
+
+
+def renamed_config(place: Path) -> None:
+    path = place / "start" / "config.json"
+    facts = json.loads(path.read_text())
+    path.write_text(json.dumps(facts | {"transformers_version": "1.0"}, indent=7))
+
+
+def other_template(place: Path) -> None:
+    path = place / "start" / "chat_template.jinja"
+    path.write_text(path.read_text().replace("\n", "", 1) + " ")
+
+
+def other_reward(place: Path) -> None:
+    (place / "reward.py").write_text(REWARD.replace("float", "-float"))
+
+
+def lost_reference(place: Path) -> None:
+    (place / "run" / "reference.safetensors").unlink()
+
+
+def other_and_lost(place: Path) -> None:
+    other_weights(place)
+    lost_reference(place)
+
+
+KL, LORA = (("rl.kl", 0.1), *RL.items()), (("lora.rank", 2),)
+WEIGHTS = "finetune.model: weights changed: sha256:"
+CONFIG = "finetune.model: config.json changed: sha256:"
+CASES = [
+    ("finetune", (), other_weights, None),
+    ("finetune", (("finetune.freeze_layers", 1),), other_weights, None),
+    ("finetune", (), renamed_config, None),
+    ("finetune", (), other_config, CONFIG),
+    ("finetune", LORA, other_weights, WEIGHTS),
+    ("finetune", LORA, other_config, CONFIG),
+    ("rl", tuple(RL.items()), other_weights, None),
+    ("rl", KL, other_weights, WEIGHTS),
+    ("rl", (*RL.items(), *LORA), other_weights, WEIGHTS),
+    ("rl", tuple(RL.items()), other_template, "data.tokenizer changed: sha256:"),
+    ("rl", tuple(RL.items()), other_reward, "data revision: {}/reward.py:score sha256:"),
+    ("dpo", (), other_weights, None),
+    ("dpo", (), lost_reference, None),
+    ("dpo", (), other_and_lost, "reference.safetensors: is lost or damaged, and "),
+    ("dpo", LORA, other_weights, WEIGHTS),
+    ("dpo", (), other_template, "data.tokenizer changed: sha256:"),
+    ("kto", (), other_weights, None),
+    ("kto", (), lost_reference, None),
+    ("kto", (), other_and_lost, "reference.safetensors: is lost or damaged, and "),
+]
+
+
+@pytest.mark.parametrize(("name", "knobs", "change", "refusal"), CASES)
+def test_changed_start_is_refused_where_it_is_read_again(
+    name, knobs, change, refusal, trained, tmp_path, capsys
+):
+    resume = trained(tmp_path, name, knobs)
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    change(tmp_path)
+    capsys.readouterr()
+    status = resume()
+    line = capsys.readouterr().err.splitlines()[-1:]
+    if refusal is None:
+        assert status == 0, line
+        return
+    assert status == 2
+    assert refusal.format(tmp_path) in line[0]
+    assert not re.search(r"sha256:[0-9a-f]{9}", line[0])
+    after = {path: path.read_bytes() for path in before if path.exists()}
+    assert all(after[path] == before[path] for path in after if path.suffix == ".safetensors")
+
+
+def test_lost_reference_is_computed_with_the_same_model(trained, tmp_path):
+    place, other = tmp_path / "a", tmp_path / "b"
+    place.mkdir()
+    other.mkdir()
+    assert trained(place, "dpo", ())() == 0
+    resume = trained(other, "dpo", ())
+    other_reference = other / "run" / "reference.safetensors"
+    other_reference.unlink()
+    assert resume() == 0
+    ours, theirs = weights(RunFolder(place / "run")), weights(RunFolder(other / "run"))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
