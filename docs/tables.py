@@ -1,5 +1,5 @@
 """Write the tables that follow from the code: recipes and knobs in recipes.md, what combines in
-machines.md.
+machines.md, what may change at a resume in training.md.
 
 `make docs` runs it.
 """
@@ -12,6 +12,7 @@ from typing import Any
 from nanogpt_hf.config.compatibility import refused
 from nanogpt_hf.config.schema import knob_schema
 from nanogpt_hf.optim.optimizer import all_rules
+from nanogpt_hf.runs.state import is_fixed
 
 BEGIN = "<!-- What follows is written by docs/tables.py (`make docs`). -->\n"
 END = "<!-- End of what is written. -->\n"
@@ -147,7 +148,20 @@ def _values(knob: dict[str, Any]) -> str:
     return ", ".join(words)
 
 
-PAGES = {"recipes.md": (recipe_table, knob_tables), "machines.md": (combination_tables,)}
+def changing_table() -> str:
+    """The knobs that may change at a resume, by section."""
+    lines = ["", "| section | knobs that may change at a resume |", "|---|---|"]
+    free = [key for key in knob_schema() if not is_fixed(key)]
+    for section, keys in groupby(free, lambda key: key.partition(".")[0]):
+        lines.append(f"| `{section}` | {', '.join(f'`{key}`' for key in keys)} |")
+    return "\n".join([*lines, "", ""])
+
+
+PAGES = {
+    "recipes.md": (recipe_table, knob_tables),
+    "machines.md": (combination_tables,),
+    "training.md": (changing_table,),
+}
 
 
 def updated(name: str) -> str:

@@ -164,6 +164,32 @@ def recovery_advice(run: RunFolder, state: TrainState) -> str:
     return "start again with --overwrite: no checkpoint is older than the divergence"
 
 
+def newest_checkpoint(run: RunFolder) -> Checkpoint:
+    """The newest intact checkpoint, in one process. Raises RunFolderError if there is none."""
+    for folder in reversed(run.checkpoint_folders()):
+        try:
+            return read_checkpoint(folder)
+        except DamagedError as error:
+            logger.warning(f"{error}; trying an older one")
+    raise _all_damaged(run)
+
+
+def _all_damaged(run: RunFolder) -> RunFolderError:
+    return RunFolderError(
+        f"{run.checkpoints}: all checkpoints are damaged; start again with --overwrite"
+    )
+
+
+def check_identity(run: RunFolder, state: TrainState, identity: dict[str, Any]) -> None:
+    """Raises RunFolderError if a checkpoint is of another run than `identity`."""
+    if differ := differences(state.identity or {}, identity):
+        raise RunFolderError(
+            f"{run.checkpoints}: the newest checkpoint is of another run or other data: "
+            f"{'; '.join(differ)}; use the recipe, the data and the start model it was trained "
+            "with, or start again with --overwrite"
+        )
+
+
 def find_checkpoint(
     accelerator: Accelerator, run: RunFolder, identity: dict[str, Any] | None = None
 ) -> Checkpoint:
@@ -190,18 +216,12 @@ def find_checkpoint(
             if is_main:
                 logger.warning(f"{error}; trying an older one")
     else:
-        raise RunFolderError(
-            f"{run.checkpoints}: all checkpoints are damaged; start again with --overwrite"
-        )
+        raise _all_damaged(run)
     layouts = saved and [files.layout for files in saved[:2]]
     head: list[Any] = [saved and (saved.state, saved.scaler, layouts, run.best.is_dir())]
     state, scaler, layouts, has_best = broadcast_object_list(head, from_process=0)[0]
-    if identity and (differ := differences(state.identity, identity)):
-        raise RunFolderError(
-            f"{run.checkpoints}: the newest checkpoint is of another run or other data: "
-            f"{'; '.join(differ)}; use the recipe and data it was trained with, or start "
-            "again with --overwrite"
-        )
+    if identity:
+        check_identity(run, state, identity)
     if not has_best and state.best_step is not None:
         # best/ was removed: the next evaluation writes a new one
         state = dataclasses.replace(state, best_loss=None, best_step=None, evaluated_step=-1)

@@ -70,7 +70,8 @@ def _add_run_arguments(parser: ArgumentParser, recipe: str, *knobs: str) -> None
     add_flag(parser, "--overwrite", "delete the run that is in the run folder")
     automatic = "--resume if there is a checkpoint, otherwise start from step 0"
     add_flag(parser, "--auto-resume", automatic)
-    add_flag(parser, "--dry-run", "print the resolved recipe and its size, then exit")
+    dry_run = "print the resolved recipe and its size, check what --resume checks, then exit"
+    add_flag(parser, "--dry-run", dry_run)
 
 
 def add_pretrain_arguments(parser: ArgumentParser) -> None:
@@ -152,7 +153,7 @@ def _run(config: Config, arguments: Namespace, base: "PreTrainedConfig | None" =
     the model that it starts from.
     """
     if arguments.dry_run:
-        _dry_run(config, arguments.mesh, base)
+        _dry_run(config, arguments, base)
         return
     with _permanent_imports():
         from nanogpt_hf.training.loop import train
@@ -177,9 +178,9 @@ def _permanent_imports() -> Iterator[None]:
         gc.freeze()
 
 
-def _dry_run(config: Config, mesh: Mesh, base: "PreTrainedConfig | None") -> None:
-    """Print the resolved recipe, and the parameters and tokens of its run as far as they are known
-    without its data.
+def _dry_run(config: Config, arguments: Namespace, base: "PreTrainedConfig | None") -> None:
+    """Print the resolved recipe, the parameters and tokens of its run as far as they are known
+    without its data, and what --resume would do.
 
     In processes of a launcher, raises UserError if the recipe does not fit the accelerate config.
     """
@@ -188,6 +189,7 @@ def _dry_run(config: Config, mesh: Mesh, base: "PreTrainedConfig | None") -> Non
     from nanogpt_hf.model.build import describe_trainable, meta_model, model_of_run
     from nanogpt_hf.optim.optimizer import check_combination, kind_of
 
+    mesh: Mesh = arguments.mesh
     kind_of(config.optim)  # raises if there is none
     check_combination(recipe_settings(config))
     if mesh.world_size > 1:
@@ -209,6 +211,11 @@ def _dry_run(config: Config, mesh: Mesh, base: "PreTrainedConfig | None") -> Non
     tokens, steps = config.train.tokens_per_step, config.train.max_steps
     total = planned_tokens(config)
     sizes.append(f"tokens per step: {tokens:,}; tokens in {steps:,} steps: {total:,}")
+    if (arguments.resume or arguments.auto_resume) and mesh.is_main:
+        from nanogpt_hf.training.start import check_resume
+
+        options = {name: getattr(arguments, name) for name in ("resume", "auto_resume")}
+        sizes += check_resume(config, arguments.run_dir, **options)
     show(*dial_lines(config), *stage_lines(config), *sizes, "nothing was started", sep="\n")
 
 

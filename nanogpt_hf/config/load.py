@@ -94,7 +94,7 @@ def _convert_all(
     return origins, bad
 
 
-def as_overrides(values: Mapping[str, Any]) -> Overrides:
+def as_overrides(values: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """Values of knobs as the command line states them; lists and mappings as they are."""
     return [
         (key, value if isinstance(value, str | list | dict) else json.dumps(value))

@@ -47,7 +47,7 @@ from nanogpt_hf.training.start import prepare_run, start_again
 logger = logging.getLogger(__name__)
 
 
-def recipe_of(folder: RunFolder, step: int | None = None) -> Config:
+def recipe_of(folder: RunFolder, step: int = 0) -> Config:
     """The recipe of a run on text, without what leaves its folder, with the knobs that held when
     `step` was taken, by default those of its last start. Raises UserError for other runs.
 

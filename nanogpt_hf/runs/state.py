@@ -176,7 +176,7 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
         for key, value in now["knobs"].items()
         if (old := before["knobs"].get(key, KNOBS[key].default)) != value
     ]
-    lines += changes_of_origin(before.get("origin", {}), now["origin"])
+    lines += changes_of_origin(before.get("origin", {}), now.get("origin", {}))
     old, new = before["data"], now["data"]
     changed = [name for name in new if name != "source" and old.get(name) != new[name]]
     if new.get("train sha256") and changed == ["revision"]:

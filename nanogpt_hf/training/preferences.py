@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from nanogpt_hf.config.schema import AlignSection
+from nanogpt_hf.config.schema import AlignSection, Config
 from nanogpt_hf.data.blocks import Blocks
 from nanogpt_hf.distributed.accelerator import sum_over_ranks
 from nanogpt_hf.errors import DamagedFileError, UserError
@@ -258,6 +258,13 @@ def read_reference(path: Path, splits: dict[str, Any]) -> Batch:
     return saved
 
 
+def needs_reference(config: Config) -> bool:
+    """Whether a run compares with the model before training, in preference training."""
+    name = config.align.loss
+    # KTO is no row, and has a reference
+    return name is not None and (name not in LOSSES or LOSSES[name].uses_reference)
+
+
 def _check_start_model(run: Run) -> None:
     """Raises UserError on all processes if the model to start from has changed since the start."""
     recorded = (run.state.identity or {}).get("origin", {})
@@ -265,8 +272,9 @@ def _check_start_model(run: Run) -> None:
     (changes,) = broadcast_object_list([changes_of_origin(recorded, start)], from_process=0)
     if changes:
         raise UserError(
-            f"{run.folder.reference}: is lost or damaged, and the model whose log-probabilities it had is "
-            f"another one: {changes[0]}; bring one of them back, or start again with --overwrite"
+            f"{run.folder.reference}: is lost or damaged, and the model whose log-probabilities it "
+            f"had is another one: {changes[0]}; bring one of them back, or start again with "
+            "--overwrite"
         )
 
 
@@ -278,8 +286,7 @@ def fill_reference(run: Run, stopping: Callable[[], bool]) -> bool:
     At step 0 that is the model of the run; later, if the file was lost, it is loaded again.
     """
     splits: dict[str, Any] = {"train": run.data.train, "validation": run.data.validation}
-    row = LOSSES.get(run.config.align.loss or "dpo")  # none of KTO
-    if (row and not row.uses_reference) or splits["train"].reference.any():
+    if not needs_reference(run.config) or splits["train"].reference.any():
         return True
     accelerator, mesh, saved, filled = run.accelerator, run.mesh, {}, {}
     if mesh.is_main:

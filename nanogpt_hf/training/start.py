@@ -19,7 +19,13 @@ from accelerate.utils import broadcast_object_list, gather_object
 from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-from nanogpt_hf.checkpoint.reader import Checkpoint, find_checkpoint, load_checkpoint
+from nanogpt_hf.checkpoint.reader import (
+    Checkpoint,
+    check_identity,
+    find_checkpoint,
+    load_checkpoint,
+    newest_checkpoint,
+)
 from nanogpt_hf.config.checks import accumulation_steps
 from nanogpt_hf.config.compatibility import check_settings
 from nanogpt_hf.config.dial import dial_lines
@@ -27,7 +33,7 @@ from nanogpt_hf.config.schema import Config
 from nanogpt_hf.config.sources import packs, sources_of
 from nanogpt_hf.config.stages import config_at, naming, stages_of
 from nanogpt_hf.cpu import share_threads
-from nanogpt_hf.data.manifest import identity
+from nanogpt_hf.data.manifest import find_manifest, identity
 from nanogpt_hf.data.prepared import PreparedData, load_prepared
 from nanogpt_hf.distributed.accelerate_config import check_launch, requested_machine
 from nanogpt_hf.distributed.accelerator import (
@@ -58,17 +64,18 @@ from nanogpt_hf.model.build import (
 )
 from nanogpt_hf.optim.optimizer import build_optimizer
 from nanogpt_hf.runs.folder import RunFolder
-from nanogpt_hf.runs.origin import origin_of
+from nanogpt_hf.runs.origin import origin_of, weights_of
 from nanogpt_hf.runs.provenance import continue_on
 from nanogpt_hf.runs.state import TrainState, record_knobs, run_identity
 from nanogpt_hf.training.finetuning import learned_ids
-from nanogpt_hf.training.methods import method_of
+from nanogpt_hf.training.methods import ON_TEXT, method_of
 from nanogpt_hf.training.micro_batch import (
     build_batches,
     check_memory,
     choose_micro_batch,
     one_line_for_too_little_memory,
 )
+from nanogpt_hf.training.preferences import needs_reference, read_reference
 from nanogpt_hf.training.run import Run
 
 logger = logging.getLogger(__name__)
@@ -105,7 +112,9 @@ def prepare_run(
 
     def prepare() -> tuple[PreparedData, dict[str, Any]]:
         # the main process alone decides: others might look after it has begun to write
-        decision = {"resumes": _lock(config, folder, options)} if mesh.is_main else {}
+        decision: dict[str, Any] = {}
+        if mesh.is_main:
+            decision["resumes"] = _lock(config, folder, options)
         data = method.load(config)
         for stage in stages_of(config)[1:]:
             with naming(stage):
@@ -188,17 +197,52 @@ def _start_or_resume(
                 "train.deterministic is not set"
             )
         checkpoint = find_checkpoint(accelerator, folder, run_facts)
-        if checkpoint.state.step > config.train.max_steps:
-            raise UserError(
-                f"{folder.path}: its step {checkpoint.state.step:,} is past train.max_steps "
-                f"{config.train.max_steps:,}"
-            )
+        _check_end(config, folder, checkpoint)
         # this start may not have read all again
         known = (checkpoint.state.identity or {}).get("origin", {})
         run_facts["origin"] = known | run_facts["origin"]
     run = build_run(config, accelerator, data, folder, checkpoint)
     run.state.identity = run_facts
     return run
+
+
+def _check_end(config: Config, folder: RunFolder, checkpoint: Checkpoint) -> None:
+    if checkpoint.state.step > config.train.max_steps:
+        raise UserError(
+            f"{folder.path}: its step {checkpoint.state.step:,} is past train.max_steps "
+            f"{config.train.max_steps:,}"
+        )
+
+
+def check_resume(
+    config: Config,
+    run_dir: str | os.PathLike[str] | None = None,
+    *,
+    resume: bool = False,
+    auto_resume: bool = False,
+) -> list[str]:
+    """What a resume would do, as lines. Raises what `prepare_run` raises for the run folder, the
+    knobs that changed, the data, what the run starts from and its checkpoints; writes nothing.
+    """
+    folder = RunFolder(Path(run_dir or Path("runs") / config.name))
+    check_folders(config, folder)
+    folder.check_unlocked()
+    if auto_resume and not folder.path.is_dir():
+        return [f"{folder.path}: starts at step 0"]
+    if not folder.check(resume=resume, overwrite=False, auto_resume=auto_resume):
+        return [f"{folder.path}: starts at step 0"]
+    lines = [f"changed since the run began: {change}" for change in folder.changes(config)]
+    checkpoint, method = newest_checkpoint(folder), method_of(config)
+    _check_end(config, folder, checkpoint)
+    if method in ON_TEXT and find_manifest(config.data) is None:
+        lines.append(f"not compared with the run: {config.data.dir} is not prepared yet")
+    else:
+        data, origin = method.load(config), origin_of(config, resumes=True)
+        splits = {"train": data.train, "validation": data.validation}
+        if needs_reference(config) and not read_reference(folder.reference, splits):
+            origin |= weights_of(str(config.finetune.model))
+        check_identity(folder, checkpoint.state, run_identity(config, data.manifest, origin))
+    return [*lines, f"resumes from {checkpoint.folder}"]
 
 
 def _check_shared_folder(accelerator: Accelerator, run: RunFolder) -> None:
