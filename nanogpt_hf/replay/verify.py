@@ -76,7 +76,7 @@ def check_repeatable(
         raise UserError("verify does not repeat pipeline stages: leave pp_size out")
     if config.finetune.unfreeze_every:
         raise UserError(f"{folder.path}: verify does not repeat finetune.unfreeze_every")
-    if not read_starts(folder) and mesh.is_main:
+    if not folder.machine.is_file() and mesh.is_main:
         logger.warning(
             f"{folder.machine}: is lost, so the number of processes, the precision and the threads "
             "of the run are not known: a difference may be due to them"

@@ -37,6 +37,14 @@ class MeasuredLoss:
         return self.loss / math.log(2) / self.bytes_per_token
 
 
+class KnobChange(TypedDict):
+    """Knobs with which a run went on from a step; its first entry has all."""
+
+    step: int
+    evaluated_step: int  # the last one that was evaluated before
+    knobs: dict[str, Any]
+
+
 @dataclass
 class TrainState:
     """Progress of a run; with recipe, weights and optimizer state it is all that a resume needs."""
@@ -57,7 +65,7 @@ class TrainState:
     best_step: int | None = None  # 0: no better than the model that fine-tuning started from
     identity: dict[str, Any] | None = None  # of `run_identity`
     # of `record_knobs`: each time that knobs changed at a resume
-    history: list[dict[str, Any]] = field(default_factory=list)
+    history: list[KnobChange] = field(default_factory=list)
 
     def out_of_patience(self, eval_section: EvalSection) -> bool:
         """Whether `eval.patience` evaluations in a row, including that of this step, were not
@@ -140,11 +148,11 @@ def record_knobs(state: TrainState, config: Config) -> None:
     before = knobs_at(state.history, state.step)
     changes = {k: v for k, v in changing_knobs(config).items() if k not in before or before[k] != v}
     if changes:
-        entry = {"step": state.step, "evaluated_step": state.evaluated_step, "knobs": changes}
+        entry = KnobChange(step=state.step, evaluated_step=state.evaluated_step, knobs=changes)
         state.history = [*state.history, entry]
 
 
-def knobs_at(history: list[dict[str, Any]], step: int) -> dict[str, Any]:
+def knobs_at(history: list[KnobChange], step: int) -> dict[str, Any]:
     """The knobs that held after `step` steps; none of a run that recorded none."""
     found: dict[str, Any] = {}
     for entry in history:

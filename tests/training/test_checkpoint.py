@@ -396,3 +396,14 @@ def test_file_of_another_checkpoint_is_damage(run, two_checkpoints, caplog):
     (run.checkpoint(8) / "model-00001-of-00002.safetensors").touch()
     assert load_newest(run, *two_checkpoints).step == 4
     assert "does not name model-00001-of-00002.safetensors; trying an older one" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "history",
+    [5, [{}], [{"step": "x", "evaluated_step": 0, "knobs": {}}], [{"step": 0, "knobs": {}}]],
+)
+def test_history_of_another_type_is_damage(history, run, two_checkpoints, caplog):
+    facts = json.loads((run.checkpoint(8) / "state.json").read_text())
+    rewrite(run.checkpoint(8), "state.json", facts | {"history": history})
+    assert load_newest(run, *two_checkpoints).step == 4
+    assert "history" in caplog.text
