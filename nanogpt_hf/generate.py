@@ -141,8 +141,7 @@ def encode_messages(
     Raises DataError if the chat template fails, or for a character that the tokenizer does not
     have.
     """
-    with unknown_characters_named(chat.hf, list(texts_of(Conversation(messages, tools)))):
-        return chat.prompt_ids(messages, tools)
+    return chat.prompt_ids(messages, tools)
 
 
 def encode_chat(

@@ -17,8 +17,14 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from nanogpt_hf.data.conversations import Conversation, Message, answers_of, fields_of
-from nanogpt_hf.data.tokenizer import start_of_text_id_of
+from nanogpt_hf.data.conversations import (
+    Conversation,
+    Message,
+    answers_of,
+    fields_of,
+    texts_of,
+)
+from nanogpt_hf.data.tokenizer import start_of_text_id_of, unknown_characters_named
 from nanogpt_hf.errors import DataError, one_line
 from nanogpt_hf.time_limit import TimeUpError, time_limit
 
@@ -107,12 +113,14 @@ class ChatFormat:
         """Ids of the prompt for the answer to the last of `messages`.
 
         Raises DataError if the template fails or takes 10 seconds, for text that would become a
-        special token, and for a field that the template does not write.
+        special token, for a character without a token, and for a field that the template does not
+        write.
         """
         asked = Conversation(messages, tools)
         self._check_fields(asked, self._prompt_texts)
         asked = self._harmless(asked)
-        (ids,) = self._tokens([self._render(asked, add_generation_prompt=True)])
+        with unknown_characters_named(self.hf, texts_of(asked)):
+            (ids,) = self._tokens([self._render(asked, add_generation_prompt=True)])
         self._check_special(ids, asked, add_generation_prompt=True)
         return ids
 
@@ -132,7 +140,8 @@ class ChatFormat:
         by_marks = self._by_marks(found) if self.is_marked else itertools.repeat(None)
         examples = []
         for number, (conversation, tokens) in enumerate(zip(found, by_marks, strict=False)):
-            with _named(conversations[number]):
+            named = unknown_characters_named(self.hf, texts_of(conversation))
+            with _named(conversations[number]), named:
                 own = (
                     [self._marked(conversation, *tokens)]
                     if tokens
@@ -185,7 +194,7 @@ class ChatFormat:
         tools = broken(conversation.tools, self._control)
         return conversation._replace(messages=messages, tools=tools)
 
-    def _check_fields(self, conversation: Conversation, texts_of: _TextsOf) -> None:
+    def _check_fields(self, conversation: Conversation, rendered: _TextsOf) -> None:
         """Raises DataError for a field with content that changes nothing in the texts.
 
         Messages of the same roles and fields are checked once: templates choose by these what
@@ -193,7 +202,7 @@ class ChatFormat:
         """
         parts = list(_parts(conversation))
         shape = (
-            texts_of.__name__,
+            rendered.__name__,
             [message["role"] for message in conversation.messages],
             parts,
             sorted(conversation.unlearned),
@@ -202,22 +211,22 @@ class ChatFormat:
         if digest in self._checked:
             return
         last = len(conversation.messages)
-        if texts_of == self._example_texts:  # what follows the last learned answer does not matter
+        if rendered == self._example_texts:  # what follows the last learned answer does not matter
             last = _learned(conversation)[-1]
-        written = self._found(conversation, parts, texts_of)
+        written = self._found(conversation, parts, rendered)
         try:
-            texts = dict(texts_of(conversation, 0))
+            texts = dict(rendered(conversation, 0))
         except DataError:
             # A template that writes no calls of tools may fail for want of a text.
             if all(message["content"] is not None for message in conversation.messages):
                 raise
             filled = [m | {"content": m["content"] or ""} for m in conversation.messages]
-            self._check_fields(conversation._replace(messages=filled), texts_of)
+            self._check_fields(conversation._replace(messages=filled), rendered)
             raise
         for part in parts:
             if part in written or part.message > last:
                 continue
-            others = texts_of(_without(conversation, part), part.message)
+            others = rendered(_without(conversation, part), part.message)
             with contextlib.suppress(DataError):  # a template that fails asks for the field
                 if all(text == texts[end] for end, text in others):
                     break
@@ -231,7 +240,7 @@ class ChatFormat:
         )
 
     def _found(
-        self, conversation: Conversation, parts: list[_Part], texts_of: _TextsOf
+        self, conversation: Conversation, parts: list[_Part], rendered: _TextsOf
     ) -> set[_Part]:
         """The parts of a conversation that are found in the texts if each is a name of its own.
 
@@ -239,7 +248,7 @@ class ChatFormat:
         """
         names = {part: f"Part{number}of" for number, part in enumerate(parts)}
         try:
-            text = "".join(text for _, text in texts_of(_with_names(conversation, names), 0))
+            text = "".join(text for _, text in rendered(_with_names(conversation, names), 0))
         except DataError:
             return set()
         found = set(_NAME.findall(text))
@@ -290,6 +299,8 @@ class ChatFormat:
                 **options,
             )
         except Exception as error:  # whatever the template's own expressions raise
+            if type(error) is Exception:  # the tokenizer's, for a character that it does not have
+                raise
             raise DataError(
                 f"the model's chat template fails ({type(error).__name__}: {one_line(error, 200)}"
                 "); change the conversation, or choose another model"
@@ -330,13 +341,16 @@ class ChatFormat:
     def _by_marks(self, conversations: list[Conversation]) -> Iterator[tuple[list[int], list[int]]]:
         """The ids and the mask of each conversation, by the template's marks."""
         for tools, group in itertools.groupby(conversations, lambda found: found.tools):
-            out = self._apply(
-                [conversation.messages for conversation in group],
-                tools=tools,
-                return_dict=True,
-                return_assistant_tokens_mask=True,
-                tokenizer_kwargs={"verbose": False},
-            )
+            same_tools = list(group)
+            texts = itertools.chain.from_iterable(map(texts_of, same_tools))
+            with unknown_characters_named(self.hf, texts):
+                out = self._apply(
+                    [conversation.messages for conversation in same_tools],
+                    tools=tools,
+                    return_dict=True,
+                    return_assistant_tokens_mask=True,
+                    tokenizer_kwargs={"verbose": False},
+                )
             yield from zip(out["input_ids"], out["assistant_masks"], strict=True)
 
     def _marked(self, conversation: Conversation, ids: list[int], mask: list[int]) -> ChatExample:

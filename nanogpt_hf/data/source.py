@@ -3,11 +3,12 @@
 Built in are Python's documentation and generated additions and subtractions.
 """
 
+import contextlib
 import logging
 import os
 import sys
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,6 @@ from huggingface_hub import HfApi
 
 from nanogpt_hf.config.schema import DataSection
 from nanogpt_hf.config.seeds import derive_seed
-from nanogpt_hf.data.conversations import Conversation
 from nanogpt_hf.data.files import (
     ARITHMETIC,
     BUILT_IN,
@@ -28,7 +28,7 @@ from nanogpt_hf.data.files import (
 from nanogpt_hf.data.formats import FORMATS, Document, local_files
 from nanogpt_hf.data.manifest import SPLITS
 from nanogpt_hf.data.rows import read_tables, unpacked
-from nanogpt_hf.errors import DataError, one_line
+from nanogpt_hf.errors import DataError, UserError, one_line
 from nanogpt_hf.formatting import shows_bars
 
 _LARGEST = 99  # operand
@@ -39,10 +39,14 @@ _HELD_OUT_SHARE = 10  # one question in ten
 _NAMED = 3  # rows that a message names
 _REMEDY = "; data.max_bad_rows N leaves out up to N such rows"
 # What a row raises that cannot be used; another error is one of the file or the machine.
-_ROW_ERRORS = (ValueError, TypeError, LookupError, AttributeError, RecursionError, OverflowError)
+_ROW_ERRORS = (
+    *(ValueError, TypeError, LookupError, AttributeError, RecursionError, OverflowError),
+    UserError,
+)
 
 logger = logging.getLogger(__name__)
-ReadRow = Callable[[Any, DataSection], Any]  # a row as a document; raises ValueError if it is none
+# A row as a document; raises ValueError or UserError if it is none that can be used.
+ReadRow = Callable[[Any, DataSection], Any]
 
 
 class BadRows:
@@ -125,7 +129,7 @@ class Documents:
         default_factory=lambda: {split: BadRows() for split in SPLITS}
     )
 
-    def read(self, split: str = "train") -> list[Document]:
+    def read(self, split: str = "train") -> list[Any]:
         """All documents of a split."""
         documents = list(getattr(self, split)())
         self.bad_rows[split].left_out(len(documents))
@@ -153,10 +157,11 @@ def load_documents(data: DataSection, scratch: Path, read_row: ReadRow | None = 
                 "out (data.validation_fraction is held out)"
             )
     if source in BUILT_IN:
-        documents, revision = [_python_docs()], f"Python {sys.version.split()[0]}"
+        rows, revision = [_python_docs()], f"Python {sys.version.split()[0]}"
         if source == ARITHMETIC:
-            questions = arithmetic_conversations() if data.format == "chat" else arithmetic_text()
-            documents, revision = list(questions), f"{ARITHMETIC} 1"
+            rows = arithmetic_conversations() if data.format == "chat" else arithmetic_text()
+            revision = f"{ARITHMETIC} 1"
+        documents = list(_documents([(source, rows)], data, read_row, BadRows()))
         return Documents(lambda: documents, None, revision, len(documents))
     names = {path: str(path) for path in files}
     if not files:
@@ -166,8 +171,9 @@ def load_documents(data: DataSection, scratch: Path, read_row: ReadRow | None = 
     bad = {split: BadRows(data.max_bad_rows) for split in SPLITS}
 
     def read() -> Iterator[Document]:
-        tables = _tables(names, column)
-        return _documents(tables, data, read_row, bad["train"], empty=False)
+        # An error's traceback would keep the file of a refused row open.
+        with contextlib.closing(_tables(names, column)) as tables:
+            yield from _documents(tables, data, read_row, bad["train"], empty=False)
 
     return Documents(read, None, digest, bad_rows=bad)
 
@@ -185,7 +191,9 @@ def check_source(data: DataSection, folder: Path) -> None:
         )
 
 
-def _tables(names: dict[Path, str], column: str | None) -> Iterator[tuple[str, Iterable[Any]]]:
+def _tables(
+    names: dict[Path, str], column: str | None
+) -> Generator[tuple[str, Iterable[Any]], None, None]:
     """The name and the rows of each file, and of each member of an archive."""
     for path, name in names.items():
         try:
@@ -323,12 +331,12 @@ def arithmetic_text() -> Iterator[str]:
         yield "".join(f"{line}\n" for line in lines)
 
 
-def arithmetic_conversations() -> Iterator[Conversation]:
-    """Conversations of a question and its answer, of questions that are not held out."""
+def arithmetic_conversations() -> Iterator[dict[str, Any]]:
+    """Rows of a question and its answer, of questions that are not held out."""
     for number in range(_CONVERSATIONS):
         question, answer = arithmetic_question(1, number, held_out=False)
         exchange = [
             {"role": "user", "content": question},
             {"role": "assistant", "content": answer},
         ]
-        yield Conversation(exchange)
+        yield {"messages": exchange}

@@ -36,7 +36,7 @@ from nanogpt_hf.data.bpe import (
     train_merges,
 )
 from nanogpt_hf.data.manifest import Manifest
-from nanogpt_hf.errors import DataError, UserError
+from nanogpt_hf.errors import DataError, UserError, one_line
 
 _GPT2_MERGES_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/vocab.bpe"
 _GPT2_MERGES_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
@@ -86,15 +86,17 @@ def vocabulary_hash(hf: PreTrainedTokenizerBase) -> str:
 
 
 @contextlib.contextmanager
-def unknown_characters_named(hf: PreTrainedTokenizerBase, texts: list[str]) -> Iterator[None]:
+def unknown_characters_named(hf: PreTrainedTokenizerBase, texts: Iterable[str]) -> Iterator[None]:
     """Context for encoding `texts`: raise DataError that names the characters without a token."""
     try:
         yield
     except DataError:  # has its reason already
         raise
-    except Exception:  # the Rust library raises plain Exception for an unknown character
-        unknown = sorted(set().union(*texts) - hf.get_vocab().keys())
+    except Exception as error:  # the Rust library raises plain Exception for an unknown character
+        unknown = sorted(set[str]().union(*texts) - hf.get_vocab().keys())
         if not unknown:
+            if type(error) is Exception:
+                raise DataError(f"the tokenizer fails: {one_line(error)}") from None
             raise
         raise DataError(
             f"the tokenizer knows no {' '.join(map(repr, unknown[:8]))}; leave it out of the text"

@@ -74,6 +74,22 @@ class Answers:
         return rates
 
 
+def encode_question(
+    question: Question, tokenizer: transformers.PreTrainedTokenizerBase, chat: ChatFormat | None
+) -> list[int]:
+    """The token ids of a question's prompt. Raises UserError for unknown characters, and if the
+    chat template refuses it.
+    """
+    if chat:
+        return encode_messages(chat, question.messages, question.tools)
+    if question.tools or len(list(fields_of(question.messages))) > len(question.messages):
+        raise UserError(
+            f"the question {question.prompt!r:.60} has tools or other fields, and the model "
+            "has no chat template that writes them"
+        )
+    return prompt_ids(tokenizer, question.prompt)
+
+
 @dataclass(frozen=True)
 class AnswerSampler:
     """Samples answers of a model and computes their rewards.
@@ -94,15 +110,8 @@ class AnswerSampler:
         return chat_of(self.tokenizer)
 
     def encode(self, question: Question) -> list[int]:
-        """The prompt's token ids. Raises UserError if they have unknown characters."""
-        if self.chat:
-            return encode_messages(self.chat, question.messages, question.tools)
-        if question.tools or len(list(fields_of(question.messages))) > len(question.messages):
-            raise UserError(
-                f"the question {question.prompt!r:.60} has tools or other fields, and the model "
-                "has no chat template that writes them"
-            )
-        return prompt_ids(self.tokenizer, question.prompt)
+        """The prompt's token ids, by `encode_question`."""
+        return encode_question(question, self.tokenizer, self.chat)
 
     def fits(self, question: Question) -> bool:
         """Whether the positions have room for a question and its answer."""

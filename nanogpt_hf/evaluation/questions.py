@@ -75,7 +75,8 @@ def _load_question_task(name: str, request: Request) -> QuestionTask:
     Raises UserError if the task, its questions or the tokenizer cannot be used, or no question
     leaves room for an answer.
     """
-    from nanogpt_hf.evaluation.answers import AnswerSampler
+    from nanogpt_hf.data.chat_template import chat_of
+    from nanogpt_hf.evaluation.answers import AnswerSampler, encode_question
     from nanogpt_hf.tasks.load import Generated, load_task
     from nanogpt_hf.tasks.reward import RewardFunction
 
@@ -90,6 +91,7 @@ def _load_question_task(name: str, request: Request) -> QuestionTask:
             seed=_SEED,
             where="--tasks",
             hold_out_all=True,
+            encode=partial(encode_question, tokenizer=tokenizer, chat=chat_of(tokenizer)),
         )
     except DataError as error:
         raise DataError(str(error).replace("data.source:", "--questions:")) from None

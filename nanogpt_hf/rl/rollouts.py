@@ -20,10 +20,11 @@ from nanogpt_hf.config.schema import Config
 from nanogpt_hf.config.seeds import derive_seed
 from nanogpt_hf.data.batches import Batches, epoch_order
 from nanogpt_hf.data.blocks import Blocks
+from nanogpt_hf.data.chat_template import chat_of
 from nanogpt_hf.data.prepared import PreparedData, in_memory
 from nanogpt_hf.data.tokenizer import build_tokenizer
 from nanogpt_hf.distributed.mesh import Mesh
-from nanogpt_hf.evaluation.answers import Answers, AnswerSampler
+from nanogpt_hf.evaluation.answers import Answers, AnswerSampler, encode_question
 from nanogpt_hf.evaluation.loss import eval_mode
 from nanogpt_hf.generate import Completions
 from nanogpt_hf.rl.objective import advantages, completion_log_probs
@@ -42,10 +43,15 @@ def load_questions(config: Config) -> PreparedData:
     """
     rl, name = config.rl, config.rl.task
     assert name is not None  # the `rl` command requires it
-    task = load_task(
-        name, config.data, reward=rl.reward, options=rl.options, seed=config.train.seed
-    )
     tokenizer = build_tokenizer(config.data.tokenizer, ()).hf
+    task = load_task(
+        name,
+        config.data,
+        reward=rl.reward,
+        options=rl.options,
+        seed=config.train.seed,
+        encode=partial(encode_question, tokenizer=tokenizer, chat=chat_of(tokenizer)),
+    )
     sampler = AnswerSampler(
         tokenizer,
         RewardFunction(task.score, rl.reward_seconds, rl.reward_errors),

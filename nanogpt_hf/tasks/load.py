@@ -8,6 +8,7 @@ import importlib.util
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 from nanogpt_hf.config.schema import DataSection
 from nanogpt_hf.config.seeds import derive_seed
 from nanogpt_hf.config.sources import is_mixture
-from nanogpt_hf.data.conversations import Conversation, Message
+from nanogpt_hf.data.conversations import Message, conversation_of
 from nanogpt_hf.data.prepare import split_documents
 from nanogpt_hf.data.source import arithmetic_question, is_held_out, load_documents
 from nanogpt_hf.errors import DataError, UserError, did_you_mean, one_line
@@ -69,13 +70,15 @@ def load_task(
     seed: int = 0,
     where: str = "rl.task",
     hold_out_all: bool = False,
+    encode: Callable[[Question], object] = lambda question: None,
 ) -> Task:
     """The task `name`: arithmetic, reasoning_gym:NAME with `options`, or one of `SCORES` on the
     rows of `data.source`.
 
     `reward`, such as my_reward.py:score, replaces the task's own score. With `hold_out_all`
-    every row of a source is a held-out question. Raises UserError for an unknown task, a package
-    that is not installed, and questions or a reward that cannot be used.
+    every row of a source is a held-out question. A row that `encode` refuses by a UserError, as
+    the model's chat template may, is one that cannot be used. Raises UserError for an unknown
+    task, a package that is not installed, and questions or a reward that cannot be used.
     """
     check_name(name, where)
     if name == ARITHMETIC:
@@ -83,7 +86,9 @@ def load_task(
     elif name.startswith(GYM):
         task = _reasoning_gym(name.removeprefix(GYM), options or {}, seed, where)
     else:
-        task = _from_source(name, data, compare=reward is None, hold_out_all=hold_out_all)
+        compare = name if reward is None else None
+        question_of = partial(_question, compare=compare, encode=encode)
+        task = _from_source(name, data, question_of, hold_out_all=hold_out_all)
     if options and not name.startswith(GYM):
         raise UserError(
             "rl.options: only tasks of reasoning-gym have options, and this is "
@@ -111,10 +116,10 @@ def _arithmetic(seed: int) -> Task:
     return Task(ARITHMETIC, questions(False), questions(True), exact_match, f"{ARITHMETIC} 1")
 
 
-def _from_source(name: str, data: DataSection, *, compare: bool, hold_out_all: bool) -> Task:
-    """Conversations as questions, split as for training; with `compare`, each must have an
-    answer to compare with.
-    """
+def _from_source(
+    name: str, data: DataSection, question_of: Callable[[Any], Question], *, hold_out_all: bool
+) -> Task:
+    """The rows of `data.source` as questions, split as for training."""
     if is_mixture(data):
         raise DataError("data.source: questions come from one source; a list is not supported")
     if not data.source:
@@ -123,31 +128,31 @@ def _from_source(name: str, data: DataSection, *, compare: bool, hold_out_all: b
         )
     chat = dataclasses.replace(data, format="chat")
     with tempfile.TemporaryDirectory() as scratch:
-        documents = load_documents(chat, Path(scratch))
-        rows = [[], documents.read()] if hold_out_all else split_documents(documents, chat)
-        splits = [_questions(name, conversations, compare) for conversations in rows]
+        documents = load_documents(chat, Path(scratch), lambda row, _: question_of(row))
+        splits = ([], documents.read()) if hold_out_all else split_documents(documents, chat)
     if not splits[1]:
         raise DataError(f"data.source: {data.source}: holds no questions")
     return Task(name, splits[0], splits[1], SCORES[name], documents.revision)
 
 
-def _questions(name: str, conversations: list[Conversation], compare: bool) -> list[Question]:
-    questions = []
-    for messages, tools, unlearned in conversations:
-        *asked, answer = messages
-        if "tool_calls" in answer or len(asked) in unlearned:
-            raise DataError(
-                f"data.source: the answer to {asked[-1]['content']!r:.60} calls a tool, or is "
-                "marked not to be learned; a reward compares texts of right answers"
-            )
-        questions.append(Question(asked, answer["content"], tools=tools))
-    for question in questions if compare else ():
-        if problem := reference_problem(name, question.answer):
-            raise DataError(
-                f"data.source: the answer {question.answer!r:.60} {problem}, which "
-                f"task {name} compares"
-            )
-    return questions
+def _question(row: Any, compare: str | None, encode: Callable[[Question], object]) -> Question:
+    """A row's conversation as a question, with an answer that the task `compare`, if it is given,
+    can compare with. Raises ValueError or UserError if it is none.
+    """
+    messages, tools, unlearned = conversation_of(row)
+    *asked, answer = messages
+    if "tool_calls" in answer or len(asked) in unlearned:
+        raise DataError(
+            f"the answer to {asked[-1]['content']!r:.60} calls a tool, or is marked not to be "
+            "learned; a reward compares texts of right answers"
+        )
+    question = Question(asked, answer["content"], tools=tools)
+    if compare and (problem := reference_problem(compare, question.answer)):
+        raise DataError(
+            f"the answer {question.answer!r:.60} {problem}, which task {compare} compares"
+        )
+    encode(question)
+    return question
 
 
 def _reasoning_gym(name: str, options: dict[str, Any], seed: int, where: str) -> Task:

@@ -22,12 +22,9 @@ from nanogpt_hf.data.blocks import Blocks
 from nanogpt_hf.data.chat_template import ChatFormat, chat_of
 from nanogpt_hf.data.conversations import (
     Conversation,
-    Labeled,
-    Pair,
     fields_of,
     labeled_of,
     pair_of,
-    texts_of,
 )
 from nanogpt_hf.data.prepare import split_documents
 from nanogpt_hf.data.prepared import PreparedData, in_memory
@@ -37,7 +34,6 @@ from nanogpt_hf.data.tokenizer import (
     encode_ordinary,
     end_of_text_id_of,
     prompt_ids,
-    unknown_characters_named,
 )
 from nanogpt_hf.errors import DataError
 
@@ -45,6 +41,8 @@ logger = logging.getLogger(__name__)
 NO_TARGET = -100
 Encoded = tuple[list[int], int]  # token ids, and how many of them are the prompt
 Encode = Callable[[Conversation], Encoded]
+EncodedPair = tuple[Encoded, Encoded]
+EncodedAnswer = tuple[Encoded, Conversation, bool]  # with its text and label
 
 
 class Pairs(Blocks):
@@ -95,14 +93,15 @@ class LabeledAnswers(Pairs):
 
 def _load(
     config: Config,
-    parse: Callable[..., Any],
-    encode_rows: Callable[[list[Any], Encode, int], Pairs],
+    encode_row: Callable[[Any, Encode], Any],
+    blocks_of: Callable[[list[Any], Encode, int], Pairs],
     noun: str,
 ) -> PreparedData:
-    """The rows of data.source, split, as `parse` reads each and `encode_rows` makes blocks of those
-    that fit, with the model's tokenizer.
+    """The rows of data.source, split, as `encode_row` reads each and `blocks_of` makes blocks of
+    those that fit, with the model's tokenizer.
 
-    Raises UserError if they cannot be read, or none fits into a block.
+    A row that the tokenizer or its chat template refuses is one that cannot be read. Raises
+    UserError if they cannot be read, or none fits into a block.
     """
     data, splits = dataclasses.replace(config.data, format="chat"), []
     if is_mixture(data):
@@ -110,11 +109,11 @@ def _load(
     tokenizer = build_tokenizer(data.tokenizer, ()).hf
     encode = partial(encode_answer, tokenizer=tokenizer, chat=chat_of(tokenizer))
     with tempfile.TemporaryDirectory() as scratch:
-        documents = load_documents(data, Path(scratch), parse)
+        documents = load_documents(data, Path(scratch), lambda row, _: encode_row(row, encode))
         for name, rows in zip(
             ("train", "validation"), split_documents(documents, data), strict=True
         ):
-            splits.append(blocks := encode_rows(rows, encode, data.block_size))
+            splits.append(blocks := blocks_of(rows, encode, data.block_size))
             if not blocks:
                 raise DataError(
                     f"data.block_size: {data.block_size} tokens are too few for all {noun} of "
@@ -148,23 +147,35 @@ def _check_labels(answers: LabeledAnswers) -> None:
         )
 
 
-def _encode_pairs(pairs: list[Pair], encode: Encode, block_size: int) -> Pairs:
+def _encoded_pair(row: Any, encode: Encode) -> EncodedPair:
+    """A row as a pair. Raises ValueError or DataError if it is none that can be compared."""
+    pair = pair_of(row)
+    chosen, rejected = map(encode, pair)
+    if chosen == rejected:
+        texts = (f"{side.messages[-1]['content']!r:.40}" for side in pair)
+        raise DataError(
+            f"the answers {' and '.join(texts)} have the same tokens, which prefers nothing; "
+            "leave the row out"
+        )
+    return chosen, rejected
+
+
+def _pairs(encoded: list[EncodedPair], _: Encode, block_size: int) -> Pairs:
     """The pairs that fit: one without the end of an answer would prefer one that never ends."""
-    encoded = [(encode(chosen), encode(rejected)) for chosen, rejected in pairs]
-    for (chosen, rejected), (good, bad) in zip(pairs, encoded, strict=True):
-        if good == bad:
-            texts = (f"{side.messages[-1]['content']!r:.40}" for side in (chosen, rejected))
-            raise DataError(
-                f"data.source: the answers {' and '.join(texts)} have the same tokens, which "
-                "prefers nothing; leave the row out"
-            )
     fitting = [pair for pair in encoded if all(len(ids) <= block_size + 1 for ids, _ in pair)]
     return Pairs(fitting, block_size)
 
 
-def _encode_labeled(rows: list[Labeled], encode: Encode, block_size: int) -> LabeledAnswers:
+def _encoded_answer(row: Any, encode: Encode) -> EncodedAnswer:
+    """A row as a labeled answer. Raises ValueError or DataError if it is none."""
+    conversation, label = labeled_of(row)
+    return encode(conversation), conversation, label
+
+
+def _labeled_answers(
+    encoded: list[EncodedAnswer], encode: Encode, block_size: int
+) -> LabeledAnswers:
     """The answers that fit. Only the mismatched pairs are cut."""
-    encoded = [(encode(conversation), conversation, label) for conversation, label in rows]
     kept = [row for row in encoded if len(row[0][0]) <= block_size + 1]
     if len(kept) == 1:
         raise DataError("data.source: one answer alone has no mismatched pair; add rows")
@@ -194,13 +205,14 @@ def encode_answer(conversation: Conversation, tokenizer: Any, chat: ChatFormat |
         end = end_of_text_id_of(tokenizer)
         answer = encode_ordinary(tokenizer, messages[1]["content"])
         return [*prompt, *answer, *([] if end is None else [end])], len(prompt)
-    with unknown_characters_named(tokenizer, list(texts_of(conversation))):
-        example = chat.examples([conversation])[-1]
+    example = chat.examples([conversation])[-1]
     counts = np.array([0, *example.assistant_mask])
     begins = np.flatnonzero(np.diff(counts) == 1)
     end = int(np.flatnonzero(counts)[-1])
     return example.input_ids[:end], int(begins[-1])
 
 
-load_pairs = partial(_load, parse=pair_of, encode_rows=_encode_pairs, noun="preference pairs")
-load_answers = partial(_load, parse=labeled_of, encode_rows=_encode_labeled, noun="labeled answers")
+load_pairs = partial(_load, encode_row=_encoded_pair, blocks_of=_pairs, noun="preference pairs")
+load_answers = partial(
+    _load, encode_row=_encoded_answer, blocks_of=_labeled_answers, noun="labeled answers"
+)

@@ -1,7 +1,9 @@
 """Rows that cannot be used: refused, or left out up to `data.max_bad_rows`, counted and named."""
 
 import json
+import re
 import shutil
+from types import SimpleNamespace
 
 import datasets
 import pytest
@@ -267,6 +269,173 @@ def test_pairs_and_questions_are_those_of_the_good_rows(write, config, byte_toke
             )
         )
         assert (good.train, good.held_out) == (mixed.train, mixed.held_out)
+
+
+REFUSED = {
+    "a field that is not written": ({"mood": "glad"}, "mood: the model's chat template does not"),
+    "a special token in text": ({"content": "5\N{CURRENCY SIGN}?"}, "changes the special tokens"),
+    "what fails in the template": ({"content": "raise?"}, "chat template fails"),
+    "an unknown character": ({"content": "1~?"}, "the tokenizer knows no '~'"),
+    "half a character": ({"content": "\ud83d?"}, "surrogates not allowed"),
+}
+QUESTION = {"role": "user", "content": "1?"}
+
+
+@pytest.fixture(scope="module", params=["marked", "unmarked"])
+def refusing_tokenizer(request, tmp_path_factory):
+    """The folder of a tokenizer without "~", whose chat template fails for "raise", and with a
+    special token of one character, which no space can break.
+    """
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    from nanogpt_hf.data.chat_template import chat_template
+
+    letters = [chr(code) for code in range(32, 126)] + ["\n"]
+    rust = Tokenizer(models.WordLevel({letter: n for n, letter in enumerate(letters)}, "\0"))
+    rust.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    rust.decoder = decoders.Fuse()
+    rust.add_special_tokens([AddedToken(token, normalized=False) for token in ("¤", "<end>")])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=rust, eos_token="<end>", bos_token=None)
+    template = chat_template(tokenizer)
+    if request.param == "unmarked":
+        template = re.sub(r"\{%- (end)?generation -%\}", "", template)
+    tokenizer.chat_template = (
+        "{%- for message in messages if 'raise' in message['content'] -%}"
+        "{{ raise_exception('no') }}{%- endfor -%}" + template
+    )
+    folder = tmp_path_factory.mktemp("refusing")
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def of_method(method, asked, number=1):
+    """A row of a method with a question, as messages."""
+    answer = {"role": "assistant", "content": f"#### {number}"}
+    if method in ("sft", "rl"):
+        return {"messages": [asked, answer]}
+    if method == "dpo":
+        return {"prompt": [asked], "chosen": [answer], "rejected": [answer | {"content": "no"}]}
+    return {"prompt": [asked], "completion": [answer], "label": number % 2 == 0}
+
+
+def loaded_by(method, recipe):
+    """What a method trains on, or is asked."""
+    from nanogpt_hf.rl.rollouts import load_questions
+    from nanogpt_hf.training.pairs import load_answers, load_pairs
+
+    if method == "sft":
+        shutil.rmtree(recipe.data.dir, ignore_errors=True)
+        manifest, _ = prepare(recipe)
+        return manifest.train.documents + manifest.validation.documents
+    if method == "rl":
+        task = load_questions(recipe).train.task
+        return task.train, task.held_out
+    data = {"dpo": load_pairs, "kto": load_answers}[method](recipe)
+    return data.train.pairs, data.validation.pairs
+
+
+@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize("method", ["sft", "dpo", "kto", "rl"])
+def test_row_that_the_template_or_tokenizer_refuses_is_named_or_left_out(
+    write, config, refusing_tokenizer, caplog, method, case
+):
+    change, words = REFUSED[case]
+    rows = [of_method(method, QUESTION | {"content": f"{n}?"}, n) for n in range(20)]
+    bad = of_method(method, QUESTION | change)
+
+    def loaded(name, rows, **knobs):
+        knobs |= {"tokenizer": str(refusing_tokenizer), "format": "chat"}
+        path = write(name, lines(*rows))
+        recipe = config(path, validation_fraction=0.2, **knobs)
+        if method == "rl":
+            recipe = replace_knobs(recipe, {"rl.task": "exact", "rl.max_new_tokens": 8})
+        return loaded_by(method, recipe)
+
+    message = refusal(loaded, "bad.jsonl", [*rows[:7], bad, *rows[7:]])
+    assert "row 8" in message
+    assert words in message
+    assert message.endswith("; data.max_bad_rows N leaves out up to N such rows")
+    mixed = [*rows[:7], bad, *rows[7:], bad]
+    found = loaded("bad.jsonl", mixed, max_bad_rows=2)
+    assert found == loaded("good.jsonl", rows)
+    assert "data.max_bad_rows: 2 of 22 rows cannot be used, left out: " in caplog.text
+    assert "more than 1 rows" in refusal(loaded, "bad.jsonl", mixed, max_bad_rows=1)
+
+
+PAIR = {"prompt": "1?", "chosen": "yes", "rejected": "yes "}
+ANSWER = {"role": "assistant", "content": "4"}
+CALL = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {}}]}
+
+
+@pytest.mark.parametrize(
+    ("method", "row", "words"),
+    [
+        ("dpo", PAIR, "have the same tokens, which prefers nothing"),
+        ("dpo, no template", PAIR | {"system": "x", "rejected": "no"}, "no chat template"),
+        ("kto, no template", of_method("kto", QUESTION) | {"system": "x"}, "no chat template"),
+        ("rl, no template", of_method("rl", QUESTION | {"mood": "glad"}), "no chat template"),
+        ("rl", {"messages": [QUESTION, CALL]}, "calls a tool"),
+        ("rl", {"messages": [QUESTION, ANSWER, QUESTION, ANSWER | {"weight": 0}]}, "not to be"),
+        ("rl, gsm8k", of_method("rl", QUESTION, "?"), "has no number after ####"),
+        ("rl, regex", {"question": "1?", "answer": "("}, "is no regular expression"),
+    ],
+)
+def test_row_that_a_method_refuses_is_named_or_left_out(
+    write, config, byte_tokenizer, tmp_path, method, row, words
+):
+    from transformers import AutoTokenizer
+
+    from nanogpt_hf.data.chat_template import chat_template
+
+    method, _, detail = method.partition(", ")
+    tokenizer = AutoTokenizer.from_pretrained(byte_tokenizer)
+    if detail != "no template":
+        tokenizer.chat_template = chat_template(tokenizer)
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    rows = [of_method(method, QUESTION | {"content": f"{n}?"}, n) for n in range(20)]
+
+    def loaded(rows, limit):
+        path, knobs = write("rows.jsonl", lines(*rows)), {"tokenizer": str(tmp_path / "tokenizer")}
+        recipe = config(path, validation_fraction=0.2, max_bad_rows=limit, format="chat", **knobs)
+        if method == "rl":
+            task = detail if detail in ("gsm8k", "regex") else "exact"
+            recipe = replace_knobs(recipe, {"rl.task": task, "rl.max_new_tokens": 8})
+        return loaded_by(method, recipe)
+
+    bad = [*rows[:7], row, *rows[7:]]
+    message = refusal(loaded, bad, 0)
+    assert f"{tmp_path / 'rows.jsonl'}: row 8: " in message
+    assert words in message
+    assert message.endswith("; data.max_bad_rows N leaves out up to N such rows")
+    assert loaded(bad, 1) == loaded(rows, 0)
+
+
+def test_questions_of_evaluate_that_the_template_refuses_are_named(
+    write, refusing_tokenizer, tmp_path
+):
+    from argparse import Namespace
+
+    from nanogpt_hf.data.tokenizer import build_tokenizer
+    from nanogpt_hf.evaluation.questions import _load_question_task
+
+    rows = [of_method("rl", QUESTION | {"content": f"{n}?"}, n) for n in range(5)]
+    path = write("rows.jsonl", lines(*rows, of_method("rl", QUESTION | {"content": "raise"})))
+    options = {"limit": None, "samples": None, "temperature": None, "max_new_tokens": 8}
+
+    def loaded(limit):
+        return _load_question_task(
+            "rl:exact",
+            SimpleNamespace(
+                arguments=Namespace(questions=str(path), batch_size=2, **options),
+                tokenizer=build_tokenizer(str(refusing_tokenizer), ()),
+                knobs={"max_bad_rows": limit},
+                positions=64,
+            ),
+        )
+
+    assert f"{path}: row 6: the model's chat template fails" in refusal(loaded, 0)
+    assert len(loaded(1).questions) == 5
 
 
 def test_text_of_evaluate_is_that_of_the_good_rows(write, tmp_path, byte_tokenizer):
