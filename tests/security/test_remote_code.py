@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parents[2] / "nanogpt_hf"
 # `load_dataset_builder` of datasets 5 runs no code and has no such parameter
 _LOADERS = ("from_pretrained", "from_config", "load_dataset", "pipeline", "HFLM")
 # `from_pretrained` of these loads no code and has no trust_remote_code
-_NO_PARAMETER = ("Embedding", "PeftConfig")
+_NO_PARAMETER = ("Embedding", "GenerationConfig", "PeftConfig")
 
 
 def loads_remote_content(call: ast.Call) -> bool:
