@@ -133,6 +133,8 @@ def check_runs(sweep: Sweep) -> None:
     RunFolderError if the folder of the sweep holds a run.
     """
     whole = RunFolder(sweep.folder)
+    if whole.path.exists() and not whole.path.is_dir():
+        raise RunFolderError(f"{whole.path}: is a file; give another --sweep-dir")
     if whole.recipe.exists() or whole.checkpoints.exists():
         raise RunFolderError(f"{whole.path}: holds a run itself; give another --sweep-dir")
     place = read_machine(sweep.machine) if sweep.machine else None
@@ -154,7 +156,13 @@ def check_runs(sweep: Sweep) -> None:
                 if read_manifest(prepared) is None:
                     check_source(source.data, prepared)
         except UserError as error:
-            raise UserError(f"{run.name}: {error}; no run was started") from None
+            reason = _of_sweep(error)
+            raise UserError(f"{run.name}: {reason}; no run was started") from None
+
+
+def _of_sweep(error: UserError) -> str:
+    """What is wrong with a folder, with the option that names it in `sweep`."""
+    return str(error).replace("--run-dir", "--sweep-dir")
 
 
 def read_machine(path: str) -> Placement | None:
@@ -173,7 +181,10 @@ def locked(sweep: Sweep) -> Iterator[None]:
     """Context in which nothing else trains in the folder or in its runs, which have these knobs."""
     whole = RunFolder(sweep.folder)
     try:
-        whole.lock()
+        try:
+            whole.lock()
+        except RunFolderError as error:
+            raise RunFolderError(_of_sweep(error)) from None
         for run in sweep.runs:
             folder = RunFolder(sweep.folder / run.name)
             folder.check_unlocked()

@@ -155,6 +155,19 @@ def test_folder_of_a_run_is_no_folder_of_a_sweep(refused, write_recipe, tmp_path
     assert in_process == []
 
 
+@pytest.mark.parametrize("options", ["", "--overwrite", "--dry-run"])
+def test_file_is_no_folder_of_a_sweep(refused, write_recipe, tmp_path, in_process, options):
+    (tmp_path / "file").touch()
+    words = f"sweep {{}} --sweep-dir file --train.seed 1,2 {options}"
+    assert "file: is a file; give another --sweep-dir" in refused(*argv(words, write_recipe()))
+    if options != "--dry-run":
+        line = refused(*argv(words.replace("file", "file/below"), write_recipe()))
+        assert "file/below: " in line
+        assert "another --sweep-dir" in line
+        assert "--run-dir" not in line
+    assert in_process == []
+
+
 def test_settings_that_are_not_estimated_keep_no_sweep_from_running(write_recipe, tmp_path):
     file = tmp_path / "fp8.yaml"
     file.write_text("distributed_type: MULTI_GPU\nnum_processes: 2\nmixed_precision: fp8\n")
