@@ -18,7 +18,7 @@ from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.schema import KNOBS
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.provenance import read_starts
-from nanogpt_hf.training.tracking import read_metrics
+from nanogpt_hf.training.tracking import _read_ids, read_metrics
 
 pytestmark = pytest.mark.long
 
@@ -162,6 +162,38 @@ def test_wandb_continues_the_run_without_secrets(tmp_path, write_recipe, monkeyp
     assert b"train/clipped_share" in written
     assert b"pa55word" not in written
     assert b"t0ken" not in written
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"[]", b"null", b'{"wandb": 5}', b"\xff", b"[" * 100_000, None],
+    ids=["empty", "cut", "list", "null", "number", "bytes", "nested", "folder"],
+)
+def test_damaged_ids_of_trackers_start_new_runs_with_one_warning(tmp_path, caplog, content):
+    path = tmp_path / "runs.json"
+    path.write_text('{"wandb": "a", "other": "b"}')
+    assert _read_ids(path) == {"wandb": "a"}
+    path.unlink()
+    assert _read_ids(path) == {}
+    assert caplog.text == ""
+    if content is None:
+        path.mkdir()
+    else:
+        path.write_bytes(content)
+    assert _read_ids(path) == _read_ids(path) == {}
+    (message,) = (record.getMessage() for record in caplog.records)
+    assert message.startswith(f"{path}: ")
+    assert message.endswith("; the trackers start new runs")
+
+
+def test_run_resumes_though_the_ids_of_its_trackers_are_damaged(pretrain, notebook, capsys):
+    options = {"tracking__trackers": ["notebook"]}
+    run = pretrain(train__max_steps=2, **options)
+    (run.trackers / "runs.json").write_text("{")
+    pretrain("--resume", train__max_steps=4, **options)
+    assert capsys.readouterr().err.count("the trackers start new runs") == 1
+    assert json.loads((run.trackers / "runs.json").read_text()) == {}
+    assert [step for step, _ in notebook.books[1].logged][-1] == 4
 
 
 def test_tracker_that_fails_to_start_is_one_line(
