@@ -9,6 +9,7 @@ import datasets
 import numpy as np
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from arguments import argv
@@ -287,6 +288,18 @@ def test_import_bins_refuses_what_is_no_file_of_tokens(
     monkeypatch.setattr(module, "TOKENS_PER_READ", 100)
     (characters / "val.bin").write_bytes(content)
     assert f"val.bin: {reason}" in refusal(import_bins, characters, out)
+
+
+def test_imported_model_has_a_card_of_its_own(tmp_path, meta):
+    make_checkpoint(tmp_path / "ckpt.pt")
+    out = tmp_path / "<b>model"
+    assert main(argv("import-nanogpt {} {} --meta {}", tmp_path / "ckpt.pt", out, meta)) == 0
+    card = ModelCard((out / "README.md").read_text(encoding="utf-8"))
+    assert card.data.to_dict()["library_name"] == "transformers"
+    assert "license" not in card.data.to_dict()
+    assert "trained by nanoGPT and imported with nanogpt_hf" in card.text
+    assert "<b>" not in card.text
+    assert str(tmp_path) not in card.content
 
 
 def test_command_imports_a_checkpoint_that_sample_opens(tmp_path, meta, capsys):

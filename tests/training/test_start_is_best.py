@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoTokenizer
 
 from arguments import argv
 from assertions import copy_at, same_weights
@@ -149,11 +150,27 @@ def test_killed_run_keeps_the_start(train, folder, rate):
     assert math.isfinite(final_state(whole)["best_loss"])
 
 
-def test_rows_of_a_start_with_more_tokens_are_in_best(train, folder):
-    """The start is what the run began with: cropped positions and new tokens included."""
+def test_start_with_fewer_positions_is_best(train, folder):
+    """The start is what the run began with, cropped positions included."""
     run = train("cropped", "text", f"{WORSE} --data.block_size 32 --data.dir short")
     assert load_model(str(run.best)).config.n_positions == 32
     assert final_state(run)["best_step"] == 0
+
+
+def test_rows_of_a_start_with_more_tokens_are_in_best(train, folder):
+    """The start is what the run began with, the rows of new tokens included."""
+    tokenizer = AutoTokenizer.from_pretrained(folder / "start")
+    old = len(tokenizer)
+    new = tokenizer.add_tokens(["the ", "and "])
+    tokenizer.save_pretrained(folder / "more")
+    run = train("more_tokens", "text", f"{WORSE} --data.tokenizer more --data.dir more_text")
+    assert final_state(run)["best_step"] == 0
+    best, start = (load_model(str(path)) for path in (run.best, folder / "start"))
+    rows, before = (model.get_input_embeddings().weight for model in (best, start))
+    assert len(rows) == old + new
+    assert torch.equal(rows[:old], before)
+    assert torch.allclose(rows[old:], before.mean(0).expand(new, -1), atol=0.1)
+    assert AutoTokenizer.from_pretrained(run.best).get_vocab() == tokenizer.get_vocab()
 
 
 def test_pretraining_keeps_no_untrained_model(make_recipe, tmp_path, forget_accelerate):
