@@ -59,6 +59,25 @@ def test_other_tokenizers_are_compared_by_bits_per_byte(write_run, compare, text
     assert "best val/bits_per_byte" in out
 
 
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"format": 99}', "null"])
+def test_damaged_manifest_is_one_warning(write_run, tmp_path, capsys, content):
+    run = write_run("one")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "manifest.json").write_text(content)
+    page, plot = tmp_path / "report.html", tmp_path / "compare.png"
+    for command in (["report", run, "--output", page], ["compare", run, "--output", plot]):
+        assert main(list(map(str, command))) == 0
+    assert page.exists()
+    assert plot.exists()
+    # one warning of a process, whatever reads the manifest
+    said = capsys.readouterr().err
+    assert said.count("compared without facts of the text") == 1
+    assert str(tmp_path / "data" / "manifest.json") in said
+    assert main(["compare", run, run, "--make-reference", str(tmp_path / "tiny.json")]) == 2
+    assert "manifest.json: not a manifest" in capsys.readouterr().err
+    assert not (tmp_path / "tiny.json").exists()
+
+
 @pytest.mark.long
 def test_make_reference_and_verdict(write_run, compare, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(reference, "SHIPPED", tmp_path)
