@@ -38,9 +38,15 @@ def run_compare(arguments: Namespace) -> None:
     """
     folders = [find_run(name) for name in dict.fromkeys(arguments.runs)]
 
-    from nanogpt_hf.reports.comparison import compare_recipes, compare_runs, summarize
+    from nanogpt_hf.reports.comparison import (
+        REWARD,
+        compare_recipes,
+        compare_runs,
+        score_of,
+        summarize,
+    )
     from nanogpt_hf.reports.curves import draw_curves
-    from nanogpt_hf.reports.reference import find_reference, judge, make_reference
+    from nanogpt_hf.reports.reference import Verdict, find_reference, judge, make_reference
     from nanogpt_hf.runs.metrics import read_metrics
 
     if output := arguments.make_reference:
@@ -58,7 +64,10 @@ def run_compare(arguments: Namespace) -> None:
                 f"{name}: metrics.jsonl holds no event yet; wait for the first evaluation"
             )
     same_tokens = len({_tokens_of(config) for config in configs.values()}) == 1
+    scores = {score_of(run_events) for run_events in events.values()}
     metric = "val/loss" if same_tokens else "val/bits_per_byte"
+    if scores == {REWARD}:
+        metric = REWARD
     runs = {name: summarize(run_events, metric) for name, run_events in events.items()}
     show(compare_runs(runs, metric))
     knobs = compare_recipes(configs)
@@ -68,7 +77,12 @@ def run_compare(arguments: Namespace) -> None:
     references = {name: find_reference(config) for name, config in configs.items()}
     show("\nis the loss normal?")
     for name, config in configs.items():
-        verdict = judge(references[name], config, events[name])
+        is_rewarded = score_of(events[name]) == REWARD
+        verdict = (
+            Verdict("none", "rewards have no reference")
+            if is_rewarded
+            else judge(references[name], config, events[name])
+        )
         runs[name] |= {"verdict": verdict.kind, "reason": verdict.sentence}
         show(f"  {name}: {verdict.sentence}")
         for number, cause in enumerate(verdict.causes, 1):
@@ -79,7 +93,9 @@ def run_compare(arguments: Namespace) -> None:
     band = next(iter(references.values())) if same_reference else None
     output = arguments.output or Path("compare.png")
     with output_target(output) as target:
-        drawn = draw_curves(events, target, metric, by, band)
+        # beside the rewards of training
+        shown = "val/pass@1" if metric == REWARD else metric
+        drawn = draw_curves(events, target, shown, by, band)
     if drawn:
         show(f"\nplot: {output}")
 

@@ -9,32 +9,47 @@ from nanogpt_hf.config.sources import knob_text
 from nanogpt_hf.formatting import align, format_duration
 from nanogpt_hf.runs.metrics import Event, column, names
 
+REWARD = "val/reward"
 
-def summarize(events: list[Event], metric: str) -> dict[str, Any]:
-    """Progress and speed of a run, best (of rewards the highest) and last value of `metric`, and
-    the last losses by source of a mixture.
+
+def score_of(events: list[Event]) -> str:
+    """The metric by which a run chose best/: the mean reward of reinforcement learning, else the
+    validation loss.
+    """
+    return REWARD if {"train/reward", REWARD} & {*names(events)} else "val/loss"
+
+
+def best_of(events: list[Event], metric: str) -> tuple[int, float, bool | None] | None:
+    """Step and value of the best evaluation, and whether it is better than that of the start: None
+    without an evaluation before the first step or after it. None without any evaluation.
     """
     steps, values = column(events, metric)
+    if not len(values):
+        return None
+    best = int((-values if metric == REWARD else values).argmin())
+    beats_start = best != 0 if len(values) > 1 and not steps[0] else None
+    return int(steps[best]), float(values[best]), beats_start
+
+
+def summarize(events: list[Event], metric: str) -> dict[str, Any]:
+    """Progress and speed of a run, best (of rewards the highest) and last value of `metric`,
+    whether the run's own score is better than that of its start, and the last losses by source of a
+    mixture.
+    """
+    values = column(events, metric)[1]
     rates = column(events, "train/tokens_per_second")[1]
-    last, best, beats_start = (
-        {"step": 0, "tokens": 0, "seconds": 0} | (events[-1] if events else {}),
-        None,
-        None,
-    )
-    if len(values):
-        best = int((-values if metric == "val/reward" else values).argmin())
-    if len(values) > 1 and not steps[0]:
-        beats_start = best != 0
+    last = {"step": 0, "tokens": 0, "seconds": 0} | (events[-1] if events else {})
+    best, scored = best_of(events, metric), best_of(events, score_of(events))
     sources = [name for name in names(events) if name.startswith(f"{metric}/")]
     return {
         "steps": last["step"],
         "tokens": last["tokens"],
         "seconds": last["seconds"],
         "tokens_per_second": float(np.median(rates)) if len(rates) else None,
-        "best": None if best is None else float(values[best]),
-        "best_step": None if best is None else int(steps[best]),
-        "beats_start": beats_start,  # None without an evaluation before the first step or after it
-        "last": None if best is None else float(values[-1]),
+        "best": best and best[1],
+        "best_step": best and best[0],
+        "beats_start": scored and scored[2],
+        "last": float(values[-1]) if len(values) else None,
         "sources": {name: float(column(events, name)[1][-1]) for name in sources},
     }
 

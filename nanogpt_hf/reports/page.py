@@ -22,7 +22,7 @@ from nanogpt_hf.config.sources import knob_text, source_text
 from nanogpt_hf.config.stages import stages_of
 from nanogpt_hf.errors import one_line
 from nanogpt_hf.formatting import format_duration, format_number
-from nanogpt_hf.reports.comparison import summarize
+from nanogpt_hf.reports.comparison import score_of, summarize
 from nanogpt_hf.reports.curves import draw_run
 from nanogpt_hf.reports.reference import find_reference, judge
 from nanogpt_hf.runs.files import redact, write_whole
@@ -51,7 +51,7 @@ def render(run: RunFolder, events: list[Event]) -> str:
     """
     config = run.read_recipe()
     reference = find_reference(config)
-    metric = "val/reward" if "train/reward" in names(events) else "val/loss"
+    metric = score_of(events)
     figures = summarize(events, metric)
     data = {
         "groups": _curves(events),

@@ -1,6 +1,7 @@
 """The `compare` command: table, differences of recipes, plot, verdict, references."""
 
 import json
+from pathlib import Path
 
 import pytest
 from matplotlib import image
@@ -57,6 +58,31 @@ def test_other_tokenizers_are_compared_by_bits_per_byte(write_run, compare, text
     bpe = {"data__tokenizer": "bpe"}
     out = compare(*(write_run(f"bpe-{size}", **bpe, data__vocab_size=size) for size in (270, 300)))
     assert "best val/bits_per_byte" in out
+
+
+def test_rewards_are_compared_by_the_score_that_chose_the_best(write_run, compare, tmp_path):
+    loss = write_run("loss")
+    runs = {"rising": [0.1, 0.3, 0.2], "falling": [0.3, 0.2, 0.1], "begun": [0.3]}
+    for name, rewards in runs.items():
+        events = []
+        for step, reward in enumerate(rewards):
+            position = {"step": step, "tokens": step, "seconds": step}
+            events += [position | {"train/reward": 0.5}] if step else []
+            events.append(position | {"val/reward": reward, "val/pass@1": reward})
+        lines = "".join(f"{json.dumps(event)}\n" for event in events)
+        (Path(write_run(name)) / "metrics.jsonl").write_text(lines)
+    paths = {name: str(tmp_path / name) for name in runs}
+    for others, metric in (([], "val/reward"), ([loss], "val/loss")):
+        out = compare(*paths.values(), *others, "--json", str(tmp_path / "all.json"))
+        assert f"best {metric}" in out
+        assert f"{paths['falling']}: no evaluation was better than that of its start" in out
+        assert out.count("no evaluation was better") == 1
+        assert out.count("rewards have no reference") == 3
+        found = json.loads((tmp_path / "all.json").read_text())["runs"]
+        assert [found[path]["beats_start"] for path in paths.values()] == [True, False, None]
+        bests = [found[path]["best"] for path in paths.values()]
+        assert bests == ([0.3, 0.3, 0.3] if metric == "val/reward" else [None] * 3)
+    assert found[loss]["best"] is not None
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"format": 99}', "null"])

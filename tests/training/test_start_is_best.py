@@ -113,10 +113,14 @@ def test_start_is_best_if_no_other_is_better(train, folder, method, capsys):
     assert "These are the weights that the run started from" in (run.best / "README.md").read_text()
     assert "the run started from was better" in (run.final / "README.md").read_text()
     assert "no evaluation was better than that of the start" in run.report.read_text()
-    if method != "rl":  # whose runs have no loss to compare
-        assert main(argv("compare {} --output compare.png", run.path)) == 0
-        line = f"{run.path}: no evaluation was better than that of its start"
-        assert line in capsys.readouterr().out
+    assert main(argv("compare {} --output compare.png --json compare.json", run.path)) == 0
+    line = f"{run.path}: no evaluation was better than that of its start"
+    assert line in capsys.readouterr().out
+    (compared,) = json.loads((folder / "compare.json").read_text())["runs"].values()
+    assert compared["best_step"] == 0
+    assert compared["beats_start"] is False
+    score = compared["best"] if method != "rl" else -compared["best"]
+    assert score == pytest.approx(state["best_loss"])
 
 
 @pytest.mark.parametrize("method", ["text", "lora"])
