@@ -233,8 +233,7 @@ def check_balance(config: Config, model_config: PreTrainedConfig) -> None:
     if not config.optim.balance_loss:
         return
     architecture = architecture_of(model_config)
-    with torch.device("meta"):
-        model = architecture.model_class(model_config)
+    model = architecture.on_meta(model_config)
     if not experts_of(model) or getattr(architecture.output_shapes(model), "routing", None) is None:
         raise UserError(
             f"optim.balance_loss: {architecture.name} has no experts whose routers show their "
@@ -287,9 +286,9 @@ def _prepare_for_finetuning(model: PreTrainedModel, config: Config, step: int) -
 
 def meta_model(config: Config, base: PreTrainedConfig, step: int = 0) -> PreTrainedModel:
     """The model that a run has at `step`, on the meta device, with what is frozen."""
-    with torch.device("meta"):
-        model = architecture_of(base).model_class(base)
-        if config.finetune.model:
+    model = architecture_of(base).on_meta(base)
+    if config.finetune.model:
+        with torch.device("meta"):
             _prepare_for_finetuning(model, config, step)
     _freeze_idle(model)
     return model

@@ -10,12 +10,14 @@ import copy
 import re
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -45,8 +47,9 @@ _SPLITS: dict[str, Split] = {
     "replicated_with_grad_allreduce": "heads",
 }
 _TOKENS_OF_A_STEP = 256  # for `check_one_step`: a shorter text may not reach all parameters
-# A deeper model fails as a shallow one does, and would take minutes.
-_LAYERS_TO_GENERATE = 100
+# A deeper model fails as a shallow one does, and would take minutes: it does not generate, and
+# only some of its blocks take the step.
+_DEEP = 100
 _EXPERT_MULTIPLE = 8  # torch's grouped products need rows of 16 bytes, in bf16 too
 
 
@@ -56,6 +59,26 @@ class Parts:
 
     blocks: str
     final_norm: str
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Numbers of parameters of a model."""
+
+    parameters: int
+    looked_up: int  # in embeddings, and in no matrix product
+    idle: int  # in the experts that a token does not choose
+
+
+class _NoInitialValues(TorchFunctionMode):
+    """Leave out the initial values of linear layers, which the meta device does not hold: torch
+    takes longer for them than for the rest of a model.
+    """
+
+    def __torch_function__(self, func, types, args=(), kwargs: Any = None):
+        if func is nn.init.kaiming_uniform_:
+            return (kwargs or {})["tensor"]
+        return func(*args, **(kwargs or {}))
 
 
 _NAMES_OF_EXPERTS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
@@ -80,7 +103,9 @@ class Architecture(ConfigFields):
         self.model_class = model_class_of(config_class)
         # for messages and cards: `Qwen3` of Qwen3ForCausalLM
         self.title = re.sub(r"(ForCausalLM|LMHeadModel)$", "", self.model_class.__name__)
-        self._stepped: dict[str, list[str]] = {}  # a start asks several times for one config
+        # A start asks several times for one config.
+        self._stepped: dict[str, list[str]] = {}
+        self._sizes: dict[str, Sizes] = {}
 
     def _check_kind(self) -> None:
         kinds: Any = self.config_class.sub_configs
@@ -111,7 +136,7 @@ class Architecture(ConfigFields):
         if section.n_inner is None and self._is_gated(model):
             config, model = self._build(section, vocab_size, end_of_text_id, is_gated=True)
         self.check_knobs(section, config)
-        self.check_one_step(config)
+        self.check_one_step(config, model)
         if padded := padded_vocab_size(section, vocab_size):
             config.padded_vocab_size = padded  # in memory only; standard_config has none
         return config
@@ -122,8 +147,7 @@ class Architecture(ConfigFields):
         try:
             config = completed(self.config_class(**values))
             self.check_fields(config)
-            with torch.device("meta"):
-                return config, self.model_class(config)
+            return config, self.on_meta(config)
         except Exception as error:
             # one line of transformers' several: hidden_act expected str, got int (value: 3)
             match = re.search(r"Field '(\w+)' (expected .*)", str(error))
@@ -135,16 +159,47 @@ class Architecture(ConfigFields):
         layers = (self.linear_layers(block)[1] for block in self.blocks(model))
         return bool(experts_of(model)) or any(len(of) > 2 for of in layers)
 
-    def check_one_step(self, config: Any) -> list[str]:
+    def on_meta(self, config: Any) -> PreTrainedModel:
+        """A model without values. Its sizes are noted: to build it again would take as long."""
+        key = _key_of(config)
+        with torch.device("meta"), _NoInitialValues():
+            model = self.model_class(config)
+        # Where a model lacks such parts, `sizes` gives the reason.
+        with suppress(Exception):
+            self._sizes[key] = self._sizes.get(key) or self._sizes_of(model)
+        return model
+
+    def _sizes_of(self, model: PreTrainedModel) -> "Sizes":
+        head: Any = model.get_output_embeddings()
+        looked_up = [p for module in self.embeddings(model) for p in module.parameters()]
+        experts = [
+            (sum(p.numel() for p in part.parameters()), part.num_experts)
+            for part in experts_of(model)
+        ]
+        active = active_experts(model.config)
+        return Sizes(
+            model.num_parameters(),
+            looked_up=sum(p.numel() for p in looked_up if p is not head.weight),
+            idle=sum(size - size * active // count for size, count in experts),
+        )
+
+    def sizes(self, config: Any) -> "Sizes":
+        """The sizes of a model, counted once for each config."""
+        key = _key_of(config)
+        if key not in self._sizes:
+            self._sizes[key] = self._sizes_of(self.on_meta(config))
+        return self._sizes[key]
+
+    def check_one_step(self, config: Any, model: PreTrainedModel | None = None) -> list[str]:
         """The parameters that the loss gives no gradient, found by a step on the meta device, which
         computes shapes only; none if that device cannot tell. Two tokens are generated there, too.
+        `model`: the config's, on that device, if there is one already.
 
         Raises ValueError if the model fails in a step, or in generation.
         """
-        key = config.to_json_string(use_diff=False)
+        key = _key_of(config)
         if key not in self._stepped:
-            with torch.device("meta"):
-                model = self.model_class(config)
+            model = model or self.on_meta(config)
             self._stepped[key] = self._idle_in_a_step(model, config)
         return self._stepped[key]
 
@@ -162,9 +217,11 @@ class Architecture(ConfigFields):
         if len(self.blocks(model)) != config.num_hidden_layers:
             raise ValueError(f"{self.name} has not one block per layer, and is not supported")
         try:
-            self.output_shapes(model).loss.backward()
-            idle = [name for name, p in model.named_parameters() if p.grad is None]
-            if config.num_hidden_layers <= _LAYERS_TO_GENERATE:
+            idle = self._idle_in_a_shallow_step(model)
+            if idle is None:
+                self.output_shapes(model).loss.backward()
+                idle = [name for name, p in model.named_parameters() if p.grad is None]
+            if config.num_hidden_layers <= _DEEP:
                 self._generate_shapes(model)
             return idle
         except Exception as error:
@@ -179,6 +236,35 @@ class Architecture(ConfigFields):
                 f"model.architecture {self.name} cannot take a step, or generate, with {given}: "
                 f"{one_line(error)}"
             ) from error
+
+    def _idle_in_a_shallow_step(self, model: Any) -> list[str] | None:
+        """What has no gradient in a step of the lowest blocks of a deep model, twice as many as it
+        takes to have each kind of block. All blocks of a kind do the same, so that a step of the
+        whole model finds the same.
+
+        None if the whole model has to take the step: it is not deep, its kinds go on to the top,
+        the few blocks fail, or a parameter inside of them has no gradient.
+        """
+        blocks = self.blocks(model)
+        if len(blocks) <= _DEEP:
+            return None
+        types = getattr(model.config, "layer_types", None) or [None] * len(blocks)
+        kinds = [(_kind_of(block), of) for block, of in zip(blocks, types, strict=True)]
+        count = 2 * (1 + max(kinds.index(kind) for kind in set(kinds)))
+        above = list(blocks)[count:]
+        if not above:
+            return None
+        del blocks[count:]
+        try:
+            self.output_shapes(model).loss.backward()
+            idle = [name for name, p in model.named_parameters() if p.grad is None]
+            is_idle_inside = any(p.grad is None for p in blocks.parameters())
+            return None if is_idle_inside else idle
+        except Exception:  # the step of the whole model gives the reason
+            return None
+        finally:
+            model.zero_grad()
+            blocks.extend(above)
 
     @torch.no_grad()
     def _generate_shapes(self, model: Any) -> None:
@@ -312,8 +398,7 @@ class Architecture(ConfigFields):
         that of several layers, into which their adapters could not be merged, or whose name peft
         takes for an expert's.
         """
-        with torch.device("meta"):
-            model = self.model_class(config)
+        model: Any = self.on_meta(config)
         products: dict[nn.Module, bool] = {}
         layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
         shared = Counter(id(layer.weight) for layer in layers)
@@ -431,18 +516,11 @@ class Architecture(ConfigFields):
         """Parameters that are in no matrix product: those of the embeddings, but for one that is
         the head too.
         """
-        with torch.device("meta"):
-            model = self.model_class(config)
-        head: Any = model.get_output_embeddings()
-        parameters = [p for module in self.embeddings(model) for p in module.parameters()]
-        return sum(p.numel() for p in parameters if p is not head.weight)
+        return self.sizes(config).looked_up
 
     def idle_parameters(self, config: Any) -> int:
         """Parameters of the experts that a token does not choose."""
-        with torch.device("meta"):
-            experts = experts_of(self.model_class(config))
-        sizes = [(sum(p.numel() for p in m.parameters()), m.num_experts) for m in experts]
-        return sum(size - size * active_experts(config) // count for size, count in sizes)
+        return self.sizes(config).idle
 
     def flops_per_token(self, config: PreTrainedConfig, block_size: int) -> float:
         """6·N + 12·L·H·Q·T: training, forward and backward (PaLM, arXiv:2204.02311, appendix B).
@@ -462,10 +540,32 @@ class Architecture(ConfigFields):
         """Parameters of the model as it is saved: padded vocabulary rows are not counted, a tied
         head counts once.
         """
-        with torch.device("meta"):
-            model = self.model_class(config)
+        known = self._sizes.get(_key_of(config))
+        parameters = known.parameters if known else self.on_meta(config).num_parameters()
         matrices = 1 if config.tie_word_embeddings else 2
-        return model.num_parameters() - matrices * padding_rows(config) * config.hidden_size
+        return parameters - matrices * padding_rows(config) * config.hidden_size
+
+
+def _key_of(config: PreTrainedConfig) -> str:
+    return config.to_json_string(use_diff=False)
+
+
+def _kind_of(block: nn.Module) -> tuple[Any, ...]:
+    """What tells a block from others, but for its index and values: types, sizes and settings of
+    its modules. A setting that is no plain value is another one for each object.
+    """
+    settings = [
+        (name, type(module), key, value if isinstance(value, _PLAIN) else id(value))
+        for name, module in block.named_modules()
+        for key, value in vars(module).items()
+        if key not in _NO_SETTINGS
+    ]
+    tensors = [*block.named_parameters(), *block.named_buffers()]
+    return *settings, *((name, tensor.shape, tensor.dtype) for name, tensor in tensors)
+
+
+_PLAIN = bool, int, float, str, type(None), torch.dtype, torch.Size
+_NO_SETTINGS = {*vars(nn.Module()), "layer_idx"}  # torch's own, and the index
 
 
 def _by(shape: Iterable[int]) -> str:

@@ -28,6 +28,7 @@ class GPT2Architecture(Architecture):
     def __init__(self, config_class: type[GPTConfig]):
         self.config_class, self.model_class = config_class, GPTForCausalLM
         self.name, self.title = "gpt2", "GPT-2"
+        self._sizes = {}
 
     def config_from_recipe(
         self, section: ModelSection, vocab_size: int, end_of_text_id: int | None
@@ -41,7 +42,7 @@ class GPT2Architecture(Architecture):
             **{name: getattr(section, name) for name in _KNOBS},
         )
 
-    def check_one_step(self, config: Any) -> list[str]:
+    def check_one_step(self, config: Any, model: Any = None) -> list[str]:
         self.check_fields(config)
         return []  # its loss gives all parameters gradients
 

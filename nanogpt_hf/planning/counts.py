@@ -82,41 +82,81 @@ class Counts:
         last the head, which may be a copy.
         """
         model = one_rank_of(model, tp, ep)
-        experts = [p for part in experts_of(model) * (ep > 1) for p in part.parameters()]
-        architecture = architecture_of(model)
-        blocks = architecture.blocks(model)
-        embedding = next(model.get_input_embeddings().parameters())
-        is_tied = _head(model).weight is embedding
-        stage = stage or StageShare(len(blocks))
-        trainable = [any(p.requires_grad for p in block.parameters()) for block in blocks]
-        embeddings = [p for module in architecture.embeddings(model) for p in module.parameters()]
-        frozen_below = 0
-        if any(trainable) and not any(p.requires_grad for p in embeddings):
-            frozen_below = trainable.index(True)
-        in_blocks = sum(p.numel() for p in blocks.parameters())
-        block = in_blocks // len(blocks)
-        inside, below = {id(p) for p in blocks.parameters()}, {id(p) for p in embeddings}
-        top = architecture.final_norm(model), _head(model)
-        above = {id(p) for layer in top for p in layer.parameters()}
-        sizes = {id(p): p.numel() for p in model.parameters() if id(p) not in inside}
-        held = below if stage.has_embedding else set()
-        if stage.has_head:  # and the rest of the model, such as adapters outside the blocks
-            held = held | (sizes.keys() - (below - above))
-        outside = sum(sizes[key] for key in held)
-        whole, all_trainable = model.num_parameters(), model.num_parameters(only_trainable=True)
-        total = outside + (in_blocks if stage.blocks == len(blocks) else block * stage.blocks)
+        sizes = _walk(model)
+        stage = stage or StageShare(sizes.blocks)
+        block = sizes.in_blocks // sizes.blocks
+        outside = sizes.below_only * stage.has_embedding + sizes.above * stage.has_head
+        outside += sizes.below_and_above * (stage.has_embedding or stage.has_head)
+        is_whole = stage.blocks == sizes.blocks
+        total = outside + (sizes.in_blocks if is_whole else block * stage.blocks)
+        whole, trainable = sizes.whole, sizes.trainable
         return cls(
             total=total,
-            trainable=all_trainable if total == whole else round(total * all_trainable / whole),
+            trainable=trainable if total == whole else round(total * trainable / whole),
             block=block,
             outside=outside,
-            gathered_alone=embedding.numel() if stage.has_embedding and not is_tied else 0,
-            head=embedding.numel() if stage.has_head else 0,
-            experts=sum(p.numel() for p in experts),
-            trainable_experts=sum(p.numel() for p in experts if p.requires_grad),
-            head_is_trainable=embedding.requires_grad,
-            backward_blocks=min(stage.blocks, len(blocks) - frozen_below),
+            gathered_alone=sizes.head if stage.has_embedding and not sizes.is_tied else 0,
+            head=sizes.head if stage.has_head else 0,
+            experts=sizes.experts * (ep > 1),
+            trainable_experts=sizes.trainable_experts * (ep > 1),
+            head_is_trainable=sizes.head_is_trainable,
+            backward_blocks=min(stage.blocks, sizes.blocks - sizes.frozen_below),
         )
+
+
+@dataclass(frozen=True)
+class _Walk:
+    """Numbers of parameters that one walk through a model finds, for all stages of a pipeline."""
+
+    blocks: int  # how many there are
+    frozen_below: int  # how many of them have no backward pass
+    in_blocks: int
+    below_only: int  # in embeddings alone
+    below_and_above: int  # in an embedding that is the head too
+    above: int  # in all else outside the blocks, such as the head and adapters
+    head: int
+    is_tied: bool
+    head_is_trainable: bool
+    experts: int
+    trainable_experts: int
+    whole: int
+    trainable: int
+
+
+@lru_cache(maxsize=16)
+def _walk(model: PreTrainedModel) -> _Walk:
+    experts = [p for part in experts_of(model) for p in part.parameters()]
+    architecture = architecture_of(model)
+    blocks = architecture.blocks(model)
+    embedding = next(model.get_input_embeddings().parameters())
+    trainable = [any(p.requires_grad for p in block.parameters()) for block in blocks]
+    embeddings = [p for module in architecture.embeddings(model) for p in module.parameters()]
+    frozen_below = 0
+    if any(trainable) and not any(p.requires_grad for p in embeddings):
+        frozen_below = trainable.index(True)
+    inside, below = {id(p) for p in blocks.parameters()}, {id(p) for p in embeddings}
+    top = architecture.final_norm(model), _head(model)
+    above = {id(p) for layer in top for p in layer.parameters()}
+    outside = {id(p): p.numel() for p in model.parameters() if id(p) not in inside}
+
+    def size_of(keys: set[int]) -> int:
+        return sum(outside[key] for key in keys)
+
+    return _Walk(
+        blocks=len(blocks),
+        frozen_below=frozen_below,
+        in_blocks=sum(p.numel() for p in blocks.parameters()),
+        below_only=size_of(below - above),
+        below_and_above=size_of(below & above),
+        above=size_of(outside.keys() - below),
+        head=embedding.numel(),
+        is_tied=_head(model).weight is embedding,
+        head_is_trainable=embedding.requires_grad,
+        experts=sum(p.numel() for p in experts),
+        trainable_experts=sum(p.numel() for p in experts if p.requires_grad),
+        whole=model.num_parameters(),
+        trainable=model.num_parameters(only_trainable=True),
+    )
 
 
 def _head(model: PreTrainedModel) -> Any:
@@ -183,15 +223,12 @@ def _block_bytes(
     written_out: bool,
     on_cpu: bool,
 ) -> tuple[float, float]:
-    model = copy.deepcopy(one_rank_of(model, tp)).train()
+    model = _with_kinds_of_blocks(one_rank_of(model, tp)).train()
     if half:
         model.bfloat16()
     if written_out:
         write_out_attention(model)
     blocks = architecture_of(model).blocks(model)
-    kinds = {tuple((name, p.shape) for name, p in block.named_parameters()) for block in blocks}
-    if len(kinds | {*(getattr(model.config, "layer_types", None) or ())}) <= 2:
-        del blocks[:-1]  # of one kind: faster
     kernels = nullcontext() if on_cpu else GpuKernels()
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), shapes_only(), kernels:
@@ -203,6 +240,18 @@ def _block_bytes(
         raise UserError(f"model.architecture {name}: its sizes depend on data: {error}") from error
     saved, kept = ((b - a) / block_size / len(blocks) for a, b in zip(one, two, strict=True))
     return saved, kept
+
+
+def _with_kinds_of_blocks(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy of a model, with only the last of its blocks if they are of one kind. The others are
+    not copied, which would take longer than all else of a deep model.
+    """
+    blocks = architecture_of(model).blocks(model)
+    kinds = {tuple((name, p.shape) for name, p in block.named_parameters()) for block in blocks}
+    copies: dict[int, Any] = {}
+    if len(kinds | {*(getattr(model.config, "layer_types", None) or ())}) <= 2:
+        copies[id(blocks)] = copy.deepcopy(blocks[-1:], copies)
+    return copy.deepcopy(model, copies)
 
 
 def _saved_bytes(

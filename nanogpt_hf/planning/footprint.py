@@ -186,9 +186,10 @@ def _footprint(
             "copies": _copies(counts, place, 0, left),
         },
     }
-    if update_bytes := kind_of(optim).update_bytes:
+    if kind_of(optim).update_bytes:
         shards = place.shards * Counts.of(model).trainable / held.trainable
-        copies = update_bytes(model, place.on_cpu, shards, place.processes)
+        kind = optim.name, optim.state
+        copies = _update_bytes(model, place.on_cpu, shards, place.processes, *kind)
         phases[UPDATE] = {"gradients": gradients, "copies": copies}
     phases = {name: dict.fromkeys(PARTS, 0.0) | state | parts for name, parts in phases.items()}
     return Footprint(phases, host_copy)
@@ -236,6 +237,15 @@ def _kept_bytes(model: PreTrainedModel, block_size: int, place: Placement) -> fl
 def _optimizer_bytes(model: PreTrainedModel, shards: int, name: str, state: Any) -> float:
     """Bytes of the optimizer state of a whole model, on one of N shards."""
     return kind_of(OptimSection(name=name, state=state)).state_bytes(model, shards)
+
+
+@lru_cache(maxsize=256)  # micro-batches share them
+def _update_bytes(
+    model: PreTrainedModel, on_cpu: bool, shards: float, processes: int, name: str, state: Any
+) -> float:
+    """Bytes of the buffers of an optimizer that needs some for its update."""
+    update_bytes = kind_of(OptimSection(name=name, state=state)).update_bytes
+    return update_bytes(model, on_cpu, shards, processes) if update_bytes else 0.0
 
 
 def _state(counts: Counts, place: Placement, optimizer_bytes: float) -> dict[str, float]:

@@ -9,9 +9,10 @@ import torch
 from decoder_types import VOCAB, tiny, tiny_section
 from safetensors.torch import save_file
 from transformers import Qwen3Model
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from nanogpt_hf.errors import UserError
-from nanogpt_hf.model.architecture import count_parameters
+from nanogpt_hf.model.architecture import architecture_of_type, count_parameters
 from nanogpt_hf.model.build import build_config, load_base_config, load_model
 
 FIELDS = {
@@ -67,6 +68,60 @@ def test_model_that_cannot_generate_is_refused_before_a_run(monkeypatch):
     monkeypatch.setattr(Qwen3Model, "forward", fails_with_a_cache)
     with pytest.raises(UserError, match=r"cannot take a step, or generate, with .*: no window"):
         build_config(replace(tiny_section("qwen3"), n_embd=24), VOCAB)
+
+
+def count_blocks(monkeypatch, architecture):
+    """Lists of the numbers of blocks that take a step, and of the models that are built."""
+    stepped, built = [], []
+    step, build = architecture.output_shapes, architecture.model_class.__init__
+
+    def noted_step(model):
+        stepped.append(len(architecture.blocks(model)))
+        return step(model)
+
+    def noted_build(self, *arguments, **options):
+        built.append(self)
+        build(self, *arguments, **options)
+
+    monkeypatch.setattr(architecture, "output_shapes", noted_step)
+    monkeypatch.setattr(architecture.model_class, "__init__", noted_build)
+    return stepped, built
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3", "qwen3_moe"])
+def test_few_blocks_of_a_deep_model_take_the_step(monkeypatch, name):
+    """Such a model is built once without and once with a gate, and not again to count it."""
+    architecture = architecture_of_type(name)
+    stepped, built = count_blocks(monkeypatch, architecture)
+    config = build_config(replace(tiny_section(name), n_layer=104, n_inner=None, extra={}), VOCAB)
+    parameters = architecture.count_parameters(config)
+    architecture.flops_per_token(config, 8)
+    assert (stepped, len(built)) == ([2], 2)
+    assert len(architecture.blocks(built[-1])) == 104
+    assert parameters == built[-1].num_parameters()
+
+
+def test_deep_model_with_another_top_block_takes_the_whole_step(monkeypatch):
+    initialize = LlamaDecoderLayer.__init__
+
+    def with_another_top(self, config, layer_idx):
+        initialize(self, config, layer_idx)
+        self.mlp.is_top = layer_idx == 104
+
+    monkeypatch.setattr(LlamaDecoderLayer, "__init__", with_another_top)
+    stepped, _ = count_blocks(monkeypatch, architecture_of_type("llama"))
+    build_config(replace(tiny_section("llama"), n_layer=105), VOCAB)
+    assert stepped == [105]
+
+
+def test_deep_model_that_fails_is_refused_as_a_shallow_one(monkeypatch):
+    def fails(self, *arguments, **options):
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(LlamaDecoderLayer, "forward", fails)
+    for layers in (2, 106):
+        with pytest.raises(UserError, match=r"cannot take a step, .* kernel"):
+            build_config(replace(tiny_section("llama"), n_layer=layers, n_embd=24), VOCAB)
 
 
 @pytest.mark.parametrize(("numbers", "is_refused"), [(2, False), (2.01, True)])
