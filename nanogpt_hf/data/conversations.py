@@ -245,13 +245,23 @@ def _from_transcript(text: str) -> list[Message]:
 
 def _from_choices(row: dict[str, Any]) -> list[Message]:
     choices, answer = row["choices"], row["answer"]
-    if type(choices) is not list or type(answer) is not int or answer not in range(len(choices)):
+    if type(choices) is not list or type(answer) is not int:
         raise ValueError(
             "expected choices, a list of texts, and answer, the index of one, got "
             f"{choices!r:.40} and {answer!r:.40}"
         )
+    if len(choices) > len(_LETTERS):
+        raise ValueError(
+            f"choices: {len(choices)} are more than the {len(_LETTERS)} letters that name them; "
+            "leave the row out, or write the question and its answer as text"
+        )
+    if answer not in range(len(choices)):
+        raise ValueError(
+            f"answer: expected the index of one of {len(choices)} choices, which counts from 0, "
+            f"got {answer}"
+        )
     texts = (_text("choices", choice).strip() for choice in choices)
-    lines = "\n".join(f"{letter}. {text}" for letter, text in zip(_LETTERS, texts, strict=False))
+    lines = "\n".join(f"{_LETTERS[number]}. {text}" for number, text in enumerate(texts))
     question = _text("question", row["question"]).strip()
     asked = f"{question}\n\n{lines}\n\nAnswer with the letter only."
     return _exchange(asked, _LETTERS[answer])
@@ -326,6 +336,12 @@ def _conversation(messages: Any, row: dict[str, Any]) -> Conversation:
     for column in _UNSUPPORTED:
         if not _is_empty(row.get(column)):
             raise ValueError(f"{column}: is not supported in a conversation; leave the row out")
+    for mark in _MARKS:
+        if row.get(mark) not in (None, 1):
+            raise ValueError(
+                f"{mark}: {row[mark]!r:.40} beside the messages would be ignored; mark the answers "
+                "themselves, or leave the row or the column out"
+            )
     messages = [*_history(row), *_listed(messages)]
     if system := _system(row):
         renamed = [_renamed(message) for message in messages[:1]]

@@ -14,7 +14,7 @@ from nanogpt_hf.commands import main
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.schema import replace_knobs
 from nanogpt_hf.data.chat_template import chat_format
-from nanogpt_hf.data.conversations import conversation_of
+from nanogpt_hf.data.conversations import conversation_of, labeled_of, pair_of
 from nanogpt_hf.data.manifest import read_manifest
 from nanogpt_hf.data.prepare import prepare
 from nanogpt_hf.data.tokenizer import char_tokenizer
@@ -112,7 +112,10 @@ def test_question_and_answer_of_a_row(row, question, answer):
         ('{"conversations": [{"from": "bing", "value": "a"}]}', "message 1: role: "),
         ('{"question": "a", "answer": 5}', "message 2: content: expected text, got 5"),
         ('{"question": "a", "choices": "b", "answer": 0}', "'b'"),
-        ('{"question": "a", "choices": ["b", "c"], "answer": 2}', "and 2"),
+        ('{"question": "a", "choices": ["b", "c"], "answer": 2}', "answer: expected the index"),
+        ('{"question": "a", "choices": ["b", "c"], "answer": -1}', "2 choices"),
+        ('{"question": "a", "choices": ["b", "c"], "answer": true}', "and True"),
+        ('{"question": "a", "choices": [], "answer": 0}', "0 choices"),
         ('{"question": 5, "choices": ["a", "b"], "answer": 0}', "question: expected text"),
         ('{"question": "a", "choices": ["b", ""], "answer": 0}', "choices: expected text"),
         ('{"instruction": 5, "output": "a"}', "instruction: expected text, got 5"),
@@ -130,6 +133,44 @@ def test_invalid_conversation_is_one_line(row, message):
     for name, exchange in zip(("USER", "ASSISTANT"), EXCHANGE, strict=True):
         row = row.replace(name, json.dumps(exchange))
     assert message in refusal(conversation_of, json.loads(row), error=ValueError)
+
+
+@pytest.mark.parametrize("answer", [0, 25, 26])
+def test_choices_have_a_letter_or_are_refused(answer):
+    row = {"question": "Which?", "choices": [f"c{n}" for n in range(27)], "answer": answer}
+    message = refusal(conversation_of, row, error=ValueError)
+    assert message.startswith("choices: 27 are more than the 26 letters")
+    row["choices"].pop()
+    if answer < 26:
+        asked, answered = conversation_of(row).messages
+        assert "Z. c25\n" in asked["content"]
+        assert answered["content"] == "ABCDEFGHIJKLMNOPQRSTUVWXYZ"[answer]
+
+
+MARKED_ROWS = [
+    {"messages": EXCHANGE},
+    {"conversations": EXCHANGE},
+    {"prompt": "Why?", "completion": "Because."},
+    {"instruction": "Why?", "output": "Because."},
+    {"question": "Why?", "choices": ["a", "b"], "answer": 1},
+    {"question": "Why?", "answer": "Because."},
+    {"prompt": "Why?", "chosen": "Because.", "rejected": "So."},
+    {"prompt": "Why?", "completion": "Because.", "label": True},
+]
+
+
+@pytest.mark.parametrize("row", MARKED_ROWS)
+@pytest.mark.parametrize(
+    ("mark", "value"),
+    [("weight", 0), ("weight", 0.5), ("train", False), ("loss", False), ("loss", "no")],
+)
+def test_mark_beside_the_messages_is_refused(row, mark, value):
+    read = pair_of if "chosen" in row else labeled_of if "label" in row else conversation_of
+    read(row)
+    for without_effect in (None, True, 1):
+        assert read(row | {mark: without_effect}) == read(row)
+    message = refusal(read, row | {mark: value}, error=ValueError)
+    assert f"{mark}: {value!r} beside the messages" in message
 
 
 def test_invalid_conversation_names_file_and_row(prepare_rows, tmp_path):
