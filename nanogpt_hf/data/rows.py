@@ -10,6 +10,7 @@ import json
 import lzma
 import re
 import shutil
+import stat
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -36,11 +37,59 @@ _METHODS = {
     zipfile.ZIP_LZMA: "lzma",
 }
 _ENCRYPTED = 0x1  # the bit of a member's flags
+_AT_ONCE = 1 << 17  # bytes
+
+
+class _Streams(io.RawIOBase):
+    """The bytes of the compressed streams in a file, one after another.
+
+    The files of the modules bz2 and lzma ignore whatever follows a whole stream, so they lose the
+    rows of one that is damaged, or comes after padding.
+    """
+
+    def __init__(self, file: IO[bytes], begin: Callable[[], Any]):
+        self._file = file
+        self._begin = begin
+        self._stream = begin()
+        self._number = 1
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while True:
+            data = b""
+            if self._stream.eof:
+                data = self._stream.unused_data
+                # Zeros are padding.
+                while not (data := data.lstrip(b"\0")):
+                    if not (data := self._file.read(_AT_ONCE)):
+                        return 0
+                self._stream = self._begin()
+                self._number += 1
+            elif self._stream.needs_input and not (data := self._file.read(_AT_ONCE)):
+                raise ValueError(f"compressed stream {self._number} has no end; copy it again")
+            try:
+                part = self._stream.decompress(data, len(buffer))
+            except (OSError, lzma.LZMAError) as error:
+                raise ValueError(
+                    f"compressed stream {self._number} is damaged, or is none: {error}; copy it "
+                    "again"
+                ) from None
+            if part:
+                buffer[: len(part)] = part
+                return len(part)
+
+
+def _streams(begin: Callable[[], Any]) -> Callable[[Any], Any]:
+    return lambda file: io.BufferedReader(_Streams(file, begin), _AT_ONCE)
+
+
 _OPENERS: tuple[Callable[[Any], Any], ...] = (
     gzip.open,
-    bz2.open,
-    lzma.open,
-    lzma.open,
+    _streams(bz2.BZ2Decompressor),
+    _streams(lzma.LZMADecompressor),
+    _streams(lzma.LZMADecompressor),
     lambda file: pyarrow.input_stream(file, compression="zstd"),
 )
 _DECOMPRESS: dict[str, Callable[[Any], Any]] = dict(zip(COMPRESSIONS, _OPENERS, strict=True))
@@ -53,7 +102,9 @@ Rows = Iterator[Any]
 
 
 def text_of(row: Any, column: str) -> str | None:
-    """The text of a row: its column, or the row if it is text. Raises ValueError without one."""
+    """The text of a row: its column, which may be null, or the row if it is text. Raises ValueError
+    without one.
+    """
     is_row = isinstance(row, dict)
     text = row.get(column, ...) if is_row else row
     if isinstance(text, bytes):  # a Parquet file whose writer left out that it is text
@@ -63,7 +114,7 @@ def text_of(row: Any, column: str) -> str | None:
             raise ValueError(
                 f"column {column!r} holds bytes that are no UTF-8 text: {error}"
             ) from None
-    if not isinstance(text, str | None):
+    if not (isinstance(text, str) or (text is None and is_row)):
         if not is_row:
             raise ValueError(f"expected text, or an object with column {column!r}, got {row!r:.40}")
         raise ValueError(
@@ -174,6 +225,10 @@ def _member_rows(
     archive: zipfile.ZipFile, member: zipfile.ZipInfo, ending: str, column: str | None
 ) -> Rows:
     """The rows of a member; one without an ending has that of its archive, as in a.jsonl.zip."""
+    kind = stat.S_IFMT(member.external_attr >> 16)  # 0 from systems without kinds of files
+    if kind not in (0, stat.S_IFREG):
+        what = "symbolic link" if kind == stat.S_IFLNK else "special file"
+        raise ValueError(f"a {what}, not text; make the archive without it, or of its target")
     if member.flag_bits & _ENCRYPTED:
         raise ValueError("encrypted; extract it first")
     if member.compress_type not in _METHODS:
@@ -335,7 +390,8 @@ def _is_json(text: str) -> bool:
 def _parquet(file: IO[bytes], column: str | None) -> Rows:
     from pyarrow import parquet
 
-    if not isinstance(file, io.BufferedReader):  # its end is read first
+    # The end of a table is read first.
+    if not isinstance(getattr(file, "raw", None), io.FileIO):
         with tempfile.TemporaryFile() as whole:
             shutil.copyfileobj(file, whole)
             whole.seek(0)

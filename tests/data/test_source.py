@@ -236,6 +236,26 @@ def test_every_member_of_a_zip_is_read_in_order_by_its_ending(write, tmp_path):
         ]
 
 
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [(0o120777, "symbolic link"), (0o010644, "special file"), (0o020644, "special file")],
+)
+def test_link_in_a_zip_is_refused_by_name(write, tmp_path, kind, words):
+    link = zipfile.ZipInfo("link.txt")
+    link.create_system, link.external_attr = 3, kind << 16
+    path = write("a.zip", archive(("a.txt", "text"), (link, "../a.txt")))
+    message = error_of(path, tmp_path)
+    assert message.startswith(f"{path}: link.txt: ")
+    assert words in message
+
+
+@pytest.mark.parametrize("kind", [0, 0o600, 0o100644])
+def test_member_of_any_system_is_text(write, tmp_path, kind):
+    member = zipfile.ZipInfo("a.txt")
+    member.external_attr = kind << 16
+    assert texts_of(write("a.zip", archive((member, "text"))), tmp_path) == ["text"]
+
+
 def test_name_of_a_member_is_printed_in_one_line(write, tmp_path):
     path = write("a.zip", archive(("a\n\x1b[2J.bin", b"\xff")))
     assert error_of(path, tmp_path).startswith(f"{path}: a??[2J.bin: row 1: ")
@@ -402,6 +422,8 @@ UNREADABLE = [
     ("a.json", '{"rows": [{"text": "x"}], "more": [{"text": "y"}]}', "rows, more", '"data"'),
     ("a.json", '{"text": "x"}\n{"txt": "y"}\n', "row 2", "txt"),
     ("a.json", '{\n"text": "x"}\n{"text": "y"}\n', "Extra data"),
+    ("a.jsonl", '{"text": "x"}\nnull\n', "row 2", "'text'", "got None"),
+    ("a.json", '[{"text": "x"}, null]', "row 2", "'text'", "got None"),
     ("a.json", "\n5", "row 1", "'text'", "got 5"),
     ("a.csv", "text,id,text\na,1,b\n", "2 columns are named 'text'"),
     ("a.parquet", parquet(TWICE), "2 columns are named 'text'"),
@@ -434,6 +456,44 @@ def test_damaged_compressed_file_is_an_error(write, tmp_path, compression):
     whole = COMPRESSIONS[compression](os.urandom(50_000).hex().encode())
     for data in (b"not compressed at all", whole[:-3]):
         assert f"a.txt{compression}: " in error_of(write(f"a.txt{compression}", data), tmp_path)
+
+
+STREAMS = [".gz", ".bz2", ".xz", ".lzma", ".zst"]
+ONE, TWO = b'{"text": "one"}\n', b'{"text": "two"}\n'
+
+
+@pytest.mark.parametrize("padding", [0, 4, 300_000])
+@pytest.mark.parametrize("ending", STREAMS)
+def test_all_streams_of_a_compressed_file_are_read(write, tmp_path, ending, padding):
+    if ending == ".zst" and padding:
+        pytest.skip("zstd knows no padding")
+    one, two = map(COMPRESSIONS[ending], (ONE, TWO))
+    zeros = bytes(padding)
+    path = write(f"a.jsonl{ending}", one + zeros + two + zeros)
+    assert texts_of(path, tmp_path) == ["one", "two"]
+
+
+AFTER_A_STREAM = {
+    "its first byte is another": lambda two: bytes([two[0] ^ 0xFF]) + two[1:],
+    "a byte in its middle is another": lambda two: (
+        two[: len(two) // 2] + bytes([two[len(two) // 2] ^ 0xFF]) + two[len(two) // 2 + 1 :]
+    ),
+    "it is cut": lambda two: two[:-9],
+    "only its start is there": lambda two: two[:3],
+    "padding, then another byte first": lambda two: bytes(8) + b"!" + two[1:],
+    "text": lambda two: b"plain text, and more of it than any header has\n",
+    "one byte": lambda two: b"!",
+}
+
+
+@pytest.mark.parametrize("after", AFTER_A_STREAM)
+@pytest.mark.parametrize("inside", ["", ".zip"])
+@pytest.mark.parametrize("ending", STREAMS)
+def test_what_follows_a_stream_is_no_silent_loss(write, tmp_path, ending, inside, after):
+    data = COMPRESSIONS[ending](ONE) + AFTER_A_STREAM[after](COMPRESSIONS[ending](TWO))
+    name = f"a.jsonl{ending}"
+    path = write(name + inside, archive((name, data)) if inside else data)
+    assert error_of(path, tmp_path).startswith(f"{path}: ")
 
 
 # --- python-docs
