@@ -29,7 +29,7 @@ from nanogpt_hf.data.formats import FORMATS, Document, local_files
 from nanogpt_hf.data.manifest import SPLITS
 from nanogpt_hf.data.rows import read_tables, unpacked
 from nanogpt_hf.errors import DataError, UserError, one_line
-from nanogpt_hf.formatting import shows_bars
+from nanogpt_hf.formatting import plural, shows_bars
 
 _LARGEST = 99  # operand
 _DOCUMENTS, _LINES = 2_000, 50  # documents and lines of the text
@@ -64,6 +64,7 @@ class BadRows:
         self._before: list[int] = []  # for each that makes no document, those before it
         self._failed: list[int] = []  # documents that cannot be encoded
         self._named: list[str] = []
+        self.empty = 0  # rows whose text is empty or null, which are skipped without a limit
 
     def add(self, documents: int, place: str, reason: str) -> None:
         """Count a row that comes after a number of documents. Raises DataError if it is one too
@@ -97,6 +98,11 @@ class BadRows:
 
         A reading may be ahead of the documents that are used, by as many as it has threads.
         """
+        if self.empty and documents:
+            logger.info(
+                f"{plural(self.empty, 'row')} whose text is empty or null: skipped",
+                extra={"to_stderr": True},
+            )
         skipped = self._skipped(documents)
         if count := skipped + sum(number < documents for number in self._failed):
             rows = f"{count:,} of {documents + skipped:,}"
@@ -228,6 +234,7 @@ def _documents(
                 except _ROW_ERRORS as error:
                     bad.add(count, f"{where}: row {number}", one_line(error))
                     continue
+                bad.empty += not document
                 if document or empty:
                     yield document
                     count += 1

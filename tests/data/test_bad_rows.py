@@ -56,6 +56,9 @@ BAD = [
     ("a.jsonl", lines(TURNS, TURNS | {"completion": None}, TURNS), "chat"),
     ("a.jsonl", lines(TURNS, {"messages": [{"role": "user", "content": "a"}]}, TURNS), "chat"),
     ("a.jsonl", lines(TURNS, {"messages": 5}, TURNS), "chat"),
+    ("a.jsonl", f"{GOOD}\nnull\n{GOOD}\n", "text"),
+    ("a.jsonl", lines(TURNS, None, TURNS), "chat"),
+    ("a.jsonl", lines(TURNS, TURNS | {"weight": 0}, TURNS), "chat"),
     ("a.jsonl", lines(TURNS, [[[]]], TURNS), "chat"),
 ]
 
@@ -72,6 +75,24 @@ def test_bad_row_is_refused_or_left_out_and_named(write, tmp_path, caplog, name,
         assert texts[0] == texts[1]
         assert f"1 of 3 rows cannot be used, left out: {path}: row 2: " in caplog.text
     assert "1 of 3 rows" in refusal(read, path, tmp_path, 0.3, format=format)
+
+
+@pytest.mark.parametrize("limit", [0, 1])
+@pytest.mark.parametrize(
+    ("name", "data", "count"),
+    [
+        ("a.jsonl", f'{{"text": ""}}\n{GOOD}\n{{"text": null}}\n', "2 rows"),
+        ("a.jsonl", f'""\n{GOOD}\n', "1 row"),
+        ("a.csv", "id,text\n1,good\n2,\n", "1 row"),
+        ("a.jsonl", f"{GOOD}\n", None),
+    ],
+)
+def test_empty_texts_are_skipped_and_counted(write, tmp_path, caplog, name, data, count, limit):
+    caplog.set_level("INFO")
+    documents = load_documents(DataSection(str(write(name, data)), max_bad_rows=limit), tmp_path)
+    assert documents.read() == ["good"]
+    lines_ = [record.getMessage() for record in caplog.records]
+    assert lines_ == ([f"{count} whose text is empty or null: skipped"] if count else [])
 
 
 def test_files_that_are_no_text_are_left_out(write, tmp_path):
