@@ -140,9 +140,15 @@ def check_environment() -> None:
             f"LOCAL_RANK is set, but not {', '.join(missing)}; use `python cli.py "
             "launch`, or unset it"
         )
-    rank, size = given.get("RANK", "0"), given.get("WORLD_SIZE", "1")
-    if int(rank) >= int(size):
-        raise UserError(f"RANK is {rank}, not below WORLD_SIZE {size}; use `python cli.py launch`")
+    world_size = given.get("WORLD_SIZE", "1")
+    local_size = given.get("LOCAL_WORLD_SIZE", world_size)
+    sizes = {"RANK": ("WORLD_SIZE", world_size), "LOCAL_RANK": ("LOCAL_WORLD_SIZE", local_size)}
+    for name, (size_name, size) in sizes.items():
+        rank = given.get(name, "0")
+        if int(rank) >= int(size):
+            raise UserError(
+                f"{name} is {rank}, not below {size_name} {size}; use `python cli.py launch`"
+            )
 
 
 def read_accelerate_config(file: str) -> dict[str, Any]:

@@ -63,7 +63,9 @@ def _copy_history(old: RunFolder, new: RunFolder, step: int) -> None:
 def _copy_checkpoint(source: Path, target: Path, identity: dict[str, Any]) -> None:
     """Copy a checkpoint to a run of another identity."""
     with replaced_folder(target) as partial:
-        shutil.copytree(source, partial, dirs_exist_ok=True)
+        # copytree would collect the errors of all files in a list
+        for path in source.iterdir():
+            shutil.copy2(path, partial)
         facts = read_json(source / STATE, dict[str, Any]) | {"identity": identity}
         checksums = read_json(source / CHECKSUMS, dict[str, str])
         write_state(partial, facts, checksums)

@@ -16,6 +16,7 @@ from nanogpt_hf.own_files import read_json, reading
 _NAMES = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version"}
 # Files with weights; a folder with files of the first pattern is read without the second.
 _WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")
+_START_WEIGHTS = "finetune.model: weights"
 _TOKENIZER = ("tokenizer*", "chat_template*", "vocab.*", "merges.txt", "special_tokens_map.json")
 
 
@@ -31,13 +32,26 @@ def origin_of(config: Config, *, resumes: bool) -> dict[str, str]:
     if not finetune.model or not Path(finetune.model).is_dir():
         return found
     found["finetune.model: config.json"] = _config_digest(Path(finetune.model) / "config.json")
-    is_reference = bool(config.rl.task and config.rl.kl)
-    if config.lora.rank or is_reference or (config.align.loss and not resumes):
+    if _reads_weights(config) or (config.align.loss and not resumes):
         found |= weights_of(finetune.model)
     # text is read as tokens that are prepared
     if (config.rl.task or config.align.loss) and Path(config.data.tokenizer).is_dir():
         found["data.tokenizer"] = _files_digest(Path(config.data.tokenizer), _TOKENIZER)
     return found
+
+
+def needed_at_resume(config: Config, origin: dict[str, str]) -> dict[str, str]:
+    """The digests of `origin_of` for a start that also a resumed run must find again."""
+    return {
+        name: digest
+        for name, digest in origin.items()
+        if name != _START_WEIGHTS or _reads_weights(config)
+    }
+
+
+def _reads_weights(config: Config) -> bool:
+    """Whether a resumed run reads the weights of its start model again in any case."""
+    return bool(config.lora.rank or (config.rl.task and config.rl.kl))
 
 
 def weights_of(model: str) -> dict[str, str]:
@@ -46,7 +60,7 @@ def weights_of(model: str) -> dict[str, str]:
     if not folder.is_dir():
         return {}
     patterns = next(([p] for p in _WEIGHTS if any(folder.glob(p))), ["*.safetensors", "*.bin"])
-    return {"finetune.model: weights": _files_digest(folder, patterns)}
+    return {_START_WEIGHTS: _files_digest(folder, patterns)}
 
 
 def changes_of_origin(before: dict[str, str], now: dict[str, str]) -> list[str]:

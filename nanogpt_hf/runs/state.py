@@ -91,8 +91,10 @@ def read_state(facts: dict[str, Any]) -> TrainState:
         as_type(state.identity, _Identity, "identity")
     for name, value in vars(state).items():
         lowest = -1 if name == "evaluated_step" else 0
-        if isinstance(value, int) and name != "best_loss" and value < lowest:
-            raise ValueError(f"{name}: must be at least {lowest}, got {value}")
+        if isinstance(value, int) and name != "best_loss" and not lowest <= value < 2**63:
+            raise ValueError(f"{name}: must be from {lowest} to 2**63 - 1, got {value}")
+    if not 0 <= state.seconds < math.inf:
+        raise ValueError(f"seconds: must be a time, got {state.seconds}")
     return state
 
 

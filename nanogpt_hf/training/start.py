@@ -64,7 +64,7 @@ from nanogpt_hf.model.build import (
 )
 from nanogpt_hf.optim.optimizer import build_optimizer
 from nanogpt_hf.runs.folder import RunFolder
-from nanogpt_hf.runs.origin import origin_of, weights_of
+from nanogpt_hf.runs.origin import needed_at_resume, origin_of, weights_of
 from nanogpt_hf.runs.provenance import continue_on
 from nanogpt_hf.runs.state import TrainState, record_knobs, run_identity
 from nanogpt_hf.training.finetuning import learned_ids
@@ -119,8 +119,9 @@ def prepare_run(
         for stage in stages_of(config)[1:]:
             with naming(stage):
                 load_prepared(stage.config)  # whose blocks may be too long for the text
-        if not mesh.local_rank:  # once per machine, which has to have the same
-            decision["origin"] = origin_of(config, resumes=decision.get("resumes", False))
+        if mesh.is_main or not mesh.local_rank:  # once per machine, which has to have the same
+            # As for a start: other machines do not know whether the run resumes.
+            decision["origin"] = origin_of(config, resumes=False)
         return data, decision | identity(config, data.manifest)
 
     try:
@@ -186,7 +187,8 @@ def _start_or_resume(
 ) -> Run:
     """Build the run. Raises UserError, and writes nothing, if it cannot be started or resumed."""
     _check_shared_folder(accelerator, folder)
-    run_facts, checkpoint = run_identity(config, data.manifest, facts["origin"]), None
+    origin = needed_at_resume(config, facts["origin"]) if facts["resumes"] else facts["origin"]
+    run_facts, checkpoint = run_identity(config, data.manifest, origin), None
     processes = mesh_of(accelerator).local_world_size
     share_threads(processes)
     if facts["resumes"]:

@@ -110,10 +110,10 @@ DEEP = "[" * 3000 + "]" * 3000
 STATES = ["", "null", "[]", "{}", "5", '"x"', DEEP, '{"step": ', '"\xff"']
 FIELDS = {
     "step": (None, "8", 8.0, -1, 9, True, [8], {}),
-    "tokens": (None, "0", -1, 0.5),
-    "seconds": (None, "0", []),
+    "tokens": (None, "0", -1, 0.5, 10**30),
+    "seconds": (None, "0", [], -1.0, float("nan"), float("inf")),
     "evaluated_step": (None, -2, "0"),
-    "skipped_steps": (None, -1, "0"),
+    "skipped_steps": (None, -1, "0", 10**30),
     "last_finite_step": (None, -1, 1.5),
     "loss_average": ("1", []),
     "best_loss": ("1", {}),

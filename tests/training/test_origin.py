@@ -12,7 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from assertions import weights
 from nanogpt_hf.commands import main
+from nanogpt_hf.config.schema import Config, replace_knobs
 from nanogpt_hf.runs.folder import RunFolder
+from nanogpt_hf.runs.origin import needed_at_resume, origin_of
 
 pytestmark = pytest.mark.long
 COMMON = {
@@ -161,3 +163,19 @@ def test_lost_reference_is_computed_with_the_same_model(trained, tmp_path):
     assert resume() == 0
     ours, theirs = weights(RunFolder(place / "run")), weights(RunFolder(other / "run"))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize(("method", "weights"), [("align", False), ("lora", True)])
+def test_machines_compare_what_a_start_reads_and_a_resume_what_it_needs(
+    tmp_path, save_chat_model, method, weights
+):
+    """A machine without the run folder does not know whether the run resumes."""
+    save_chat_model(tmp_path / "start")
+    values = {"finetune.model": str(tmp_path / "start")}
+    values |= {"align.loss": "dpo"} if method == "align" else {"lora.rank": 4}
+    config = replace_knobs(Config(name="run"), values)
+    at_start = origin_of(config, resumes=False)
+    assert "finetune.model: weights" in at_start
+    needed = needed_at_resume(config, at_start)
+    assert needed == origin_of(config, resumes=True)
+    assert ("finetune.model: weights" in needed) == weights

@@ -155,3 +155,13 @@ def test_conversations_of_a_mixture_are_named(
     assert chat.keys() == {"loss", "source", "documents", "text"}
     assert chat["text"].startswith("### User:\n")
     assert len(chat["documents"]) >= 1
+
+
+def test_branch_on_a_full_disk_is_one_line_and_leaves_nothing(honest, volume, capsys):
+    (volume / "filler").write_bytes(bytes(4 * 2**20 - 40_000))
+    words = argv("branch {} --at 4 --run-dir {}", honest.path, volume / "new")
+    assert main(words) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"{volume}/")
+    assert line.endswith("No space left on device")
+    assert [path.name for path in volume.iterdir()] == ["filler"]
