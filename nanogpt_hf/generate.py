@@ -144,14 +144,18 @@ def encode_messages(
     return chat.prompt_ids(messages, tools)
 
 
+class TooManyTokensError(ValueError):
+    """What has to stay of a conversation is more than its tokens may be."""
+
+
 def encode_chat(
     chat: ChatFormat, messages: list[Message], max_tokens: int, tools: list[Any] | None = None
 ) -> tuple[list[int], list[Message]]:
     """The prompt ids of `encode_messages`, and the messages that are in them.
 
     If they are more than `max_tokens`, as few of the oldest questions with their answers are
-    dropped as possible; a system message and the last question are kept. Raises ValueError if
-    those alone are more.
+    dropped as possible; a system message and the last question are kept. Raises
+    TooManyTokensError if those alone are more.
     """
     system = messages[:1] if messages[0]["role"] == "system" else []
     others = messages[len(system) :]
@@ -182,7 +186,7 @@ def encode_chat(
             number = (low + high) // 2
         step *= 2
     if high == len(starts):
-        raise ValueError(f"{len(tried[low][0])} tokens are more than {max_tokens}")
+        raise TooManyTokensError(f"{len(tried[low][0])} tokens are more than {max_tokens}")
     return tried[high]
 
 

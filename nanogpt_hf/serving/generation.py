@@ -16,6 +16,7 @@ from nanogpt_hf.errors import DataError
 from nanogpt_hf.generate import (
     StopText,
     TextStream,
+    TooManyTokensError,
     answer_end_ids,
     encode_chat,
     encode_messages,
@@ -104,6 +105,13 @@ class Served:
                 raise _too_long(param, f"{len(messages)} messages", self.context)
             else:
                 ids = encode_messages(self.chat, messages, tools)
+        except TooManyTokensError as error:
+            message = (
+                f"{param}: without the oldest, {error}, what this model's context of "
+                f"{self.context} has beside the answer; shorten the last one or the system "
+                "message, or lower max_tokens"
+            )
+            raise ApiError(400, message, param, "context_length_exceeded") from None
         except (DataError, ValueError) as error:
             if str(error).startswith("tools: "):
                 raise ApiError(400, str(error), "tools") from None

@@ -82,6 +82,20 @@ def _one_prompt(value: Any) -> Any:
         isinstance(value, list) and all(type(part) is int for part in value)
     ):
         raise ValueError("neither a text nor a list of token ids")
+    if isinstance(value, list) and min(value, default=0) < 0:
+        raise ValueError(f"token {min(value)} is none; ids count from 0")
+    return value
+
+
+def _text_parts(value: Any) -> Any:
+    """A content that is a text, or a list whose parts are of type text."""
+    if not isinstance(value, str | list):
+        raise ValueError("neither a text nor a list of parts of type text")
+    for number, part in enumerate(value if isinstance(value, list) else ()):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text":
+            what = f"type {kind!r:.40}" if isinstance(part, dict) else "what is no object"
+            raise ValueError(f"part {number}: {what} is not supported; send parts of type text")
     return value
 
 
@@ -126,7 +140,9 @@ class _Message(_Strict):
     defaults = {"annotations": ([],)}
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[_Part], Field(fail_fast=True)] | None = None
+    content: Annotated[
+        str | Annotated[list[_Part], Field(fail_fast=True)] | None, BeforeValidator(_text_parts)
+    ] = None
     name: str = ""
     tool_calls: _Functions = None
     tool_call_id: str = ""

@@ -137,6 +137,38 @@ def _check(server, path, name, accepted, refused):
         assert error["message"].startswith(name), error
 
 
+_IMAGE = {"type": "image_url", "image_url": {"url": "https://example.org/a.png"}}
+_TEXT_PART = {"type": "text", "text": "Why?"}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("prompt", [-1], "prompt: token -1 is none; ids count from 0"),
+        ("prompt", [[1, -2]], "prompt: token -2 is none; ids count from 0"),
+        ("content", [_TEXT_PART, _IMAGE], "part 1: type 'image_url' is not supported; send "),
+        ("content", [{"text": "Why?"}], "part 0: type None is not supported; send parts of"),
+        ("content", ["Why?"], "part 0: what is no object is not supported; send parts of"),
+        ("content", 5, "neither a text nor a list of parts of type text"),
+        ("content", _TEXT_PART, "neither a text nor a list of parts of type text"),
+    ],
+)
+def test_what_is_no_text_is_refused_in_plain_words(chat_server, base_server, name, value, message):
+    body, server, path = {name: value}, base_server, "/v1/completions"
+    if name == "content":
+        body = {"messages": [{"role": "user", "content": value}]}
+        server, path, message = (
+            chat_server,
+            "/v1/chat/completions",
+            f"messages: 0: content: {message}",
+        )
+    status, answer = post(server, path, json.dumps(body).encode())
+    error = json.loads(answer)["error"]
+    assert status == 400
+    assert error["message"].startswith(message), error
+    assert error["param"] == ("prompt" if name == "prompt" else "messages")
+
+
 @pytest.mark.parametrize("form", ["object", "dump", "null fields"])
 def test_the_client_sends_its_answer_back(chat_server, form):
     question = {"role": "user", "content": "Why?"}

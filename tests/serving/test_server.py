@@ -184,6 +184,18 @@ def test_truncation_drops_the_oldest_messages(chat):
     assert response.parse().usage.prompt_tokens == expected <= 226
 
 
+def test_truncation_of_one_message_that_is_too_long_is_refused(chat):
+    with pytest.raises(
+        openai.BadRequestError, match=r"shorten the last one.* max_tokens"
+    ) as caught:
+        chat.chat.completions.create(
+            model="parrot",
+            messages=roles("Why?", "So.", "long " * 100),
+            extra_body={"truncation": "auto"},
+        )
+    assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "messages")
+
+
 def test_text_cannot_become_special_tokens(chat, chat_server, base_server, monkeypatch):
     encoded = []
 
