@@ -139,7 +139,7 @@ def _answered(row: dict[str, Any], column: str) -> Conversation:
         if prompt is None and _SPEAKER.match(messages):
             messages = _from_transcript(messages)
         else:
-            messages = [_answer(messages)]
+            messages = [_answer(_without_prompt(messages, prompt or [], column))]
     elif isinstance(messages, dict):
         messages = [messages]
     if isinstance(messages, list):
@@ -223,6 +223,8 @@ def _from_prompt(row: dict[str, Any]) -> list[Message]:
         ]
     else:
         prompt = [_user(prompt)]
+    if isinstance(completion, str):
+        completion = _without_prompt(completion, prompt, "completion")
     if not isinstance(completion, list):
         completion = [_answer(completion)]
     return [*prompt, *completion]
@@ -241,6 +243,28 @@ def _from_transcript(text: str) -> list[Message]:
         {"role": roles[speaker], "content": content.strip()}
         for speaker, content in zip(turns[::2], turns[1::2], strict=True)
     ]
+
+
+def _without_prompt(text: str, prompt: list[Message], column: str) -> str:
+    """An answer's text. Of a transcript that begins with the prompt, it is the last turn.
+
+    Raises ValueError for another transcript, whose questions would be learned as an answer.
+    """
+    turns = _from_transcript(text.lstrip()) if _SPEAKER.match(text.lstrip()) else []
+    if len(turns) < 2:
+        return text
+    *asked, answer = turns
+    known = [
+        {"role": message["role"], "content": str(message["content"]).strip()}
+        for message in map(_renamed, _listed(prompt))
+        if message["role"] != "system"
+    ]
+    if asked != known or answer["role"] != "assistant":
+        raise ValueError(
+            f"{column}: a transcript of Human and Assistant, which does not begin with the prompt "
+            "and end with an answer; leave out the prompt, or all turns but the answer"
+        )
+    return answer["content"]
 
 
 def _from_choices(row: dict[str, Any]) -> list[Message]:

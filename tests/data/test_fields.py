@@ -183,6 +183,16 @@ PAIRS = {
         "chosen": "\n\nHuman: Why?\n\nAssistant: So.",
         "rejected": "\n\nHuman: Why?\n\nAssistant: No.",
     },
+    "hh, and prompt": {
+        "prompt": "Why?",
+        "chosen": "\n\nHuman: Why?\n\nAssistant: So.",
+        "rejected": "Human: Why?\n\nAssistant: No.",
+    },
+    "hh, and messages": {
+        "prompt": [USER],
+        "chosen": "\n\nHuman: Why?\n\nAssistant: So.",
+        "rejected": "No.",
+    },
 }
 SHAPED = [(conversation_of, name, row) for name, row in ROWS.items()]
 SHAPED += [(lambda row: pair_of(row)[0], name, row) for name, row in PAIRS.items()]
@@ -220,6 +230,36 @@ def test_columns_beside_a_conversation_are_taken_into_it(parse, row):
     }.items():
         assert column in refusal(parse, row | {column: value}, error=ValueError)
     assert "differ" in refusal(parse, row | {"system": "a", "system_prompt": "b"}, error=ValueError)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answer"),
+    [
+        ("How?", "\n\nHuman: Why?\n\nAssistant: So."),
+        ("How?", "  Human: Why?\n\nAssistant: So."),
+        ("Why?", "\n\nHuman: Why?\n\nAssistant: So.\n\nHuman: And?"),
+        ("Why?", "\n\nHuman: Why?\n\nAssistant: So.\n\nHuman: And?\n\nAssistant: No."),
+        ([USER, ANSWER, USER], "\n\nHuman: Why?\n\nAssistant: So."),
+        ("\n\nHuman: Why?\n\nAssistant:", "\n\nHuman: Why?\n\nAssistant: So."),
+    ],
+)
+def test_a_transcript_beside_another_prompt_is_no_answer(prompt, answer):
+    for parse, row in (
+        (pair_of, {"chosen": answer, "rejected": "No."}),
+        (pair_of, {"chosen": "No.", "rejected": answer}),
+        (labeled_of, {"completion": answer, "label": True}),
+        (conversation_of, {"completion": answer}),
+    ):
+        message = refusal(parse, {"prompt": prompt} | row, error=ValueError)
+        assert ": a transcript of Human and Assistant" in message
+
+
+@pytest.mark.parametrize(
+    "answer", ["Human: no one.", "Assistant: hi", "a Human: b\n\nAssistant: c"]
+)
+def test_an_answer_that_names_a_speaker_is_text(answer):
+    found = conversation_of({"prompt": "Why?", "completion": answer})
+    assert [message["content"] for message in found.messages] == ["Why?", answer]
 
 
 @pytest.mark.parametrize("mark", ["weight", "train", "loss"])
