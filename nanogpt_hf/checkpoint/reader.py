@@ -126,10 +126,6 @@ def identity_of(saved: Checkpoint) -> dict[str, Any]:
     """The identity of a checkpoint's run. Raises DamagedError if it has none."""
     if saved.state.identity is None:
         raise DamagedError(f"{saved.folder}: damaged checkpoint: {STATE} has no identity")
-    try:
-        as_type(saved.state.identity.get("origin", {}), dict[str, str], "identity.origin")
-    except ValueError as error:
-        raise DamagedError(f"{saved.folder}: damaged checkpoint: {STATE}: {error}") from None
     return saved.state.identity
 
 

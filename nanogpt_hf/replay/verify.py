@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from nanogpt_hf.checkpoint.reader import DamagedError, read_checkpoint
+from nanogpt_hf.checkpoint.reader import DamagedError, identity_of, read_checkpoint
 from nanogpt_hf.checkpoint.writer import CheckpointWriter
 from nanogpt_hf.config.checks import accumulation_steps
 from nanogpt_hf.config.schema import KNOBS, Config, replace_knobs
@@ -175,7 +175,8 @@ def run_at(folder: RunFolder, config: Config, first: int, mesh: Mesh) -> Iterato
             copy.path.mkdir()
             (copy.path / ".lock").touch()  # here, so that a full disk is no fault of the run
         if first:
-            read_checkpoint(folder.checkpoint(first))  # else an older one would be searched for
+            # else the resume would search for an older one
+            identity_of(read_checkpoint(folder.checkpoint(first)))
         if first and mesh.is_main:
             copy.checkpoints.mkdir(parents=True)
             copy.recipe.write_bytes(folder.recipe.read_bytes())

@@ -116,6 +116,10 @@ STATE_FIELDS = {
     "identity-mapping": ({}, "identity"),
     "identity-list": ([], "identity"),
     "knobs-null": (None, "identity", "knobs"),
+    "origin-text": ("x", "identity", "origin"),
+    "origin-null": (None, "identity", "origin"),
+    "origin-list": ([1], "identity", "origin"),
+    "origin-number": ({"a": 1}, "identity", "origin"),
     "tokens-text": ("1", "tokens"),
     "evaluation-list": ([], "evaluation"),
 }
@@ -338,6 +342,19 @@ COMMANDS = ("verify", "inspect", "branch", "report", "compare", "resume", "auto-
 )
 def test_every_second_damage_with_one_command(workshop, call, name, damage, command):
     run_cell(workshop, call, name, damage, command)
+
+
+@pytest.mark.parametrize("field", [name for name in STATE_FIELDS if "tokens" not in name])
+@pytest.mark.parametrize("words", ["verify {} --steps 2:4", "inspect {} --step 3"])
+def test_damaged_first_checkpoint_is_named_by_its_own_path(workshop, call, field, words):
+    workshop.renew()
+    path = workshop.run.checkpoint(2) / "state.json"
+    resealed(tree_damage(put(*STATE_FIELDS[field])))(path)
+    status, out, err = call(argv(words, workshop.run.path))
+    said = "\n".join((*out, *err))
+    assert status == (1 if words.startswith("verify") else 2), said
+    assert said.count(f"{path.parent}: damaged checkpoint: state.json") == 1
+    assert "--overwrite" not in said
 
 
 def test_model_of_a_run_is_found_though_its_recipe_is_lost(workshop):
