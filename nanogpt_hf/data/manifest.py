@@ -20,6 +20,7 @@ from nanogpt_hf.own_files import as_type, read_json, reading
 MANIFEST = "manifest.json"
 FORMAT = 2
 SPLITS = ("train", "validation")
+TEACHER_CONFIG = "teacher config"  # in `Manifest.content`
 
 # The knobs that decide the tokens. Prepared data is reused only if all of them are equal.
 DECIDING_KNOBS = (
@@ -80,8 +81,8 @@ class PreparedSource(NamedTuple):
 class Manifest:
     """Source, tokenizer and sizes of prepared data.
 
-    That of a mixture, which is not written, is of its sources as one: counts are sums. Nor is
-    `teacher`, which belongs to a run.
+    That of a mixture, which is not written, is of its sources as one: counts are sums. Nor are
+    `teacher` and `teacher_config`, which belong to a run.
     """
 
     recipe: dict[str, Any]  # the deciding knobs; of imported tokens, those that apply
@@ -99,6 +100,7 @@ class Manifest:
     left_out: int = 0  # rows that could not be used
     sources: tuple[PreparedSource, ...] = ()  # of a mixture
     teacher: str | None = None  # of a run with distillation: the hash of its teacher's weights
+    teacher_config: str | None = None  # and that of its configuration
 
     def content(self) -> dict[str, Any]:
         """What identifies the tokens: equal for the same text and tokenizer."""
@@ -107,7 +109,7 @@ class Manifest:
             split = getattr(self, name)
             facts |= {f"{name} tokens": split.tokens, f"{name} sha256": split.sha256}
         weights = ", ".join(f"{source.name} {source.weight}" for source in self.sources)
-        extra = {"weights": weights, "teacher": self.teacher}
+        extra = {"weights": weights, "teacher": self.teacher, TEACHER_CONFIG: self.teacher_config}
         return facts | {name: value for name, value in extra.items() if value}
 
 
@@ -149,7 +151,7 @@ def _checked(manifest: Manifest) -> Manifest:
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     facts = dataclasses.asdict(manifest)
-    del facts["sources"], facts["teacher"]
+    del facts["sources"], facts["teacher"], facts["teacher_config"]
     partial = folder / f".{uuid.uuid4().hex}"  # replaced at once: other processes may read it
     partial.write_text(json.dumps(facts, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     partial.replace(folder / MANIFEST)

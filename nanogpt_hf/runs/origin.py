@@ -31,7 +31,7 @@ def origin_of(config: Config, *, resumes: bool) -> dict[str, str]:
     finetune, found = config.finetune, {}
     if not finetune.model or not Path(finetune.model).is_dir():
         return found
-    found["finetune.model: config.json"] = _config_digest(Path(finetune.model) / "config.json")
+    found["finetune.model: config.json"] = config_digest(Path(finetune.model) / "config.json")
     if _reads_weights(config) or (config.align.loss and not resumes):
         found |= weights_of(finetune.model)
     # text is read as tokens that are prepared
@@ -77,7 +77,8 @@ def short_digests(text: str) -> str:
     return re.sub(r"\b([0-9a-f]{8})[0-9a-f]{24,}\b", r"\1", text)
 
 
-def _config_digest(path: Path) -> str:
+def config_digest(path: Path) -> str:
+    """The digest of the fields of a config.json that decide numbers of the model."""
     facts = read_json(path, dict[str, Any])
     deciding = {name: value for name, value in facts.items() if name not in _NAMES}
     return f"sha256:{hashlib.sha256(json.dumps(deciding, sort_keys=True).encode()).hexdigest()}"

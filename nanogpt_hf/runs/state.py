@@ -6,12 +6,12 @@ The identity is the knobs that a resume may not change, and the data.
 import json
 import math
 from dataclasses import dataclass, field
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 from nanogpt_hf.config.schema import KNOBS, Config, EvalSection, get_value
 from nanogpt_hf.config.sources import source_text
 from nanogpt_hf.config.stages import comparable
-from nanogpt_hf.data.manifest import Manifest
+from nanogpt_hf.data.manifest import TEACHER_CONFIG, Manifest
 from nanogpt_hf.own_files import as_type
 from nanogpt_hf.runs.files import redact
 from nanogpt_hf.runs.origin import changes_of_origin, short_digests
@@ -80,6 +80,7 @@ class TrainState:
 class _Identity(TypedDict):
     knobs: dict[str, Any]
     data: dict[str, Any]
+    origin: NotRequired[dict[str, str]]
 
 
 def read_state(facts: dict[str, Any]) -> TrainState:
@@ -122,6 +123,7 @@ _ELSEWHERE += ("eval.tasks", "eval.samples")
 # parts of the data's identity whose name alone does not explain them
 _SHOWN = {
     "teacher": "distill.teacher: its weights changed",
+    TEACHER_CONFIG: "distill.teacher: config.json changed",
     "weights": "data.source: weights",
     "revision": "data revision",
 }
@@ -188,6 +190,9 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     ]
     lines += changes_of_origin(before.get("origin", {}), now.get("origin", {}))
     old, new = before["data"], now["data"]
+    # runs of before have no configuration of their teacher
+    if TEACHER_CONFIG in new:
+        old = {TEACHER_CONFIG: new[TEACHER_CONFIG]} | old
     changed = [name for name in new if name != "source" and old.get(name) != new[name]]
     if new.get("train sha256") and changed == ["revision"]:
         return lines  # the same tokens, from files that are split or stored otherwise

@@ -10,6 +10,7 @@ import hashlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,8 +18,10 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.nn import functional as F
 from transformers import PreTrainedTokenizerBase
+from transformers.utils import CONFIG_NAME
+from transformers.utils.hub import cached_file
 
-from nanogpt_hf.config.names import GPT2_NAMES
+from nanogpt_hf.config.names import GPT2_NAMES, folder_or_hub_id
 from nanogpt_hf.config.schema import Config, DistillSection
 from nanogpt_hf.config.sources import packs
 from nanogpt_hf.config.stages import stages_of
@@ -30,7 +33,9 @@ from nanogpt_hf.model.architecture import Metrics, Objective, architecture_of, n
 from nanogpt_hf.model.attention import attend_apart
 from nanogpt_hf.model.build import check_causal, load_model
 from nanogpt_hf.model.loss_gpt import IGNORED
+from nanogpt_hf.own_files import read_json
 from nanogpt_hf.runs.folder import find_model
+from nanogpt_hf.runs.origin import config_digest
 
 logger = logging.getLogger(__name__)
 _DTYPES = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}
@@ -63,13 +68,28 @@ def load_with_teacher(config: Config, load: Callable[[Config], PreparedData]) ->
     for key, tensor in sorted(teacher.state_dict().items()):
         digest.update(key.encode())
         digest.update(tensor.contiguous().numpy().data)
-    manifest = dataclasses.replace(data.manifest, teacher=f"sha256:{digest.hexdigest()}")
+    manifest = dataclasses.replace(
+        data.manifest, teacher=f"sha256:{digest.hexdigest()}", teacher_config=_config_of(str(name))
+    )
     for parameter in teacher.parameters():  # not buffers: rotary frequencies need float32
         parameter.data = parameter.data.to(_DTYPES.get(requested_precision(), torch.float32))
     teacher.eval().requires_grad_(False)
     return TaughtData(
         data.train, data.validation, data.tokenizer, manifest, data.end_of_turn_id, teacher
     )
+
+
+def _config_of(name: str) -> str:
+    """The digest of the config.json of a teacher: of an adapter, that of its base."""
+    name, revision = find_model(name), None
+    if (adapter := Path(name) / "adapter_config.json").is_file():
+        facts = read_json(adapter, dict[str, Any])
+        name, revision = str(facts["base_model_name_or_path"]), facts.get("revision")
+        name = folder_or_hub_id(name)
+    path: Any = Path(name) / CONFIG_NAME
+    if not Path(name).is_dir():
+        path = cached_file(name, CONFIG_NAME, revision=revision)
+    return config_digest(Path(path))
 
 
 def _load_teacher(config: Config) -> tuple[Any, PreTrainedTokenizerBase]:

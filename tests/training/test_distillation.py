@@ -2,6 +2,7 @@
 and export the student alone, teachers that do not fit are refused.
 """
 
+import json
 import re
 from dataclasses import replace
 
@@ -20,6 +21,7 @@ from assertions import column, file_contents, weights
 from nanogpt_hf.config.schema import Config, DistillSection
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM, loss_gpt
 from nanogpt_hf.model.architecture import architecture_of
+from nanogpt_hf.training import distillation
 from nanogpt_hf.training.distillation import TaughtData, distillation_objective
 
 VOCAB, SIZES = 40, {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
@@ -192,6 +194,38 @@ def test_changed_teacher_is_one_line_at_resume(pretrain, teacher):
     assert "distill.teacher: its weights changed: sha256:" in ended.line
     assert len(re.findall(r"sha256:[0-9a-f]{8}\b", ended.line)) == 2
     assert file_contents(run.path) == before
+
+
+CONFIGS = {
+    "n_head": (1, True),
+    "layer_norm_epsilon": (0.1, True),
+    "activation_function": ("relu", True),
+    "transformers_version": ("1.0", False),
+    "architectures": (["GPT2LMHeadModel"], False),
+}
+
+
+@pytest.mark.parametrize("flags", [(), ("--dry-run",)])
+def test_changed_config_of_the_teacher_is_one_line_at_resume(pretrain, teacher, flags):
+    options = ("--distill.teacher", teacher)
+    run = pretrain(*options).run
+    before, path = file_contents(run.path), teacher / "config.json"
+    facts = json.loads(path.read_text())
+    for name, (value, decides) in CONFIGS.items():
+        path.write_text(json.dumps(facts | {name: value}, indent=7))
+        if decides or flags:
+            ended = pretrain(*options, "--resume", *flags)
+            assert ended.status == (2 if decides else 0), (name, ended.err)
+            assert ("distill.teacher: config.json changed: sha256:" in ended.err) == decides
+            assert file_contents(run.path) == before
+
+
+def test_run_that_did_not_record_the_config_of_its_teacher_resumes(pretrain, teacher, monkeypatch):
+    options = ("--distill.teacher", teacher)
+    with monkeypatch.context() as patch:
+        patch.setattr(distillation, "_config_of", lambda name: None)
+        pretrain(*options)
+    assert pretrain(*options, "--resume", "--train.max_steps", "8").status == 0
 
 
 def test_teacher_of_another_tokenizer_is_one_line(pretrain, letter_model):
