@@ -22,7 +22,7 @@ from nanogpt_hf.config.finetune import frozen_layers_at
 from nanogpt_hf.config.names import folder_or_hub_id
 from nanogpt_hf.config.schema import Config, ModelSection
 from nanogpt_hf.config.seeds import derive_seed
-from nanogpt_hf.errors import UserError, explain, one_line
+from nanogpt_hf.errors import DivergedError, UserError, explain, one_line
 from nanogpt_hf.model.architecture import (
     GPT2,
     Architecture,
@@ -31,9 +31,12 @@ from nanogpt_hf.model.architecture import (
     architecture_on_disk,
 )
 from nanogpt_hf.model.experts import experts_of
+from nanogpt_hf.model.generation_file import check_end_ids, check_generation_file
 from nanogpt_hf.model.look_back import check_look_back, look_back
 
 logger = logging.getLogger(__name__)
+
+_NOT_FINITE = "is not finite: its training diverged, or its weights are damaged"
 
 
 def build_config(
@@ -87,6 +90,15 @@ def load_model(name: str, revision: str | None = None, **options: Any) -> PreTra
     `options` are those of Architecture.read_model. Raises UserError if no model can be read.
     """
     name, is_adapter = _find(name)
+    check_generation_file(Path(name))
+    model = _read(name, is_adapter, revision, options)
+    check_end_ids(name, model)
+    return model
+
+
+def _read(
+    name: str, is_adapter: bool, revision: str | None, options: dict[str, Any]
+) -> PreTrainedModel:
     try:
         with warnings.catch_warnings():
             # torch also warns about a pickle that it is about to refuse
@@ -194,6 +206,7 @@ def _freeze_idle(model: PreTrainedModel) -> list[str]:
 
 def check_causal(model: PreTrainedModel, *, packs: bool) -> None:
     """Raises UserError if tokens see later ones, or, if it `packs`, the conversation before.
+    Raises DivergedError if weights or hidden states are not finite, which compare with nothing.
 
     Compares the last hidden states of some tokens before, after and without others, in evaluation
     mode.
@@ -209,8 +222,17 @@ def check_causal(model: PreTrainedModel, *, packs: bool) -> None:
 
     def hidden(tokens: torch.Tensor, **positions: torch.Tensor) -> torch.Tensor:
         out = base(tokens, use_cache=False, **positions)
-        return getattr(out, "last_hidden_state", out[0])  # of a model without a base, its logits
+        # of a model without a base, its logits
+        states = getattr(out, "last_hidden_state", out[0])
+        if not states.isfinite().all():
+            raise DivergedError(
+                f"{model.name_or_path or name}: its last hidden state {_NOT_FINITE}"
+            )
+        return states
 
+    for weight, parameter in model.named_parameters():
+        if not parameter.isfinite().all():
+            raise DivergedError(f"{model.name_or_path or name}: its {weight} {_NOT_FINITE}")
     with torch.no_grad():
         base.eval()
         sees_later = differ(hidden(tokens)[:, :length], hidden(tokens[:, :length]))

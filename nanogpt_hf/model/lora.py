@@ -5,15 +5,25 @@ GPT-2 has our layers q, k and v in one, c_attn. Its adapter is exact: the A matr
 the B matrices on a block diagonal, which makes three times the rank.
 """
 
+import json
 import re
+import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from peft import AutoPeftModelForCausalLM, LoraConfig, PeftConfig, inject_adapter_in_model
+from peft import (
+    AutoPeftModelForCausalLM,
+    LoraConfig,
+    PeftConfig,
+    inject_adapter_in_model,
+    load_peft_weights,
+    set_peft_model_state_dict,
+)
+from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME
 from safetensors.torch import save_file
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import GENERATION_CONFIG_NAME
@@ -21,8 +31,11 @@ from transformers.utils import GENERATION_CONFIG_NAME
 from nanogpt_hf.config.names import folder_or_hub_id
 from nanogpt_hf.config.schema import FinetuneSection, LoraSection
 from nanogpt_hf.config.seeds import derive_seed
+from nanogpt_hf.errors import one_line
 from nanogpt_hf.model.architecture import architecture_of, architecture_on_disk
 from nanogpt_hf.model.configuration_gpt import GPTConfig
+from nanogpt_hf.model.generation_file import check_generation_file
+from nanogpt_hf.model.layout_gpt import check_loaded
 
 _A, _B = "lora_A.default.weight", "lora_B.default.weight"  # (rank, in) and (out, rank)
 _BLOCK = re.compile(r".*?\.\d+\.")  # such as transformer.h.3.
@@ -145,17 +158,114 @@ def save_adapter(
     )
 
 
+def _is_whole(value: Any) -> bool:
+    return type(value) is int
+
+
+def _is_rank(value: Any) -> bool:
+    return _is_whole(value) and value > 0
+
+
+def _is_finite(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max
+
+
+def _is_name(value: Any) -> bool:
+    return isinstance(value, str) and bool(value)
+
+
+def _one_or_several(value: Any, is_valid: Callable[[Any], bool]) -> bool:
+    return value is None or all(map(is_valid, value if isinstance(value, list) else [value]))
+
+
+def _pattern(value: Any, is_valid: Callable[[Any], bool]) -> bool:
+    return value is None or (isinstance(value, dict) and all(map(is_valid, value.values())))
+
+
+_NEEDED = ("peft_type", "base_model_name_or_path")
+_ADAPTER_FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "peft_type": ('"LORA"; no other adapters of peft are read', lambda value: value == "LORA"),
+    "base_model_name_or_path": ("a folder or Hub id", _is_name),
+    "r": ("a whole number from 1", _is_rank),
+    "lora_alpha": ("a finite number", _is_finite),
+    "lora_dropout": ("a number from 0 to 1", lambda value: _is_finite(value) and 0 <= value <= 1),
+    "rank_pattern": ("an object of whole numbers from 1", lambda value: _pattern(value, _is_rank)),
+    "alpha_pattern": ("an object of finite numbers", lambda value: _pattern(value, _is_finite)),
+    "target_modules": (
+        "a name, a list of names, or null",
+        lambda value: _one_or_several(value, _is_name),
+    ),
+    "exclude_modules": (
+        "a name, a list of names, or null",
+        lambda value: _one_or_several(value, _is_name),
+    ),
+    "layers_to_transform": (
+        "a whole number, a list of such, or null",
+        lambda value: _one_or_several(value, _is_whole),
+    ),
+}
+
+
+def _check_adapter_files(folder: Path) -> None:
+    """Raises ValueError if adapter_config.json is not that of LoRA, or there are no weights."""
+    try:
+        fields = json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{CONFIG_NAME} is not JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise ValueError(f"{CONFIG_NAME} is not a JSON object")
+    for name, (expected, is_valid) in _ADAPTER_FIELDS.items():
+        if name in _NEEDED and name not in fields:
+            raise ValueError(f"{CONFIG_NAME} has no {name}; expected {expected}")
+        if name in fields and not is_valid(fields[name]):
+            value = one_line(json.dumps(fields[name]), 100)
+            raise ValueError(f"{CONFIG_NAME}: {name} {value} is not {expected}")
+    # peft would ask the Hub for them
+    if not any((folder / name).is_file() for name in (SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME)):
+        raise ValueError(f"there is no {SAFETENSORS_WEIGHTS_NAME} beside {CONFIG_NAME}")
+
+
+def _check_whole(folder: str, opened: Any) -> None:
+    """Raises ValueError if the weights in `folder` are not those that the adapter of `opened`
+    trains: peft starts missing ones at random and leaves out those that it does not know.
+    """
+    weights = load_peft_weights(folder, device="cpu")
+    if wrong := [name for name, weight in weights.items() if not weight.is_floating_point()]:
+        raise ValueError(
+            f"its {wrong[0]} is {weights[wrong[0]].dtype}, not a floating-point number"
+        )
+    loaded = set_peft_model_state_dict(opened, weights)
+    trained = {name for name, parameter in opened.named_parameters() if parameter.requires_grad}
+    keys = {
+        "missing_keys": trained.intersection(loaded.missing_keys),
+        "unexpected_keys": loaded.unexpected_keys,
+    }
+    check_loaded(folder, "whole LoRA", keys)
+
+
 def load_merged(folder: str) -> PreTrainedModel:
-    """The base model of the adapter in `folder`, with the adapter merged in, in float32."""
+    """The base model of the adapter in `folder`, with the adapter merged in, in float32.
+
+    Raises ValueError if the folder is not a whole adapter of LoRA.
+    """
     # peft asks the Hub for a relative one that lacks a tokenizer
     folder = str(Path(folder).resolve())
+    _check_adapter_files(Path(folder))
     adapter = PeftConfig.from_pretrained(folder)
     base = folder_or_hub_id(str(adapter.base_model_name_or_path))
+    check_generation_file(Path(base))
     model = architecture_on_disk(base, adapter.revision).read_model(base, adapter.revision)
     with _unwarned():
-        opened = AutoPeftModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, trust_remote_code=False
-        )
+        try:
+            # is_trainable marks the weights that belong to the adapter
+            opened = AutoPeftModelForCausalLM.from_pretrained(
+                folder, is_trainable=True, dtype=torch.float32, trust_remote_code=False
+            )
+        # a whole layer, or the rows of tokens, that adapter_config.json names
+        except KeyError as error:
+            check_loaded(folder, "whole LoRA", {"missing_keys": error.args})
+            raise
+        _check_whole(folder, opened)
         whole = opened.merge_and_unload()
     state = whole.state_dict()
     if isinstance(model.config, GPTConfig) and not model.config.bias:
@@ -165,4 +275,5 @@ def load_merged(folder: str) -> PreTrainedModel:
     model.load_state_dict(state)
     if (Path(folder) / GENERATION_CONFIG_NAME).is_file():  # with the ends of turns it has learned
         model.generation_config = GenerationConfig.from_pretrained(folder)
+    model.name_or_path = folder
     return model

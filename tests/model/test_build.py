@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from nanogpt_hf import console
 from nanogpt_hf.config.schema import ModelSection
-from nanogpt_hf.errors import UserError
-from nanogpt_hf.model.build import build_config, build_model, load_model
+from nanogpt_hf.errors import DivergedError, UserError
+from nanogpt_hf.model.build import build_config, build_model, check_causal, load_model
 
 SECTION = ModelSection(n_layer=1, n_head=2, n_embd=8, n_positions=8)
 
@@ -100,3 +100,63 @@ def test_pickle_is_refused_in_one_line(folder, protocol):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert refusal(folder).endswith("holds more than tensors, and were not opened")
+
+
+@pytest.mark.parametrize(
+    "ends",
+    ['"x"', '[1, "x"]', "[[1]]", '{"a": 1}', "1.5", "true", "-1", "61", "[1, 61]", '"1"'],
+)
+def test_end_of_the_generation_config_that_is_no_token_is_one_line(folder, ends):
+    (folder / "generation_config.json").write_text(f'{{"eos_token_id": {ends}}}')
+    assert refusal(folder).startswith(f"{folder}: generation_config.json: eos_token_id ")
+    assert refusal(folder).endswith("correct it, or remove the field")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("[]", "null", "5", "", "{", "[" * 9000),
+        *('{"temperature": NaN}', '{"temperature": 1e999}', '{"a": {"b": [-Infinity]}}'),
+        *('{"cache_implementation": "x"}', '{"compile_config": 5}', '{"watermarking_config": 5}'),
+    ],
+    ids=lambda text: text[:30],
+)
+def test_damaged_generation_config_is_one_line(folder, text):
+    (folder / "generation_config.json").write_text(text)
+    assert refusal(folder).startswith(f"{folder}/generation_config.json: cannot be read: ")
+    assert "remove the file" in refusal(folder)
+
+
+@pytest.mark.parametrize("ends", [None, 3, [], [3, 60]])
+def test_generation_config_of_tokens_is_read(folder, ends):
+    fields = {"eos_token_id": ends, "temperature": 0.5}
+    (folder / "generation_config.json").write_text(json.dumps(fields))
+    model = load_model(str(folder))
+    assert model.generation_config.eos_token_id == ends
+    assert model.generation_config.temperature == 0.5
+
+
+def test_end_beyond_the_vocabulary_that_config_has_too_is_read(folder):
+    """As in a GPT-2 of transformers with few tokens, of whose config only the size was set."""
+    config = json.loads((folder / "config.json").read_text()) | {"eos_token_id": 50256}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "generation_config.json").write_text('{"eos_token_id": 50256}')
+    assert load_model(str(folder)).generation_config.eos_token_id == 50256
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        (float("nan"), "its transformer.h.0.mlp.fc.weight is not finite"),
+        (float("inf"), "its transformer.h.0.mlp.fc.weight is not finite"),
+        (3e38, "its last hidden state is not finite"),
+    ],
+    ids=str,
+)
+def test_start_with_weights_that_are_not_finite_is_one_line(folder, value, reason):
+    weights = load_file(folder / "model.safetensors")
+    weights["transformer.h.0.mlp.c_fc.weight"][:] = value
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(DivergedError) as error:
+        check_causal(load_model(str(folder)), packs=True)
+    assert str(error.value).startswith(f"{folder}: {reason}: its training diverged, or")

@@ -6,12 +6,15 @@ from pathlib import Path
 import pytest
 import torch
 from decoder_types import VOCAB, accepted_types, tiny
-from peft import AutoPeftModelForCausalLM
+from peft import AutoPeftModelForCausalLM, LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from arguments import argv
 from nanogpt_hf.commands import main
 from nanogpt_hf.config.schema import LORA_TARGETS, FinetuneSection, LoraSection, ModelSection
 from nanogpt_hf.data.tokenizer import char_tokenizer
+from nanogpt_hf.errors import UserError
 from nanogpt_hf.export.model_folder import write_model_folder
 from nanogpt_hf.model import GPTConfig
 from nanogpt_hf.model.architecture import GPT2, architecture_of
@@ -117,6 +120,129 @@ def test_adapters_of_decoders_open_with_peft(architecture, tmp_path):
         torch.testing.assert_close(
             load_model(str(tmp_path / "adapter")).eval()(TOKENS).logits, expected, atol=2e-6, rtol=0
         )
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    """A base model of transformers."""
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 2, "vocab_size": VOCAB, "max_position_embeddings": 32}
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("llama")
+    LlamaForCausalLM(LlamaConfig(**sizes)).save_pretrained(folder)
+    return folder
+
+
+def save_with_peft(llama: Path, folder: Path, **options) -> torch.Tensor:
+    """Write an adapter as peft does; return the logits of the model with it."""
+    base = LlamaForCausalLM.from_pretrained(llama)
+    options = {"r": 2, "target_modules": ["q_proj", "v_proj"]} | options
+    model = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", **options))
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    model.save_pretrained(folder)
+    with torch.no_grad():
+        return model.eval()(TOKENS).logits
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"target_modules": "all-linear"},
+        {"target_modules": ["q_proj", "embed_tokens"]},
+        {"layers_to_transform": [1]},
+        {"exclude_modules": ["v_proj"]},
+        {"rank_pattern": {"q_proj": 3}, "alpha_pattern": {"q_proj": 5}, "use_rslora": True},
+        {"use_dora": True},
+        {"modules_to_save": ["lm_head"]},
+        {"trainable_token_indices": [1, 2]},
+        {"target_parameters": ["mlp.down_proj.weight"]},
+    ],
+    ids=str,
+)
+def test_whole_adapters_of_peft_open(llama, tmp_path, options):
+    expected = save_with_peft(llama, tmp_path, **options)
+    with torch.no_grad():
+        logits = load_model(str(tmp_path)).eval()(TOKENS).logits
+    torch.testing.assert_close(logits, expected, atol=2e-6, rtol=0)
+
+
+def _set(**fields):
+    def damage(folder: Path) -> None:
+        file = folder / "adapter_config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | fields))
+
+    return damage
+
+
+def _text(text: str):
+    return lambda folder: (folder / "adapter_config.json").write_text(text)
+
+
+def _tensors(change):
+    def damage(folder: Path) -> None:
+        file = folder / "adapter_model.safetensors"
+        save_file(change(load_file(file)), file, {"format": "pt"})
+
+    return damage
+
+
+DAMAGES = {
+    "one missing": (_tensors(lambda w: dict(list(w.items())[1:])), "missing keys"),
+    "all B missing": (_tensors(lambda w: {k: w[k] for k in w if "_A" in k}), "missing keys"),
+    "none": (_tensors(lambda w: {}), "missing keys"),
+    "renamed": (_tensors(lambda w: {f"x.{k}": w[k] for k in w}), "missing keys"),
+    "one more": (_tensors(lambda w: w | {"zzz": torch.ones(1)}), "unexpected keys: ['zzz']"),
+    "shape": (_tensors(lambda w: {k: torch.ones(3, 3) for k in w}), "size mismatch"),
+    "whole numbers": (_tensors(lambda w: {k: w[k].int() for k in w}), "is torch.int32"),
+    "fewer targets": (_set(target_modules=["q_proj"]), "unexpected keys"),
+    "more targets": (_set(target_modules=["q_proj", "v_proj", "k_proj"]), "missing keys"),
+    "default targets": (_set(target_modules=None, layers_to_transform=1), "unexpected keys"),
+    "no such target": (_set(target_modules=["zz"]), "Target modules {'zz'} not found"),
+    "targets 5": (_set(target_modules=[5]), "target_modules [5] is not a name"),
+    "fewer layers": (_set(layers_to_transform=[0]), "unexpected keys"),
+    "layers x": (_set(layers_to_transform="x"), 'layers_to_transform "x" is not a whole number'),
+    "excluded": (_set(exclude_modules=["v_proj"]), "unexpected keys"),
+    "DoRA": (_set(use_dora=True), "missing keys"),
+    "whole layer": (_set(modules_to_save=["lm_head"]), "missing keys: ['base_model.model.lm_head"),
+    "rows of tokens": (_set(trainable_token_indices=[1]), "missing keys"),
+    "larger rank": (_set(r=8), "size mismatch"),
+    "IA3": (_set(peft_type="IA3"), 'peft_type "IA3" is not "LORA"'),
+    "XX": (_set(peft_type="XX"), 'peft_type "XX" is not "LORA"'),
+    "no type": (_set(peft_type=None), 'peft_type null is not "LORA"'),
+    "r x": (_set(r="x"), 'r "x" is not a whole number from 1'),
+    "r true": (_set(r=True), "r true is not a whole number from 1"),
+    "alpha NaN": (_set(lora_alpha=float("nan")), "lora_alpha NaN is not a finite number"),
+    "alpha large": (_set(lora_alpha=10**400), "is not a finite number"),
+    "rank pattern": (_set(rank_pattern={"q_proj": 0}), "is not an object of whole numbers"),
+    "alpha pattern": (_set(alpha_pattern=["q_proj"]), "is not an object of finite numbers"),
+    "dropout": (_set(lora_dropout="x"), 'lora_dropout "x" is not a number from 0 to 1'),
+    "no base": (_set(base_model_name_or_path=None), "base_model_name_or_path null is not"),
+    "empty object": (_text("{}"), "adapter_config.json has no peft_type"),
+    "list": (_text("[]"), "adapter_config.json is not a JSON object"),
+    "no JSON": (_text("{"), "adapter_config.json is not JSON"),
+    "no weights": (
+        lambda folder: (folder / "adapter_model.safetensors").unlink(),
+        "there is no adapter_model.safetensors",
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", DAMAGES)
+def test_damaged_adapters_are_one_line(llama, tmp_path, name):
+    damage, reason = DAMAGES[name]
+    save_with_peft(llama, tmp_path)
+    damage(tmp_path)
+    with pytest.raises(UserError) as error:
+        load_model(str(tmp_path))
+    assert str(error.value).startswith(f"{tmp_path}: cannot be loaded as a language model: ")
+    assert reason in str(error.value)
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 600
 
 
 @pytest.mark.exhaustive
