@@ -150,14 +150,17 @@ def card_of_export(card: str, library: str) -> str:
 
 
 def _score(config: Config, state: TrainState) -> dict[str, Any]:
-    """What the documents of a method are, and its score, which for text is in the evaluation."""
+    """What the documents of a method are, and the score of the weights, which for text is in the
+    evaluation.
+    """
+    value = state.last_score
     if config.rl.task:
-        best = None if state.best_loss is None else -state.best_loss
-        return {"noun": "questions", "score": "mean reward", "best": best}
+        value = None if value is None else -value
+        return {"noun": "questions", "score": "mean reward", "value": value}
     if config.align.loss:
         noun = "labeled answers" if config.align.loss == "kto" else "preference pairs"
-        return {"noun": noun, "score": f"{config.align.loss} loss", "best": state.best_loss}
-    return {"noun": "documents", "best": None}
+        return {"noun": noun, "score": f"{config.align.loss} loss", "value": value}
+    return {"noun": "documents", "value": None}
 
 
 def escape(value: str) -> str:

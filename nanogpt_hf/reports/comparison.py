@@ -7,7 +7,7 @@ import numpy as np
 from nanogpt_hf.config.schema import KNOBS, Config
 from nanogpt_hf.config.sources import knob_text
 from nanogpt_hf.formatting import align, format_duration
-from nanogpt_hf.runs.metrics import Event, column, names
+from nanogpt_hf.runs.metrics import Event, column, is_number, last_value, names
 
 REWARD = "val/reward"
 
@@ -27,16 +27,24 @@ def best_of(events: list[Event], metric: str) -> tuple[int, float, bool | None] 
     if not len(values):
         return None
     best = int((-values if metric == REWARD else values).argmin())
-    beats_start = best != 0 if len(values) > 1 and not steps[0] else None
+    # Evaluations that are not finite count: they were no better than the start.
+    evaluated = [event["step"] for event in events if metric in event]
+    beats_start = bool(steps[best]) if len(evaluated) > 1 and not evaluated[0] else None
     return int(steps[best]), float(values[best]), beats_start
+
+
+def diverged_at(events: list[Event]) -> int | None:
+    """The step of the last evaluation if its score is not finite, else None."""
+    metric = score_of(events)
+    last = next((event for event in reversed(events) if metric in event), None)
+    return last["step"] if last and not is_number(last[metric]) else None
 
 
 def summarize(events: list[Event], metric: str) -> dict[str, Any]:
     """Progress and speed of a run, best (of rewards the highest) and last value of `metric`,
-    whether the run's own score is better than that of its start, and the last losses by source of a
-    mixture.
+    whether the run's own score is better than that of its start, where it has diverged, and the
+    last losses by source of a mixture. A last value that is not finite is None.
     """
-    values = column(events, metric)[1]
     rates = column(events, "train/tokens_per_second")[1]
     last = {"step": 0, "tokens": 0, "seconds": 0} | (events[-1] if events else {})
     best, scored = best_of(events, metric), best_of(events, score_of(events))
@@ -49,8 +57,9 @@ def summarize(events: list[Event], metric: str) -> dict[str, Any]:
         "best": best and best[1],
         "best_step": best and best[0],
         "beats_start": scored and scored[2],
-        "last": float(values[-1]) if len(values) else None,
-        "sources": {name: float(column(events, name)[1][-1]) for name in sources},
+        "diverged_at": diverged_at(events),
+        "last": last_value(events, metric),
+        "sources": {name: last_value(events, name) for name in sources},
     }
 
 
@@ -61,19 +70,25 @@ def compare_runs(runs: dict[str, dict[str, Any]], metric: str) -> str:
     rows = [[*head, *(name.removeprefix(f"{metric}/") for name in sources)]]
     for name, run in runs.items():
         done = [f"{run['steps']:,}", f"{run['tokens']:,}", format_duration(run["seconds"])]
-        best = [_shown(run["best"]), _shown(run["best_step"], ","), _shown(run["last"])]
-        losses = [*best, *(_shown(run["sources"].get(source)) for source in sources)]
-        rows.append([name, *done, _shown(run["tokens_per_second"], ",.0f"), *losses])
-    lines = [
-        f"{name}: no evaluation was better than that of its start"
-        for name, run in runs.items()
-        if run["beats_start"] is False
-    ]
+        best = [_shown(run["best"]), _shown(run["best_step"], ",")]
+        # the last value, and those of its sources
+        unknown = "–" if run["diverged_at"] is None else "nan"
+        own = dict.fromkeys(run["sources"], unknown)
+        last = [_shown(run["last"], none=unknown)]
+        last += [_shown(run["sources"].get(one), none=own.get(one, "–")) for one in sources]
+        rows.append([name, *done, _shown(run["tokens_per_second"], ",.0f"), *best, *last])
+    lines = []
+    for name, run in runs.items():
+        if run["diverged_at"] is not None:
+            at = f"the evaluation at step {run['diverged_at']:,}"
+            lines.append(f"{name}: has diverged: {at} is not finite; lower optim.learning_rate")
+        if run["beats_start"] is False:
+            lines.append(f"{name}: no evaluation was better than that of its start")
     return "\n".join([align(rows, range(1, len(rows[0]))), *lines])
 
 
-def _shown(value: float | None, form: str = "#.5g") -> str:
-    return "–" if value is None else format(value, form)
+def _shown(value: float | None, form: str = "#.5g", none: str = "–") -> str:
+    return none if value is None else format(value, form)
 
 
 def compare_recipes(configs: dict[str, Config]) -> dict[str, dict[str, str]]:

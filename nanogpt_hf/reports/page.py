@@ -70,6 +70,7 @@ def render(run: RunFolder, events: list[Event]) -> str:
         style=style,
         script=script,
         state=_state_line(run, config, figures["steps"]),
+        diverged_at=figures["diverged_at"],
         # rewards have no reference
         verdict=judge(reference, config, events) if metric == "val/loss" else None,
         tiles=_tiles(figures, metric),
@@ -142,6 +143,9 @@ def _tiles(figures: dict[str, Any], metric: str) -> list[tuple[str, str, str]]:
         ("tokens seen", f"{figures['tokens']:,}", ""),
         ("time", format_duration(figures["seconds"]), "training and evaluation"),
     ]
+    if figures["diverged_at"] is not None:
+        title = {"val/loss": "last validation loss", "val/reward": "last mean reward"}[metric]
+        tiles.insert(0, (title, "nan", f"at step {figures['diverged_at']:,}: not finite"))
     if figures["best"] is not None:
         title = {"val/loss": "best validation loss", "val/reward": "best mean reward"}[metric]
         at = f"at step {figures['best_step']:,}"

@@ -55,6 +55,12 @@ def column(events: list[Event], name: str, by: str = "step") -> tuple[np.ndarray
     return x, y
 
 
+def last_value(events: list[Event], name: str) -> float | None:
+    """The last value of a metric; None without any, and if the last was not finite (null)."""
+    value = next((event[name] for event in reversed(events) if name in event), None)
+    return float(value) if value is not None and is_number(value) else None
+
+
 def names(events: list[Event]) -> list[str]:
     """The names of all numeric metrics, in order of first appearance."""
     ordered = {

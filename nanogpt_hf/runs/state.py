@@ -54,6 +54,7 @@ class TrainState:
     seconds: float = 0.0  # spent training and evaluating, over all resumes
     evaluation: MeasuredLoss | None = None  # the last one
     evaluated_step: int = -1
+    score: float | None = None  # of the last one: the validation loss, or minus the mean reward
     # whose data was skipped after loss spikes: step s sees the data of s + skipped_steps
     skipped_steps: int = 0
     last_finite_step: int = 0  # the last with a finite gradient; later ones changed no weight
@@ -66,6 +67,22 @@ class TrainState:
     identity: dict[str, Any] | None = None  # of `run_identity`
     # of `record_knobs`: each time that knobs changed at a resume
     history: list[KnobChange] = field(default_factory=list)
+
+    @property
+    def last_score(self) -> float | None:
+        """The score of the last evaluation. Older checkpoints have none: it is that of the
+        validation data, or of best/ if that was saved at the last evaluation.
+        """
+        if self.score is None and self.evaluation is not None:
+            return self.evaluation.loss
+        if self.score is None and self.best_step == self.evaluated_step:
+            return self.best_loss
+        return self.score
+
+    @property
+    def has_diverged(self) -> bool:
+        """Whether the last evaluation is not finite."""
+        return self.last_score is not None and not math.isfinite(self.last_score)
 
     def out_of_patience(self, eval_section: EvalSection) -> bool:
         """Whether `eval.patience` evaluations in a row, including that of this step, were not

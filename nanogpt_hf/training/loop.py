@@ -22,7 +22,7 @@ from nanogpt_hf.distributed.accelerator import describe_machine, sum_over_ranks
 from nanogpt_hf.distributed.full_state import full_weights
 from nanogpt_hf.distributed.rendezvous import one_line_for_a_lost_process
 from nanogpt_hf.distributed.signals import StopRequest, stop_on_signals
-from nanogpt_hf.errors import RunFolderError, Stopped
+from nanogpt_hf.errors import DivergedError, RunFolderError, Stopped
 from nanogpt_hf.evaluation.table import load_training_evaluations
 from nanogpt_hf.export.model_folder import save_trained
 from nanogpt_hf.optim.optimizer import learning_rate_at
@@ -40,8 +40,9 @@ from nanogpt_hf.training.tracking import log_summary
 def train(run: Run) -> RunFolder:
     """Train the run that `prepare_run` returned to its end, and return its folder.
 
-    Raises UserError before anything is written if its folder or its samples cannot be used, and
-    Stopped after saving if a signal ended the run early.
+    Raises UserError before anything is written if its folder or its samples cannot be used,
+    Stopped after saving if a signal ended the run early, and DivergedError after saving if the last
+    evaluation is not finite.
     """
     config, folder, data = run.config, run.folder, run.data
     max_seconds = parse_duration(config.train.max_time) if config.train.max_time else None
@@ -67,6 +68,12 @@ def train(run: Run) -> RunFolder:
     finally:
         folder.unlock()
     log_summary(run)
+    if run.state.has_diverged:
+        raise DivergedError(
+            f"{folder.path}: the run has diverged: its last evaluation, at step "
+            f"{run.state.evaluated_step:,}, is not finite; lower optim.learning_rate and train "
+            "again with --overwrite, or in another --run-dir"
+        )
     return folder
 
 
@@ -149,6 +156,7 @@ def evaluate_and_report(run: Run, observers: Observers, stop: StopRequest) -> bo
     evaluated = evaluate(run, lambda: stop.on_any_process(run.accelerator))
     if evaluated is not None:
         state.evaluation, state.evaluated_step = evaluated.evaluation, state.step
+        state.score = evaluated.score
         best_before = math.inf if state.best_loss is None else state.best_loss
         # The model that fine-tuning starts from is the best until another is better.
         is_candidate = state.step > 0 or run.config.finetune.model is not None

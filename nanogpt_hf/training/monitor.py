@@ -300,6 +300,7 @@ def observing(run: Run, evaluations: list[Measure]) -> Iterator[Observers]:
                     yield observers
             finally:
                 observers.reports.finish(observers.tracking.events)
-        done = True
+        # weights that are of no use are not pushed
+        done = not run.state.has_diverged
     finally:
         observers.push.finish(done=done)

@@ -33,10 +33,11 @@ from nanogpt_hf.errors import EXIT_STOPPED, RunFolderError, UserError
 from nanogpt_hf.formatting import align, format_duration
 from nanogpt_hf.planning.estimate import estimate
 from nanogpt_hf.planning.placement import NotEstimated, Placement, read_placement
+from nanogpt_hf.reports.comparison import diverged_at
 from nanogpt_hf.reports.curves import draw_curves
 from nanogpt_hf.runs.files import write_json
 from nanogpt_hf.runs.folder import RunFolder
-from nanogpt_hf.runs.metrics import column, read_metrics
+from nanogpt_hf.runs.metrics import last_value, read_metrics
 from nanogpt_hf.training.start import check_before_the_data
 
 logger = logging.getLogger(__name__)
@@ -204,7 +205,9 @@ def train_runs(sweep: Sweep) -> tuple[dict[str, str], int]:
         for number, run in enumerate(sweep.runs, 1):
             folder, last = RunFolder(sweep.folder / run.name), run.config.train.max_steps
             has_model = not sweep.overwrite and (folder.final / "config.json").is_file()
-            if has_model and folder.newest_checkpoint() == folder.checkpoint(last):
+            is_done = has_model and folder.newest_checkpoint() == folder.checkpoint(last)
+            # One that has diverged says so again.
+            if is_done and diverged_at(read_metrics(folder)) is None:
                 statuses[run.name] = "done"
                 continue
             logger.info(f"\nrun {number} of {len(sweep.runs)}: {run.name}")
@@ -281,8 +284,7 @@ def write_results(sweep: Sweep, statuses: dict[str, str]) -> dict[str, Any]:
         row |= {"status": statuses.get(run.name, "not started"), "steps": last["step"]}
         row |= {"tokens": last["tokens"], "seconds": last["seconds"]}
         for name in ("loss", "bits_per_byte"):
-            values = column(events, f"val/{name}")[1]
-            row[f"val_{name}"] = float(values[-1]) if len(values) else None
+            row[f"val_{name}"] = last_value(events, f"val/{name}")
     tree = {"sweep": sweep.folder.resolve().name, "runs": rows}
     tree["fit"] = None if other_tokens else fit_scaling(rows)
     sweep.folder.mkdir(parents=True, exist_ok=True)

@@ -307,7 +307,14 @@ def log_summary(run: Run) -> None:
         if not state.best_step:
             best += f": no evaluation was better than that of the start, {config.finetune.model}"
     duration = format_duration(state.seconds)
-    lines = [f"\ndone: {state.step:,} steps, {state.tokens:,} tokens in {duration}", f"  {best}"]
+    ending = "diverged" if state.has_diverged else "done"
+    lines = [f"\n{ending}: {state.step:,} steps, {state.tokens:,} tokens in {duration}"]
+    if state.has_diverged:
+        lines.append(
+            f"  the last evaluation, at step {state.evaluated_step:,}, is not finite; lower "
+            "optim.learning_rate"
+        )
+    lines.append(f"  {best}")
     if state.step < config.train.max_steps:
         lines.append(
             f"  stopped early: no better in {config.eval.patience} evaluations (eval.patience)"
@@ -321,7 +328,8 @@ def log_summary(run: Run) -> None:
     files = {"curve": folder.loss_plot, "report": folder.report, "metrics": folder.metrics}
     # a short run has no curve
     lines += [f"  {name:<8} {file}" for name, file in files.items() if file.is_file()]
-    answers = run.data.end_of_turn_id is not None
-    command = "chat {}" if answers else "sample {} --prompt 'The '"
-    lines.append(f"next: python cli.py {command.format(shlex.quote(str(folder.path)))}")
+    if not state.has_diverged:
+        answers = run.data.end_of_turn_id is not None
+        command = "chat {}" if answers else "sample {} --prompt 'The '"
+        lines.append(f"next: python cli.py {command.format(shlex.quote(str(folder.path)))}")
     logger.info("\n".join(lines))

@@ -85,6 +85,45 @@ def test_rewards_are_compared_by_the_score_that_chose_the_best(write_run, compar
     assert found[loss]["best"] is not None
 
 
+# Values of the evaluations at steps 0, 1, 2: best, its step, whether it beats the start, where the
+# run has diverged, last.
+NOT_FINITE = {
+    "last": ([3.0, 2.0, None], [2.0, 1, True, 2, "nan"]),
+    "all_but_the_start": ([3.0, None, None], [3.0, 0, False, 2, "nan"]),
+    "worse_then_not": ([3.0, 4.0, None], [3.0, 0, False, 2, "nan"]),
+    "middle": ([3.0, None, 2.0], [2.0, 2, True, None, "2.0000"]),
+    "start": ([None, 3.0, 2.0], [2.0, 2, True, None, "2.0000"]),
+    "all": ([None, None, None], [None, None, None, 2, "nan"]),
+    "only_the_start": ([3.0], [3.0, 0, None, None, "3.0000"]),
+}
+
+
+@pytest.mark.parametrize("metric", ["val/loss", "val/reward"])
+@pytest.mark.parametrize(("values", "expected"), NOT_FINITE.values(), ids=NOT_FINITE)
+def test_values_that_are_not_finite(write_run, compare, tmp_path, metric, values, expected):
+    best, best_step, beats_start, diverged_at, last = expected
+    sign = -1 if metric == "val/reward" else 1
+    best = best and sign * best
+    lines = []
+    for step, value in enumerate(values):
+        scores = {metric: value and sign * value, f"{metric}/one": value}
+        lines.append(json.dumps({"step": step, "tokens": step, "seconds": step} | scores))
+    run = write_run("run")
+    (Path(run) / "metrics.jsonl").write_text("\n".join([*lines, ""]))
+    out = compare(run, "--json", str(tmp_path / "out.json"))
+    assert out.splitlines()[1].split()[-2].removeprefix("-") == last
+    assert (f"{run}: has diverged: the evaluation at step" in out) == (diverged_at is not None)
+    assert (f"{run}: no evaluation was better" in out) == (beats_start is False)
+    (found,) = json.loads((tmp_path / "out.json").read_text())["runs"].values()
+    shown = [found[key] for key in ("best", "best_step", "beats_start", "diverged_at")]
+    assert shown == [best, best_step, beats_start, diverged_at]
+    assert found["last"] == (None if last == "nan" else sign * float(last))
+    assert main(["report", run]) == 0
+    page = (Path(run) / "report.html").read_text()
+    assert ("The run has diverged" in page) == (diverged_at is not None)
+    assert ("no evaluation was better than that of the start" in page) == (beats_start is False)
+
+
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"format": 99}', "null"])
 def test_damaged_manifest_is_one_warning(write_run, tmp_path, capsys, content):
     run = write_run("one")

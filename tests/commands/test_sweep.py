@@ -95,6 +95,18 @@ def test_failed_run_does_not_stop_the_sweep(run_sweep, tmp_path, in_process, cap
     assert in_process == ["learning_rate=0.01", "learning_rate=0.02", "learning_rate=0.01"]
 
 
+@pytest.mark.long
+def test_diverged_run_has_failed_each_time(run_sweep, tmp_path, in_process, capsys):
+    options = "--optim.learning_rate 1e-2,1e15 --optim.max_grad_norm 0 --optim.warmup_steps 0"
+    for _ in range(2):
+        assert run_sweep(options) == 1
+        assert "the run has diverged" in capsys.readouterr().err
+        rows = read_table(tmp_path / "sweep").values()
+        assert [row["status"] for row in rows] == ["done", "failed (2)"]
+        assert [row["val_loss"] is None for row in rows] == [False, True]
+    assert in_process == ["learning_rate=0.01", *[f"learning_rate={1e15}"] * 2]
+
+
 def test_folder_in_which_another_process_trains_is_refused(run_sweep, tmp_path, in_process, capsys):
     folder = RunFolder(tmp_path / "sweep" / "learning_rate=0.02")
     folder.lock()

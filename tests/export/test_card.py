@@ -1,6 +1,7 @@
 """The model card: content, metadata for the Hub, escaping."""
 
 import dataclasses
+import re
 
 import pytest
 import yaml
@@ -116,3 +117,31 @@ def test_cards_escape_html_and_markdown_in_strings(write_recipe):
     assert "license" not in card.data.to_dict()
     recipe = yaml.safe_load(card.text.split("````yaml\n")[1].split("````")[0])
     assert recipe["eval"]["samples"] == config.eval.samples
+
+
+# Fields of a state, and the score that its card states.
+OLD, NAN = MeasuredLoss(2.0, 900, 2.0), float("nan")
+SCORES = {
+    "last": ("dpo", {"score": 0.9, "best_loss": 0.5, "best_step": 3}, "0.9000"),
+    "best": ("dpo", {"score": 0.5, "best_loss": 0.5, "best_step": 12}, "0.5000"),
+    "older_best": ("dpo", {"best_loss": 0.5, "best_step": 12}, "0.5000"),
+    "older_last": ("dpo", {"best_loss": 0.5, "best_step": 3}, None),
+    "reward": ("rl", {"score": -0.2, "best_loss": -0.6, "best_step": 3}, "0.2000"),
+    "text": ("text", {"score": 2.0, "best_loss": 1.0, "best_step": 3, "evaluation": OLD}, "2.0000"),
+    "older_text": ("text", {"best_loss": 1.0, "best_step": 3, "evaluation": OLD}, "2.0000"),
+    "diverged_pairs": ("dpo", {"score": NAN, "best_loss": 0.5, "best_step": 0}, "nan"),
+    "diverged": ("text", {"score": NAN, "evaluation": MeasuredLoss(NAN, 9, 2.0)}, "nan"),
+    "older_diverged": ("text", {"evaluation": MeasuredLoss(NAN, 9, 2.0)}, "nan"),
+}
+
+
+@pytest.mark.parametrize(("method", "fields", "expected"), SCORES.values(), ids=SCORES)
+def test_card_states_the_score_of_its_weights(write_recipe, method, fields, expected):
+    knobs = {"dpo": {"align.loss": "dpo"}, "rl": {"rl.task": "exact"}, "text": {}}[method]
+    state = TrainState(step=12, evaluated_step=12, **fields)
+    text = card_of(replace_knobs(load_config(write_recipe()), knobs), state=state).text
+    names = "validation loss|dpo loss|mean reward"
+    found = re.findall(rf"(?m)^\| (?:{names}) \| (\S+) .*\|$", text)
+    assert found == ([expected] if expected else [])
+    assert ("Training has diverged" in text) == (expected == "nan")
+    assert ("Not measured." in text) == (expected is None)

@@ -116,6 +116,7 @@ FIELDS = {
     "skipped_steps": (None, -1, "0", 10**30),
     "last_finite_step": (None, -1, 1.5),
     "loss_average": ("1", []),
+    "score": ("1", {}),
     "best_loss": ("1", {}),
     "best_step": ("1", -1, 1.0),
     "evaluation": (5, [], {}, {"loss": 1.0}, {"loss": "1", "tokens": 1, "bytes_per_token": 1}),

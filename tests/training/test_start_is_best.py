@@ -4,6 +4,7 @@ another one is better, and a run that does not beat it says so.
 
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -16,8 +17,10 @@ from nanogpt_hf.commands import main
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.schema import DataSection
 from nanogpt_hf.data.prepare import held_out
+from nanogpt_hf.formatting import format_number
 from nanogpt_hf.model.build import load_model
 from nanogpt_hf.runs.folder import RunFolder
+from nanogpt_hf.runs.metrics import read_metrics
 
 pytestmark = pytest.mark.long
 KNOBS = (
@@ -76,14 +79,24 @@ def folder(tmp_path_factory, save_chat_model, text_file):
 
 
 @pytest.fixture
-def train(folder, monkeypatch, forget_accelerate):
+def start_to_train(folder, monkeypatch, forget_accelerate):
     monkeypatch.chdir(folder)
 
-    def train(name: str, method: str, options: str = "") -> RunFolder:
+    def train(name: str, method: str, options: str = "") -> tuple[int, RunFolder]:
         forget_accelerate()
         command = METHODS[method].format(start="start")
-        assert main(argv(f"{command} --from start --run-dir {name} {KNOBS} {options}")) == 0
-        return RunFolder(folder / name)
+        status = main(argv(f"{command} --from start --run-dir {name} {KNOBS} {options}"))
+        return status, RunFolder(folder / name)
+
+    return train
+
+
+@pytest.fixture
+def train(start_to_train):
+    def train(*arguments: str) -> RunFolder:
+        status, run = start_to_train(*arguments)
+        assert status == 0
+        return run
 
     return train
 
@@ -121,6 +134,48 @@ def test_start_is_best_if_no_other_is_better(train, folder, method, capsys):
     assert compared["beats_start"] is False
     score = compared["best"] if method != "rl" else -compared["best"]
     assert score == pytest.approx(state["best_loss"])
+    # Each card states the score of its own weights.
+    name = "val/reward" if method == "rl" else "val/loss"
+    values = [event[name] for event in read_metrics(run) if name in event]
+    assert values[0] != values[-1]
+    for model, value in ((run.best, values[0]), (run.final, values[-1])):
+        card = (model / "README.md").read_text()
+        (row,) = re.findall(r"(?m)^\| (?:validation|\w+) (?:loss|reward) \| (\S+) .*\|$", card)
+        assert row == format_number(value, 4)
+
+
+@pytest.mark.parametrize("method", [name for name in METHODS if name != "rl"])
+def test_diverged_run_says_so(start_to_train, folder, method, capsys):
+    """Console, card, report and `compare` say it, at the end of the run and of its resume."""
+    options = "--optim.learning_rate 1e15 --optim.max_grad_norm 0 --optim.weight_decay 0"
+    for again in ("", "--resume"):
+        status, run = start_to_train(f"{method}_diverged", method, f"{options} {again}")
+        said = capsys.readouterr()
+        assert status == 2
+        assert said.err.splitlines()[-1] == (
+            f"{run.path.relative_to(folder)}: the run has diverged: its last evaluation, at step "
+            "4, is not finite; lower optim.learning_rate and train again with --overwrite, or in "
+            "another --run-dir"
+        )
+        assert "diverged: 4 steps" in said.out
+        assert "no evaluation was better than that of the start" in said.out
+        assert "\nnext:" not in said.out
+        assert "Training has diverged" in (run.final / "README.md").read_text()
+        assert "Training has diverged" not in (run.best / "README.md").read_text()
+        page = run.report.read_text()
+        assert "The run has diverged: the evaluation at step 4 is not finite" in page
+        assert "no evaluation was better than that of the start" in page
+        assert "cli.py sample" not in page
+        assert final_state(run)["best_step"] == 0
+    assert main(argv("compare {} --output compare.png --json compare.json", run.path)) == 0
+    out = capsys.readouterr().out
+    assert out.splitlines()[1].split()[-1] == "nan"
+    assert f"{run.path}: has diverged: the evaluation at step 4 is not finite" in out
+    assert f"{run.path}: no evaluation was better than that of its start" in out
+    text = (folder / "compare.json").read_text()
+    assert "NaN" not in text
+    (compared,) = json.loads(text)["runs"].values()
+    assert (compared["last"], compared["diverged_at"]) == (None, 4)
 
 
 @pytest.mark.parametrize("method", ["text", "lora"])
