@@ -108,6 +108,7 @@ class ChatFormat:
             self._special_ids.discard(hf.unk_token_id)  # any text may have unknown characters
         self._remembered = lru_cache(_SHAPES)(self._special_of)
         self._checked = set[bytes]()
+        self._begun = set[tuple[tuple[str, str], ...]]()
 
     def prompt_ids(self, messages: list[Message], tools: list[Any] | None = None) -> list[int]:
         """Ids of the prompt for the answer to the last of `messages`.
@@ -371,7 +372,39 @@ class ChatFormat:
                 )
             if number in conversation.unlearned:
                 mask[start:stop] = [0] * (stop - start)
+        self._check_starts(conversation, ids)
         return ChatExample(ids, mask, _answer_bytes(conversation))
+
+    def _check_starts(self, conversation: Conversation, ids: list[int]) -> None:
+        """Raises DataError if the end of a prompt and the start of its answer become one token,
+        which no model is asked for.
+
+        White space, of which a token may have any number, is always checked, and other first
+        characters once. A template that rewrites the turns before an answer is not checked.
+        """
+        text = ""
+        for number in _learned(conversation):
+            fields = conversation.messages[number].items()
+            start = tuple((name, value[:2]) for name, value in fields if isinstance(value, str))
+            if start in self._begun:
+                continue
+            try:
+                before = _until(conversation, number - 1)
+                prompt = self._render(before, add_generation_prompt=True)
+            except DataError:  # the template is of training alone
+                continue
+            text = text or self._render(conversation)
+            if text.startswith(prompt):
+                (asked,) = self._tokens([prompt])
+                if ids[: len(asked)] != asked:
+                    raise DataError(
+                        f"message {number + 1}: the chat template prompts for the answer with "
+                        f"{prompt[-30:]!r}, which becomes one token with the start of the answer; "
+                        "change how it starts, or the template"
+                    )
+            is_space = any(value[:1].isspace() for _, value in start)
+            if not is_space and len(self._begun) < _SHAPES:
+                self._begun.add(start)
 
     def _examples_by_prefixes(self, conversation: Conversation) -> list[ChatExample]:
         learned = _learned(conversation)

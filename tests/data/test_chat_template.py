@@ -218,6 +218,39 @@ def test_a_system_message_is_refused_by_a_template_without_system_role():
         assert "System role not supported" in message
 
 
+@pytest.mark.parametrize("place", [1, 3])
+@pytest.mark.parametrize(
+    ("start", "is_certain"),
+    [("b", True), (" b", True), ("9", True), ("(b", True), ("\n", False), ("\n\nb", False)],
+)
+@pytest.mark.parametrize("shape", ["chatml", "marked"])
+def test_start_of_an_answer_in_a_token_of_its_prompt_is_refused(shape, start, is_certain, place):
+    chat = chat_format(SHAPES[shape], shape)
+    messages = [dict(message) for message in TWO]
+    messages[place]["content"] = start + "cd"
+    for _ in range(2):
+        if is_certain:
+            assert len(chat.examples([Conversation(messages)])) == 1
+        else:
+            message = refusal(chat.examples, [Conversation(TWO), Conversation(messages)])
+            assert "prompts for" in message
+    kept = Conversation(messages, unlearned=frozenset([place]))
+    (example,) = chat.examples([kept])
+    assert example.bytes == len(TWO[4 - place]["content"].encode())
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        CHATML.replace("'\n' + message['content']", "'\n\n' + message['content']"),
+        MARKED.replace("{% generation %}{{ ", "{% generation %}{{ '\n' + "),
+    ],
+    ids=["chatml", "marked"],
+)
+def test_template_whose_prompt_ends_inside_a_token_is_refused(template):
+    assert "prompts for" in refusal(chat_format, byte_level(QWEN, template=template), "x")
+
+
 # --- hostile templates
 # -----------------------------------------------------------------------------------------------
 
