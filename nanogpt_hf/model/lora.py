@@ -256,6 +256,8 @@ def load_merged(folder: str) -> PreTrainedModel:
     check_generation_file(Path(base))
     model = architecture_on_disk(base, adapter.revision).read_model(base, adapter.revision)
     with _unwarned():
+        # missing tensors are refused below, in one line
+        warnings.filterwarnings("ignore", "Found missing adapter keys")
         try:
             # is_trainable marks the weights that belong to the adapter
             opened = AutoPeftModelForCausalLM.from_pretrained(
