@@ -34,6 +34,8 @@ from nanogpt_hf.runs.tensor_files import (
 logger = logging.getLogger(__name__)
 MODEL, OPTIMIZER, STATE, CHECKSUMS = "model", "optimizer", "state.json", "checksums.json"
 _Scaler = dict[str, float] | None
+# older checkpoints lack these fields of the state, which have a default
+_NEW_FIELDS = {"score"}
 
 
 class DamagedError(RunFolderError):
@@ -103,7 +105,7 @@ def _open(folder: Path, index: int, count: int) -> Checkpoint:
         version = facts.pop("version")
         scaler = as_type(facts.pop("scaler", None), _Scaler, "scaler")
         tensors = facts.pop("tensors", None)
-        if version != VERSION or facts.keys() != fields:
+        if version != VERSION or facts.keys() | _NEW_FIELDS != fields:
             raise OtherFormatError(
                 f"{folder}: was written by other code: version {version} of the run folder's "
                 f"format and {len(facts)} fields, here {VERSION} and {len(fields)}; continue with "

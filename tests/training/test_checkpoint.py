@@ -172,6 +172,20 @@ def rewrite(folder, file: str, content: dict | str) -> None:
     (folder / "checksums.json").write_text(json.dumps(sums))
 
 
+@pytest.mark.parametrize("name", ["score", "best_loss", "skipped_steps"])
+def test_state_that_lacks_a_field(run, name, save_checkpoint):
+    """A field that older checkpoints lack has its default; without another they are refused."""
+    save_checkpoint(*build_training(), TrainState(step=8, score=0.5), run, keep=2)
+    state = json.loads((run.checkpoint(8) / "state.json").read_text())
+    del state[name]
+    rewrite(run.checkpoint(8), "state.json", state)
+    if name == "score":
+        assert reader.read_checkpoint(run.checkpoint(8)).state == TrainState(step=8)
+        return
+    with pytest.raises(RunFolderError, match="was written by other code: "):
+        reader.read_checkpoint(run.checkpoint(8))
+
+
 def test_checkpoint_of_another_version_is_refused(run, save_checkpoint):
     parts = build_training()
     for step in (4, 8):
