@@ -267,6 +267,14 @@ def _without_prompt(text: str, prompt: list[Message], column: str) -> str:
     return answer["content"]
 
 
+def _replied(asked: Message, row: dict[str, Any], column: str) -> list[Message]:
+    """A question and the answer in a column."""
+    answer = row[column]
+    if isinstance(answer, str):
+        answer = _without_prompt(answer, [asked], column)
+    return [asked, _answer(answer)]
+
+
 def _from_choices(row: dict[str, Any]) -> list[Message]:
     choices, answer = row["choices"], row["answer"]
     if type(choices) is not list or type(answer) is not int:
@@ -294,8 +302,8 @@ def _from_choices(row: dict[str, Any]) -> list[Message]:
 def _from_question(row: dict[str, Any]) -> list[Message]:
     answer = row["answer"]
     if isinstance(answer, str) and "\n####" in answer:  # a solution of GSM8K, which ends in #### 72
-        answer = _CALCULATION.sub("", answer)
-    return _exchange(row["question"], answer)
+        row = row | {"answer": _CALCULATION.sub("", answer)}
+    return _replied(_user(row["question"]), row, "answer")
 
 
 # The accepted rows: the columns of each shape, and its messages. The first that fits is taken.
@@ -303,11 +311,11 @@ _SHAPES: dict[tuple[str, ...], Callable[[dict[str, Any]], Any]] = {
     ("messages",): lambda row: row["messages"],
     ("conversations",): lambda row: row["conversations"],
     ("prompt", "completion"): _from_prompt,
-    ("instruction", "output"): lambda row: [_asked(row), _answer(row["output"])],
-    ("instruction", "response"): lambda row: [_asked(row), _answer(row["response"])],
+    ("instruction", "output"): lambda row: _replied(_asked(row), row, "output"),
+    ("instruction", "response"): lambda row: _replied(_asked(row), row, "response"),
     ("question", "choices", "answer"): _from_choices,
     ("question", "answer"): _from_question,
-    ("question", "response"): lambda row: _exchange(row["question"], row["response"]),
+    ("question", "response"): lambda row: _replied(_user(row["question"]), row, "response"),
 }
 
 

@@ -252,6 +252,16 @@ def test_a_transcript_beside_another_prompt_is_no_answer(prompt, answer):
     ):
         message = refusal(parse, {"prompt": prompt} | row, error=ValueError)
         assert ": a transcript of Human and Assistant" in message
+    if isinstance(prompt, str):
+        for asked, answered in (
+            ("instruction", "output"),
+            ("instruction", "response"),
+            ("question", "answer"),
+            ("question", "response"),
+        ):
+            row = {asked: prompt, answered: answer}
+            message = refusal(conversation_of, row, error=ValueError)
+            assert message.startswith(f"{answered}: a transcript of Human and Assistant")
 
 
 @pytest.mark.parametrize(
