@@ -16,7 +16,7 @@ from nanogpt_hf.own_files import read_json, reading
 _NAMES = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version"}
 # Files with weights; a folder with files of the first pattern is read without the second.
 _WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")
-_START_WEIGHTS = "finetune.model: weights"
+START_WEIGHTS = "finetune.model: weights"
 _TOKENIZER = ("tokenizer*", "chat_template*", "vocab.*", "merges.txt", "special_tokens_map.json")
 
 
@@ -45,7 +45,7 @@ def needed_at_resume(config: Config, origin: dict[str, str]) -> dict[str, str]:
     return {
         name: digest
         for name, digest in origin.items()
-        if name != _START_WEIGHTS or _reads_weights(config)
+        if name != START_WEIGHTS or _reads_weights(config)
     }
 
 
@@ -60,7 +60,7 @@ def weights_of(model: str) -> dict[str, str]:
     if not folder.is_dir():
         return {}
     patterns = next(([p] for p in _WEIGHTS if any(folder.glob(p))), ["*.safetensors", "*.bin"])
-    return {_START_WEIGHTS: _files_digest(folder, patterns)}
+    return {START_WEIGHTS: _files_digest(folder, patterns)}
 
 
 def changes_of_origin(before: dict[str, str], now: dict[str, str]) -> list[str]:

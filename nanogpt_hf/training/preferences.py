@@ -4,6 +4,7 @@ labeled alone (KTO), their steps and their evaluation.
 A step's loss is the mean over its pairs or answers.
 """
 
+import hashlib
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,12 +13,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from accelerate.utils import broadcast_object_list
+from safetensors import safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from nanogpt_hf.config.schema import AlignSection, Config
 from nanogpt_hf.data.blocks import Blocks
+from nanogpt_hf.data.prepared import PreparedData
 from nanogpt_hf.distributed.accelerator import sum_over_ranks
 from nanogpt_hf.errors import DamagedFileError, UserError
 from nanogpt_hf.evaluation.loss import eval_mode, evaluation_indices, rank_batches
@@ -25,7 +28,9 @@ from nanogpt_hf.formatting import format_number
 from nanogpt_hf.model.architecture import Metrics, Objective
 from nanogpt_hf.own_files import reading, warn_once
 from nanogpt_hf.runs.files import written_whole
-from nanogpt_hf.runs.origin import changes_of_origin, weights_of
+from nanogpt_hf.runs.folder import RunFolder
+from nanogpt_hf.runs.origin import START_WEIGHTS, changes_of_origin, weights_of
+from nanogpt_hf.runs.state import TrainState
 from nanogpt_hf.training.pairs import NO_TARGET, LabeledAnswers
 from nanogpt_hf.training.run import Evaluated, Run, StepResult, start_model_of
 from nanogpt_hf.training.step import train_step
@@ -239,23 +244,42 @@ def divergence(run: Run, blocks: LabeledAnswers, indices: np.ndarray) -> float:
 
 def read_reference(path: Path, splits: dict[str, Any]) -> Batch:
     """The log-probabilities of each split that were kept; none if there is no file, and, with a
-    warning, if it is damaged or is of other rows.
+    warning, if it is damaged, was changed after it was written, or is of other rows.
     """
     if not path.is_file():
         return {}
     try:
         with reading(path):
             saved = load_file(path)
+            with safe_open(path, "pt") as file:
+                recorded = (file.metadata() or {}).get("sha256")
             for name, blocks in splits.items():
                 if name not in saved or saved[name].shape != (len(blocks), 2):
                     raise ValueError(f"it has not the {len(blocks):,} rows of {name}")
                 is_whole = saved[name].dtype == torch.float32 and saved[name].isfinite().all()
                 if not is_whole or not saved[name].any():
                     raise ValueError(f"{name} holds no log-probabilities")
+            if recorded != _digest(saved):
+                raise ValueError(
+                    "it was changed after it was written" if recorded else "it has no checksum"
+                )
     except DamagedFileError as error:
         warn_once(f"{error}; its log-probabilities are computed again")
         return {}
     return saved
+
+
+def reference_content(tensors: Batch) -> bytes:
+    """The content of a file of log-probabilities, with their checksum."""
+    return save(tensors, {"sha256": _digest(tensors)})
+
+
+def _digest(tensors: Batch) -> str:
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
+        digest.update(tensor.contiguous().numpy().data)
+    return digest.hexdigest()
 
 
 def needs_reference(config: Config) -> bool:
@@ -265,17 +289,41 @@ def needs_reference(config: Config) -> bool:
     return name is not None and (name not in LOSSES or LOSSES[name].uses_reference)
 
 
-def _check_start_model(run: Run) -> None:
-    """Raises UserError on all processes if the model to start from has changed since the start."""
-    recorded = (run.state.identity or {}).get("origin", {})
-    start = weights_of(str(run.config.finetune.model)) if run.mesh.is_main else {}
-    (changes,) = broadcast_object_list([changes_of_origin(recorded, start)], from_process=0)
-    if changes:
-        raise UserError(
-            f"{run.folder.reference}: is lost or damaged, and the model whose log-probabilities it "
-            f"had is another one: {changes[0]}; bring one of them back, or start again with "
-            "--overwrite"
-        )
+def lost_reference(
+    config: Config, folder: RunFolder, data: PreparedData, state: TrainState
+) -> str | None:
+    """Why a run cannot resume, as a line: it has lost its log-probabilities, and the model to
+    compute them again is not the one that it started from. Else None. Only the main process calls
+    it.
+    """
+    splits = {"train": data.train, "validation": data.validation}
+    if not needs_reference(config) or not state.step or read_reference(folder.reference, splits):
+        return None
+    return _start_model_problem(config, folder, state)
+
+
+def _start_model_problem(config: Config, folder: RunFolder, state: TrainState) -> str | None:
+    recorded, name = (state.identity or {}).get("origin", {}), str(config.finetune.model)
+    try:
+        now = weights_of(name)
+    except UserError as error:
+        return f"{folder.reference}: is lost or damaged, and so is the start model: {error}"
+    changes = changes_of_origin(recorded, now)
+    if START_WEIGHTS in recorded and not now:
+        changes = [f"{name}: no such folder"]
+    if not changes:
+        return None
+    return (
+        f"{folder.reference}: is lost or damaged, and the model whose log-probabilities it had is "
+        f"another one: {changes[0]}; bring one of them back, or start again with --overwrite"
+    )
+
+
+def raise_on_all_ranks(problem: str | None) -> None:
+    """Raises UserError on all processes if the main process has a problem; a collective."""
+    problems: list[str | None] = broadcast_object_list([problem], from_process=0)
+    if problems[0]:
+        raise UserError(problems[0])
 
 
 @torch.no_grad()
@@ -293,7 +341,8 @@ def fill_reference(run: Run, stopping: Callable[[], bool]) -> bool:
         saved = read_reference(run.folder.reference, splits)
     is_saved: list[bool] = broadcast_object_list([bool(saved)], from_process=0)
     if not is_saved[0] and run.state.step:
-        _check_start_model(run)
+        problem = mesh.is_main and _start_model_problem(run.config, run.folder, run.state)
+        raise_on_all_ranks(problem or None)
     for name, blocks in splits.items():
         found = saved.get(name, torch.zeros(len(blocks), 2)).to(accelerator.device)
         if not is_saved[0]:
@@ -310,7 +359,7 @@ def fill_reference(run: Run, stopping: Callable[[], bool]) -> bool:
     run.start_model = None  # frees its memory
     if mesh.is_main and not is_saved[0]:
         with written_whole(run.folder.reference) as partial:
-            partial.write_bytes(save(filled))
+            partial.write_bytes(reference_content(filled))
     for name, reference in filled.items():
         splits[name].reference = reference
     return True

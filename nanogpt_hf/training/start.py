@@ -64,7 +64,7 @@ from nanogpt_hf.model.build import (
 )
 from nanogpt_hf.optim.optimizer import build_optimizer
 from nanogpt_hf.runs.folder import RunFolder
-from nanogpt_hf.runs.origin import needed_at_resume, origin_of, weights_of
+from nanogpt_hf.runs.origin import needed_at_resume, origin_of
 from nanogpt_hf.runs.provenance import continue_on
 from nanogpt_hf.runs.state import TrainState, record_knobs, run_identity
 from nanogpt_hf.training.finetuning import learned_ids
@@ -75,7 +75,7 @@ from nanogpt_hf.training.micro_batch import (
     choose_micro_batch,
     one_line_for_too_little_memory,
 )
-from nanogpt_hf.training.preferences import needs_reference, read_reference
+from nanogpt_hf.training.preferences import lost_reference, raise_on_all_ranks
 from nanogpt_hf.training.run import Run
 
 logger = logging.getLogger(__name__)
@@ -200,6 +200,9 @@ def _start_or_resume(
             )
         checkpoint = find_checkpoint(accelerator, folder, run_facts)
         _check_end(config, folder, checkpoint)
+        is_main = accelerator.is_main_process
+        problem = lost_reference(config, folder, data, checkpoint.state) if is_main else None
+        raise_on_all_ranks(problem)
         # this start may not have read all again
         known = (checkpoint.state.identity or {}).get("origin", {})
         run_facts["origin"] = known | run_facts["origin"]
@@ -240,10 +243,9 @@ def check_resume(
         lines.append(f"not compared with the run: {config.data.dir} is not prepared yet")
     else:
         data, origin = method.load(config), origin_of(config, resumes=True)
-        splits = {"train": data.train, "validation": data.validation}
-        if needs_reference(config) and not read_reference(folder.reference, splits):
-            origin |= weights_of(str(config.finetune.model))
         check_identity(folder, checkpoint.state, run_identity(config, data.manifest, origin))
+        if problem := lost_reference(config, folder, data, checkpoint.state):
+            raise UserError(problem)
     return [*lines, f"resumes from {checkpoint.folder}"]
 
 

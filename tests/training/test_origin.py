@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from assertions import weights
 from nanogpt_hf.commands import main
 from nanogpt_hf.config.schema import Config, replace_knobs
+from nanogpt_hf.own_files import warn_once
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.origin import needed_at_resume, origin_of
 
@@ -106,6 +107,21 @@ def other_and_lost(place: Path) -> None:
     lost_reference(place)
 
 
+def changed_reference(place: Path) -> None:
+    path = place / "run" / "reference.safetensors"
+    save_file({name: 1.5 * tensor for name, tensor in load_file(path).items()}, path)
+
+
+def other_and_changed(place: Path) -> None:
+    other_weights(place)
+    changed_reference(place)
+
+
+def no_weights_and_lost(place: Path) -> None:
+    (place / "start" / "model.safetensors").unlink()
+    lost_reference(place)
+
+
 KL, LORA = (("rl.kl", 0.1), *RL.items()), (("lora.rank", 2),)
 WEIGHTS = "finetune.model: weights changed: sha256:"
 CONFIG = "finetune.model: config.json changed: sha256:"
@@ -124,6 +140,9 @@ CASES = [
     ("dpo", (), other_weights, None),
     ("dpo", (), lost_reference, None),
     ("dpo", (), other_and_lost, "reference.safetensors: is lost or damaged, and "),
+    ("dpo", (), changed_reference, None),
+    ("dpo", (), other_and_changed, "reference.safetensors: is lost or damaged, and "),
+    ("dpo", (), no_weights_and_lost, "reference.safetensors: is lost or damaged, and "),
     ("dpo", LORA, other_weights, WEIGHTS),
     ("dpo", (), other_template, "data.tokenizer changed: sha256:"),
     ("kto", (), other_weights, None),
@@ -139,17 +158,22 @@ def test_changed_start_is_refused_where_it_is_read_again(
     resume = trained(tmp_path, name, knobs)
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
     change(tmp_path)
+    changed = {path: path.read_bytes() for path in before if path.exists()}
     capsys.readouterr()
+    dry_status = resume("--dry-run")
+    dry_line = capsys.readouterr().err.splitlines()[-1:]
+    warn_once.cache_clear()
     status = resume()
     line = capsys.readouterr().err.splitlines()[-1:]
+    assert dry_status == status, (dry_line, line)
     if refusal is None:
         assert status == 0, line
         return
     assert status == 2
     assert refusal.format(tmp_path) in line[0]
     assert not re.search(r"sha256:[0-9a-f]{9}", line[0])
-    after = {path: path.read_bytes() for path in before if path.exists()}
-    assert all(after[path] == before[path] for path in after if path.suffix == ".safetensors")
+    assert dry_line == line
+    assert {path: path.read_bytes() for path in before if path.exists()} == changed
 
 
 def test_lost_reference_is_computed_with_the_same_model(trained, tmp_path):

@@ -432,10 +432,13 @@ def test_reference_that_is_overwritten_or_lost_is_computed_again(align):
 
 def rows_of(first: int, second: int, **changed) -> bytes:
     tensors = {"train": torch.full((first, 2), -1.5), "validation": -torch.rand(second, 2)}
-    return save({name: changed.get(name, tensor) for name, tensor in tensors.items()})
+    tensors = {name: changed.get(name, tensor) for name, tensor in tensors.items()}
+    return preferences.reference_content(tensors)
 
 
 REFERENCE = rows_of(5, 2)
+_HEADER = json.loads(REFERENCE[8 : 8 + int.from_bytes(REFERENCE[:8], "little")])
+METADATA = _HEADER["__metadata__"]
 REFERENCES = {
     "empty": b"",
     "cut": REFERENCE[:-9],
@@ -449,6 +452,14 @@ REFERENCES = {
     "zeros": rows_of(5, 2, train=torch.zeros(5, 2)),
     "not a number": rows_of(5, 2, train=torch.full((5, 2), float("nan"))),
     "half precision": rows_of(5, 2, train=torch.ones(5, 2).half()),
+    "other values": save(
+        {name: 1.5 * tensor for name, tensor in load(REFERENCE).items()}, METADATA
+    ),
+    "a flipped bit": REFERENCE[:-1] + bytes([REFERENCE[-1] ^ 1]),
+    "rows in another order": save(
+        {name: tensor.flip(0) for name, tensor in load(rows_of(5, 2)).items()}, METADATA
+    ),
+    "no checksum": save(load(REFERENCE)),
     "no validation": save({"train": torch.ones(5, 2)}),
 }
 
@@ -466,13 +477,31 @@ def test_damaged_reference_is_found_out_with_one_warning(tmp_path, caplog, conte
     assert record.getMessage().endswith("; its log-probabilities are computed again")
 
 
+def other_values(content: bytes) -> bytes:
+    return save({name: 1.5 * tensor for name, tensor in load(content).items()})
+
+
+def other_bit(content: bytes) -> bytes:
+    return content[:-100] + bytes([content[-100] ^ 1]) + content[-99:]
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("content", "flag"), [(None, "--resume"), (b"", "--auto-resume"), (REFERENCE, "--resume")]
+    ("content", "flag"),
+    [
+        (None, "--resume"),
+        (b"", "--auto-resume"),
+        (REFERENCE, "--resume"),
+        (other_values, "--resume"),
+        (other_bit, "--auto-resume"),
+    ],
 )
 def test_run_resumes_though_its_reference_is_damaged(whole, align, folder, content, flag):
-    copy = copy_at(whole("dpo"), 4, folder / f"dpo damaged {flag} {len(content or '-')}")
+    name = content.__name__ if callable(content) else len(content or "-")
+    copy = copy_at(whole("dpo"), 4, folder / f"dpo damaged {flag} {name}")
     before = load(copy.reference.read_bytes())
+    if callable(content):
+        content = content(copy.reference.read_bytes())
     copy.reference.unlink() if content is None else copy.reference.write_bytes(content)
     resumed = align(copy.path.name, flag)
     for name, tensor in load_file(resumed.reference).items():
