@@ -96,6 +96,8 @@ def _text_parts(value: Any) -> Any:
         if kind != "text":
             what = f"type {kind!r:.40}" if isinstance(part, dict) else "what is no object"
             raise ValueError(f"part {number}: {what} is not supported; send parts of type text")
+        if not isinstance(part.get("text"), str):
+            raise ValueError(f"part {number}: text: is missing, or no text")
     return value
 
 

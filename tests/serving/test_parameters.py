@@ -149,6 +149,8 @@ _TEXT_PART = {"type": "text", "text": "Why?"}
         ("content", [_TEXT_PART, _IMAGE], "part 1: type 'image_url' is not supported; send "),
         ("content", [{"text": "Why?"}], "part 0: type None is not supported; send parts of"),
         ("content", ["Why?"], "part 0: what is no object is not supported; send parts of"),
+        ("content", [{"type": "text"}], "part 0: text: is missing, or no text"),
+        ("content", [_TEXT_PART, {"type": "text", "text": 5}], "part 1: text: is missing, or"),
         ("content", 5, "neither a text nor a list of parts of type text"),
         ("content", _TEXT_PART, "neither a text nor a list of parts of type text"),
     ],
