@@ -17,6 +17,7 @@ from nanogpt_hf.commands import main
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.schema import DataSection
 from nanogpt_hf.data.prepare import held_out
+from nanogpt_hf.export.hub import BackgroundPush
 from nanogpt_hf.formatting import format_number
 from nanogpt_hf.model.build import load_model
 from nanogpt_hf.runs.folder import RunFolder
@@ -145,8 +146,17 @@ def test_start_is_best_if_no_other_is_better(train, folder, method, capsys):
 
 
 @pytest.mark.parametrize("method", [name for name in METHODS if name != "rl"])
-def test_diverged_run_says_so(start_to_train, folder, method, capsys):
-    """Console, card, report and `compare` say it, at the end of the run and of its resume."""
+def test_diverged_run_says_so(start_to_train, folder, method, capsys, monkeypatch):
+    """Console, card, report and `compare` say it, at the end of the run and of its resume; nothing
+    more is pushed.
+    """
+    pushed, finish = [], BackgroundPush.finish
+
+    def recorded(push: BackgroundPush, done: bool) -> None:
+        pushed.append(done)
+        finish(push, done)
+
+    monkeypatch.setattr(BackgroundPush, "finish", recorded)
     options = "--optim.learning_rate 1e15 --optim.max_grad_norm 0 --optim.weight_decay 0"
     for again in ("", "--resume"):
         status, run = start_to_train(f"{method}_diverged", method, f"{options} {again}")
@@ -167,6 +177,7 @@ def test_diverged_run_says_so(start_to_train, folder, method, capsys):
         assert "no evaluation was better than that of the start" in page
         assert "cli.py sample" not in page
         assert final_state(run)["best_step"] == 0
+    assert pushed == [False, False]
     assert main(argv("compare {} --output compare.png --json compare.json", run.path)) == 0
     out = capsys.readouterr().out
     assert out.splitlines()[1].split()[-1] == "nan"
