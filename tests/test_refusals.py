@@ -58,8 +58,8 @@ FILES = {
     "rows.jsonl": b'{"text": "fine"}\n{"body": "no text here"}\n',
     "recipe_of_gpt2.yaml": b"finetune: {model: gpt2}\ndata: {source: x}\n",
     "questions.jsonl": b'{"question": "ab?", "answer": "c"}\n',
-    "equal.jsonl": b'{"prompt": "a", "chosen": "b", "rejected": "c"}\n'
-    b'{"prompt": "a", "chosen": "b", "rejected": "b"}\n',
+    "equal.jsonl": b'{"prompt": "a", "chosen": "x", "rejected": "y"}\n'
+    b'{"prompt": "a", "chosen": "x", "rejected": "x"}\n',
     "good.jsonl": b'{"prompt": "x", "completion": "y", "label": true}\n' * 20,
 }
 

@@ -56,6 +56,7 @@ def test_missing_path_is_one_line_without_a_request(
 def test_missing_adapter_base_is_one_line(hub_of_stranger, tmp_path, capsys):
     adapter = tmp_path / "adapter"
     adapter.mkdir()
+    (adapter / "adapter_model.safetensors").touch()
     for base in ("runs/quickstart", "/no/where"):
         config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base}
         (adapter / "adapter_config.json").write_text(json.dumps(config))

@@ -21,7 +21,7 @@ from nanogpt_hf.checkpoint.reader import read_checkpoint
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.data.prepared import load_prepared
 from nanogpt_hf.distributed import signals
-from nanogpt_hf.errors import Stopped, UserError
+from nanogpt_hf.errors import DivergedError, Stopped, UserError
 from nanogpt_hf.model import GPTForCausalLM
 from nanogpt_hf.model.build import build_config, build_model
 from nanogpt_hf.runs.folder import RunFolder
@@ -286,11 +286,13 @@ def test_resume_ignores_an_incomplete_metric_line_and_recreates_removed_best(sta
     assert list(column(run, "train/loss")) == list(range(1, 9))
 
 
-def test_nan_loss_is_not_best(start, monkeypatch):
+def test_nan_loss_is_not_best(start, tmp_path, monkeypatch):
     monkeypatch.setattr(
         GPTForCausalLM, "summed_loss", lambda self, hidden, *_: hidden.sum() * math.nan
     )
-    run = start("lost", train__max_steps=3)
+    with pytest.raises(DivergedError, match="its last evaluation, at step 3, is not finite"):
+        start("lost", train__max_steps=3)
+    run = RunFolder(tmp_path / "lost")
     assert not run.best.exists()
     assert all("NaN" not in line for line in run.metrics.read_text().splitlines())
     assert set(column(run, "val/loss").values()) == {None}
