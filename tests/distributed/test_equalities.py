@@ -351,11 +351,17 @@ def train(words_of, launch_warm, launch_command, root, forget_accelerate):
     each process held.
     """
 
-    def train(name: str, layout: str, run: Path, steps: int, *flags: str) -> list[dict]:
+    def ends_diverged(status: int, output: str) -> None:
+        assert status
+        assert "the run has diverged" in output
+
+    def train(
+        name: str, layout: str, run: Path, steps: int, *flags: str, diverges: bool = False
+    ) -> list[dict]:
         words = words_of(name, run, steps, *flags)
         if layout == "one process":
             forget_accelerate()
-            assert main(words) == 0
+            assert main(words) == (2 if diverges else 0)
             return []
         machine, processes = LAYOUTS[layout]
         options = [f"--num_processes={processes}", *OPTIONS.get(layout, [])]
@@ -368,7 +374,8 @@ def train(words_of, launch_warm, launch_command, root, forget_accelerate):
             )
             assert completed.returncode == 0, completed.stdout[-2000:] + completed.stderr[-3000:]
         else:
-            launch_warm(machine, *words, machine_options=options, **variables)
+            ending = {"ends_with": ends_diverged} if diverges else {}
+            launch_warm(machine, *words, machine_options=options, **ending, **variables)
         return held_by_ranks(RunFolder(run))
 
     return train
@@ -544,7 +551,8 @@ def test_gradient_that_is_not_finite_skips_the_step_on_all_stages(train, tmp_pat
     skipped = []
     for layout in ("one process", "PP × TP"):
         run = RunFolder(tmp_path / layout)
-        train("tasks", layout, run.path, 6, "--optim.learning_rate=1e20", "--eval.tasks=[]")
+        flags = "--optim.learning_rate=1e20", "--eval.tasks=[]"
+        train("tasks", layout, run.path, 6, *flags, diverges=True)
         skipped.append(column(run, "train/skipped_steps"))
     assert len(skipped[0]) > 2
     assert skipped[0] == skipped[1]
