@@ -197,7 +197,7 @@ def main(arguments: list[str]) -> int:
             return 0
         for word in arguments:
             if not is_utf8(word):
-                raise UserError(f"{word!r:.200}: not UTF-8, so no file could hold it; name it anew")
+                raise UserError(f"{word!r:.200}: not UTF-8, so no file could hold it; rename it")
         name, *words = arguments
         if name not in COMMANDS:
             raise UserError(

@@ -138,7 +138,7 @@ class RunFolder:
             reason = error.problems[0] if isinstance(error, ConfigError) else error
             raise RunFolderError(
                 f"{reason}; the command that trained the run, with the same recipe and "
-                f"knobs and with --run-dir {self.path} --resume, writes it anew"
+                f"knobs and with --run-dir {self.path} --resume, writes it again"
             ) from None
         return load_config(self.recipe, overrides) if overrides else config
 
@@ -149,7 +149,7 @@ class RunFolder:
         try:
             return self.read_recipe()
         except RunFolderError as error:
-            warn_once(f"{str(error).rpartition('; ')[0]}; it is written anew from this recipe")
+            warn_once(f"{str(error).rpartition('; ')[0]}; it is written again from this recipe")
             return None
 
     def differences(self, config: Config, before: Config | None = None) -> list[str]:

@@ -183,7 +183,7 @@ class Generation:
     async def pieces(self) -> AsyncGenerator[Piece]:
         """The texts as they arrive, until all choices have a finish reason.
 
-        The generation does not wait for whoever reads them: a client that does not read would hold
+        The generation does not wait for the reader: a client that does not read would hold
         a turn.
         """
         pieces = asyncio.Queue[Piece | Exception | None]()

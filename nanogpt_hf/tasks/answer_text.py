@@ -88,7 +88,7 @@ def _plain(text: str) -> str:
 
 
 def _statements(patterns: list[re.Pattern[str]], text: str) -> list[re.Match[str]]:
-    """The statements that no word takes back."""
+    """The statements that no later word withdraws."""
     found = [match for pattern in patterns for match in pattern.finditer(text)]
     return [match for match in found if _is_choice(match, text)]
 

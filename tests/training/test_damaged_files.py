@@ -97,7 +97,7 @@ class File(NamedTuple):
 
     path: str
     fields: dict[str, Callable[[Path], None]]
-    # "skipped": every command goes on. "passed over": the checkpoint before is used. "anew": a
+    # "skipped": every command goes on. "passed over": the checkpoint before is used. "again": a
     # resume writes it, others name it. "needed": commands that need it name it.
     then: str
 
@@ -128,7 +128,7 @@ FILES = {
     "recipe": File(
         "run/recipe.yaml",
         json_fields(("optim",), {"other-type": (5, "train"), "unknown": (5, "train", "steps")}),
-        "anew",
+        "again",
     ),
     "metrics": File(
         "run/metrics.jsonl",
@@ -218,7 +218,7 @@ class Workshop:
     """A folder with a run that was killed after its second checkpoint, its recipe and its data.
 
     Paths in the run are absolute, so the folder keeps its name, and each case gets its content
-    anew.
+    again.
     """
 
     def __init__(self, folder: Path, kept: Path, final: dict[str, bytes]):
@@ -311,7 +311,7 @@ def check(workshop: Workshop, name: str, command: str, status: int, out: list, e
     expected = {
         "skipped": {0, 1, 2} if lost else {0},
         "passed over": {0} if trains or command in ("report", "compare") else {1, 2},
-        "anew": {0} if trains else {2},
+        "again": {0} if trains else {2},
         # `report` and `compare` need none, but a manifest is named by one warning
         "needed": {0} if command in ("report", "compare") else {1, 2},
     }[file.then]
