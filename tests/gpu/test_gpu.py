@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import urllib.request
 from importlib.util import find_spec
 
 import pytest
@@ -228,6 +229,21 @@ def test_sample_and_evaluate(train, command, text_file):
         if "loss" in line
     )
     assert re.search(r"\d\.\d", line)
+
+
+def test_served_text_is_that_of_a_seed(train, running):
+    run = train()
+    asked = {"prompt": "The ", "max_tokens": 20, "temperature": 0.9, "seed": 3}
+    with running(run.best, "tiny") as server:
+        url = f"http://127.0.0.1:{server.port}/v1/completions"
+        request = urllib.request.Request(url, json.dumps(asked).encode())
+        request.add_header("Content-Type", "application/json")
+        texts = []
+        for _ in range(2):
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                texts.append(json.load(answer)["choices"][0]["text"])
+    assert len(texts[0]) == 20
+    assert texts[0] == texts[1]
 
 
 STEPS = "--train.max_steps 2 --train.micro_batch_size 4 --eval.every 2 --optim.warmup_steps 1"
