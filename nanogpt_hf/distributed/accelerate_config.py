@@ -26,8 +26,8 @@ from nanogpt_hf.errors import UserError, did_you_mean, one_line
 from nanogpt_hf.model.recompute import level_of
 from nanogpt_hf.optim.optimizer import kind_of
 
-# Without an accelerate config, a run of at least so many steps is compiled on a GPU: compilation
-# takes about as long as a few hundred steps of a small model.
+# Without an accelerate config, a run of at least so many steps is compiled on a GPU. The number is
+# an assumption: how many steps pay for compilation there is not yet measured.
 STEPS_WORTH_COMPILING = 500
 EMULATES_FP8 = False  # in float32, as the tests do on a CPU
 

@@ -26,7 +26,7 @@ SILENT = {
     "no byte": b"",
     "half a first header": b"GET / HTTP/1.1\r\nX-Slow: ",
     "half a second header": WHOLE,
-    "a body that nobody reads": b"GET / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\nx",
+    "a body that is not read": b"GET / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\nx",
     "half a body": HEADER + b'Content-Length: 99\r\n\r\n{"prompt"',
     "half a chunk": HEADER + b"Transfer-Encoding: chunked\r\n\r\nff\r\nab",
 }
