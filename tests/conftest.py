@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -617,3 +618,29 @@ def start_warm(launch_command):
             process.stdin.close()
 
     return start
+
+
+@pytest.fixture(scope="session")
+def running():
+    """A function (model folder, name) -> context with a server in a thread of this process; it
+    has a `port`.
+    """
+    pytest.importorskip("uvicorn", reason="the extra `serve` is not installed")
+    from nanogpt_hf.commands.generate import open_model
+    from nanogpt_hf.serving.app import Server, listen
+
+    @contextlib.contextmanager
+    def running(folder, name):
+        with listen("127.0.0.1", 0) as listener:
+            server = Server(name, *open_model(str(folder)), contextlib.nullcontext, "127.0.0.1")
+            server.port = listener.getsockname()[1]
+            thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+            thread.start()
+            try:
+                yield server
+            finally:
+                server.handle_exit(signal.SIGTERM, None)
+                thread.join(30)
+            assert not thread.is_alive()
+
+    return running
