@@ -151,11 +151,7 @@ def run_evaluate(arguments: Namespace, overrides: Overrides) -> None:
 
     from nanogpt_hf.data.files import file_digest
     from nanogpt_hf.data.tokenizer import build_tokenizer, check_vocabulary
-    from nanogpt_hf.distributed.accelerator import (
-        build_evaluation_accelerator,
-        describe_machine,
-        mesh_of,
-    )
+    from nanogpt_hf.distributed.accelerator import build_evaluation_accelerator, describe_machine
     from nanogpt_hf.distributed.rendezvous import one_line_for_a_lost_process, prepare_on_all_ranks
     from nanogpt_hf.model.build import load_model
     from nanogpt_hf.runs.provenance import versions
@@ -185,7 +181,6 @@ def run_evaluate(arguments: Namespace, overrides: Overrides) -> None:
             model=request.model.to(accelerator.device),
             tokenizer=request.tokenizer.hf,
             accelerator=accelerator,
-            mesh=mesh_of(accelerator),
             batch_size=arguments.batch_size,
             bars=is_main and shows_bars(),
         )

@@ -51,7 +51,7 @@ from nanogpt_hf.distributed.accelerate_config import (
     requested_precision,
 )
 from nanogpt_hf.distributed.deepspeed import is_zero
-from nanogpt_hf.distributed.mesh import Mesh
+from nanogpt_hf.distributed.mesh import Mesh, mesh_of
 from nanogpt_hf.distributed.pipeline import pipeline_of
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.model.architecture import architecture_of
@@ -103,11 +103,6 @@ class _Accelerator(Accelerator):
     # nothing: context_parallel.py does it; accelerate's hooks drop the masks of evaluations, too
     _prepare_cp = _prepare_tp
     _prepare_ao = _prepare_tp  # nothing: `multiply_in_fp8` does it, before a model is split
-
-
-def mesh_of(accelerator: Accelerator) -> Mesh:
-    """The mesh that an Accelerator was built for; a plain one of accelerate is of one process."""
-    return accelerator.mesh if isinstance(accelerator, _Accelerator) else Mesh()
 
 
 def _start(mesh: Mesh, precision: str, **options: Any) -> Accelerator:
@@ -239,13 +234,14 @@ def choose_kernels(*, deterministic: bool) -> None:
     cast(Any, torch.utils.deterministic).fill_uninitialized_memory = False
 
 
-def sum_over_ranks(accelerator: Accelerator, mesh: Mesh, tensor: torch.Tensor) -> torch.Tensor:
+def sum_over_ranks(accelerator: Accelerator, tensor: torch.Tensor) -> torch.Tensor:
     """The sum of a tensor over all processes, on all of them; of those that have the same, one
     counts.
 
     They are tensor-parallel ranks, and pipeline stages, of which the last has the loss. Exact
     for any number of ranks and any dtype.
     """
+    mesh = mesh_of(accelerator)
     counts = mesh.tp_rank == 0 and mesh.pp_rank == mesh.pp_size - 1
     return cast(
         torch.Tensor, accelerator.reduce(tensor if counts else torch.zeros_like(tensor), "sum")

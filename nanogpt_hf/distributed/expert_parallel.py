@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from nanogpt_hf.config.checks import divisors
-from nanogpt_hf.distributed.mesh import Mesh
+from nanogpt_hf.distributed.mesh import Mesh, mesh_of
 from nanogpt_hf.model.experts import View, experts_of, products
 from nanogpt_hf.optim.state import local_part
 
@@ -49,8 +49,9 @@ def experts_problem(model: PreTrainedModel, mesh: Mesh, is_sharded: bool) -> str
     return None
 
 
-def split_experts(model: PreTrainedModel, accelerator: Accelerator, mesh: Mesh) -> None:
+def split_experts(model: PreTrainedModel, accelerator: Accelerator) -> None:
     """Keep this process's share of the experts of a model that is equal on all, in place."""
+    mesh = mesh_of(accelerator)
     copies = mesh.dp_size // mesh.ep_size
     sizes = {"copies": copies, "ep": mesh.ep_size}
     device_mesh = init_device_mesh(

@@ -17,7 +17,7 @@ from nanogpt_hf.distributed.context_parallel import (
     share_positions,
 )
 from nanogpt_hf.distributed.expert_parallel import experts_problem, split_experts
-from nanogpt_hf.distributed.mesh import Mesh
+from nanogpt_hf.distributed.mesh import Mesh, mesh_of
 from nanogpt_hf.distributed.stages import stages_problem, tiny_model
 from nanogpt_hf.distributed.tensor_parallel import split_matrices, split_vocabulary
 from nanogpt_hf.errors import UserError
@@ -45,16 +45,17 @@ class Machine:
     sends_weights: bool = False  # FSDP2: from the only process that reads them
 
 
-def split_model(model: PreTrainedModel, accelerator: Accelerator, mesh: Mesh) -> None:
+def split_model(model: PreTrainedModel, accelerator: Accelerator) -> None:
     """Split a model for tensor, context and expert parallelism, in place, before it is
     prepared.
     """
+    mesh = mesh_of(accelerator)
     device_mesh: Any = accelerator.torch_device_mesh
     if mesh.tp_size > 1:
         split_vocabulary(model, device_mesh["tp"])
         split_matrices(model, device_mesh["tp"])
     if mesh.ep_size > 1:
-        split_experts(model, accelerator, mesh)
+        split_experts(model, accelerator)
     if mesh.cp_size > 1:
         ring = needs_ring(model.config, mesh.tp_size * mesh.cp_size)
         share_positions(model, device_mesh["cp"], ring=ring, rotation=mesh.cp_rotation)

@@ -6,8 +6,12 @@ torch, so that a command can use it before heavy imports.
 
 import os
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from nanogpt_hf.distributed.environment import ROTATIONS, SCHEDULES
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 # sizes in the accelerate config's parallelism_config, as accelerate names them
 _SIZES = ("pp_size", "dp_replicate_size", "dp_shard_size", "ep_size", "cp_size", "sp_size")
@@ -112,3 +116,11 @@ class Mesh:
         """
         rounds = micro_batches // self.pp_size
         return rounds > 0 and (self.pp_schedule != "zero_bubble" or micro_batches % rounds == 0)
+
+
+def mesh_of(accelerator: "Accelerator") -> Mesh:
+    """The mesh of the launch that an Accelerator was built for: its only place once there is one.
+
+    A plain Accelerator, which `build_accelerator` did not build, is that of one process.
+    """
+    return getattr(accelerator, "mesh", None) or Mesh()

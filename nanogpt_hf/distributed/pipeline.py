@@ -17,7 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleavedZeroBubble
 from transformers import PreTrainedModel
 
-from nanogpt_hf.distributed.mesh import Mesh
+from nanogpt_hf.distributed.mesh import mesh_of
 from nanogpt_hf.distributed.stages import Links, Stage, own_blocks
 from nanogpt_hf.distributed.tensor_parallel import split_matrices, split_vocabulary
 from nanogpt_hf.model.architecture import architecture_of, saved_buffers
@@ -31,7 +31,8 @@ class Pipeline(Links):
     sets FSDP2.
     """
 
-    def __init__(self, model: PreTrainedModel, accelerator: Accelerator, mesh: Mesh):
+    def __init__(self, model: PreTrainedModel, accelerator: Accelerator):
+        mesh = mesh_of(accelerator)
         self.accelerator, self.device = accelerator, accelerator.device
         self.index, self.count, self.dp_size = mesh.pp_rank, mesh.pp_size, mesh.dp_size
         self.schedule = mesh.pp_schedule

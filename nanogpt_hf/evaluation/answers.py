@@ -16,7 +16,7 @@ from nanogpt_hf.data.chat_template import ChatFormat, chat_of
 from nanogpt_hf.data.conversations import fields_of
 from nanogpt_hf.data.tokenizer import prompt_ids
 from nanogpt_hf.distributed.accelerator import is_sharded, sum_over_ranks
-from nanogpt_hf.distributed.mesh import Mesh
+from nanogpt_hf.distributed.mesh import mesh_of
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.evaluation.loss import eval_mode
 from nanogpt_hf.generate import (
@@ -146,7 +146,6 @@ class AnswerSampler:
     def sample(
         self,
         accelerator: Accelerator,
-        mesh: Mesh,
         model: torch.nn.Module,
         questions: Sequence[Question],
         seeds: Sequence[int],
@@ -159,6 +158,7 @@ class AnswerSampler:
         depend on the number of processes. Raises UserError if the reward function fails and
         errors are not counted as zeros.
         """
+        mesh = mesh_of(accelerator)
         samples, rows = len(seeds) // len(questions), range(len(seeds))
         encoded = [self.encode(question) for question in questions]
         # Every process generates as many batches, which repeat the last row at their end.
@@ -178,7 +178,7 @@ class AnswerSampler:
                     max_new_tokens=self.max_new_tokens,
                     temperature=self.temperature,
                     end_ids=end_ids,
-                    all_ended=lambda ended: _all_ended(accelerator, mesh, ended),
+                    all_ended=lambda ended: _all_ended(accelerator, ended),
                 )
             rewards = self.reward.rewards(
                 self._texts(part)[: len(own)], [questions[row // samples] for row in own]
@@ -222,9 +222,9 @@ def pass_at_k(passed: Tensor, k: int) -> Tensor:
     return 1 - all_wrong
 
 
-def _all_ended(accelerator: Accelerator, mesh: Mesh, ended: bool) -> bool:
+def _all_ended(accelerator: Accelerator, ended: bool) -> bool:
     """Whether generation is over; the forward pass of a sharded model needs all processes."""
     if not is_sharded(accelerator):
         return ended
     running = torch.tensor(int(not ended), device=accelerator.device)
-    return not sum_over_ranks(accelerator, mesh, running).item()
+    return not sum_over_ranks(accelerator, running).item()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.config.values import bounded
-from nanogpt_hf.distributed.mesh import Mesh
+from nanogpt_hf.distributed.mesh import Mesh, mesh_of
 from nanogpt_hf.formatting import format_number
 
 if TYPE_CHECKING:
@@ -68,10 +68,13 @@ class Subject:
     model: Any  # as accelerate prepared it; whole on every process in `evaluate`
     tokenizer: "PreTrainedTokenizerBase"
     accelerator: "Accelerator"
-    mesh: Mesh
     batch_size: int
     step: int = 0  # the step of training
     bars: bool = False  # whether this process shows live progress bars
+
+    @property
+    def mesh(self) -> Mesh:
+        return mesh_of(self.accelerator)
 
     @contextmanager
     def bar(

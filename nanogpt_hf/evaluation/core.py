@@ -152,7 +152,7 @@ def _score_task(subject: Subject, tokenizer: "Tokenizer", task: CoreTask) -> dic
             is_best = values.index(min(values)) == task.questions[number][1]
             right += values[0] if task.kind == "language_modeling" else is_best
             progress(min(mesh.dp_size, count - number))
-    total = sum_over_ranks(accelerator, mesh, torch.tensor(right, device=accelerator.device))
+    total = sum_over_ranks(accelerator, torch.tensor(right, device=accelerator.device))
     accuracy = total.item() / count
     return {
         "kind": task.kind,

@@ -16,7 +16,7 @@ from nanogpt_hf.data.manifest import Manifest
 from nanogpt_hf.data.prepared import PreparedData
 from nanogpt_hf.data.tokenizer import bytes_of_tokens
 from nanogpt_hf.distributed.accelerator import sum_over_ranks
-from nanogpt_hf.distributed.mesh import Mesh
+from nanogpt_hf.distributed.mesh import mesh_of
 from nanogpt_hf.model.architecture import Objective
 from nanogpt_hf.runs.state import MeasuredLoss
 
@@ -26,7 +26,6 @@ _BLOCKS_AT_ONCE = 256
 @torch.no_grad()
 def evaluate_blocks(
     accelerator: Accelerator,
-    mesh: Mesh,
     model: torch.nn.Module,
     objective: Objective,
     blocks: Blocks,
@@ -47,13 +46,11 @@ def evaluate_blocks(
     exact = torch.float32 if accelerator.device.type == "mps" else torch.float64
     total = torch.zeros((), dtype=exact, device=accelerator.device)
     with eval_mode(model):
-        for _, batch in rank_batches(
-            accelerator, mesh, blocks, indices, micro_batch_size, pad=True
-        ):
+        for _, batch in rank_batches(accelerator, blocks, indices, micro_batch_size, pad=True):
             total += objective(model, batch)[0].to(exact)
             if stopping():
                 return None
-    loss, count = sum_over_ranks(accelerator, mesh, total).item(), blocks.num_targets(indices)
+    loss, count = sum_over_ranks(accelerator, total).item(), blocks.num_targets(indices)
     return MeasuredLoss(loss / count, count, bytes_per_token)
 
 
@@ -144,7 +141,6 @@ def evaluation_indices(blocks: Blocks, tokens: int | Literal["all"]) -> np.ndarr
 
 def rank_batches(
     accelerator: Accelerator,
-    mesh: Mesh,
     blocks: Blocks,
     indices: np.ndarray,
     batch_size: int,
@@ -157,6 +153,7 @@ def rank_batches(
     With `pad` every rank gets the same number of batches, each with `batch_size` rows: the
     forward pass of a sharded model is a collective.
     """
+    mesh = mesh_of(accelerator)
     positions = np.arange(len(indices))
     for first in range(0, len(indices), batch_size * mesh.dp_cp_size):
         rows = positions[first + mesh.dp_cp_rank * batch_size :][:batch_size]

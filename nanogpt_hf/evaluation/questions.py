@@ -163,7 +163,7 @@ def _sample_answers(
     ]
     with subject.bar("answer", len(seeds), task.name) as progress:
         answers = task.sampler.sample(
-            subject.accelerator, subject.mesh, subject.model, task.questions, seeds, progress
+            subject.accelerator, subject.model, task.questions, seeds, progress
         )
     # 1, 2, 4, ... and the number of samples
     counts = {2**power for power in range(task.samples.bit_length())} | {task.samples}

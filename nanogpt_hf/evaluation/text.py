@@ -233,7 +233,7 @@ def evaluate_text(
     nats = torch.zeros(len(windows), dtype=torch.float64)
     size = subject.batch_size
     with torch.no_grad(), eval_mode(model), subject.bar("window", len(windows)) as progress:
-        for rows, batch in rank_batches(accelerator, mesh, blocks, windows, size, pad=False):
+        for rows, batch in rank_batches(accelerator, blocks, windows, size, pad=False):
             for row, count in enumerate(already_predicted[rows].tolist()):
                 batch["shift_labels"][row, :count] = -100
             with accelerator.autocast():
@@ -241,7 +241,7 @@ def evaluate_text(
             nats[rows] = losses.cpu().double()
             progress(min(size * mesh.dp_cp_size, len(windows) - rows[0]))
     if mesh.world_size > 1:
-        nats = sum_over_ranks(accelerator, mesh, nats.to(accelerator.device)).cpu()
+        nats = sum_over_ranks(accelerator, nats.to(accelerator.device)).cpu()
     counts = blocks.targets_of(windows) - already_predicted
     total = int(counts.sum())
     error = bootstrap_error(nats.numpy(), counts, windows_at_once=-(-block_size // stride))

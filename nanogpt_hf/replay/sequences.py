@@ -55,7 +55,7 @@ def at_step(run: Run, step: int) -> Run:
         return run
     data, size = load_prepared(config), config.train.min_micro_batch_size
     accelerator.gradient_accumulation_steps = accumulation_steps(config, run.mesh.dp_size)
-    batches = build_batches(config, accelerator, run.mesh, data.train, size)
+    batches = build_batches(config, accelerator, data.train, size)
     return replace(run, config=config, data=data, batches=batches)
 
 

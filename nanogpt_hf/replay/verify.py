@@ -244,7 +244,7 @@ def first_difference(
             result = method.step(run, step - 1 + run.state.skipped_steps, learning_rate)
             run.state.step = step
             if step % config.tracking.every == 0:
-                loss = sum_over_ranks(run.accelerator, run.mesh, result.loss)
+                loss = sum_over_ranks(run.accelerator, result.loss)
                 ours["train/loss"] = loss.item()
                 ours["train/grad_norm"] = result.grad_norm.item()
                 ours["train/learning_rate"] = learning_rate

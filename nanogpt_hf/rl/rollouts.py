@@ -23,7 +23,6 @@ from nanogpt_hf.data.blocks import Blocks
 from nanogpt_hf.data.chat_template import chat_of
 from nanogpt_hf.data.prepared import PreparedData, in_memory
 from nanogpt_hf.data.tokenizer import build_tokenizer
-from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.evaluation.answers import Answers, AnswerSampler, encode_question
 from nanogpt_hf.evaluation.loss import eval_mode
 from nanogpt_hf.generate import Completions
@@ -127,7 +126,7 @@ class Rollouts(Blocks):
         places = (divmod(number, length) for number in range(step * count, (step + 1) * count))
         return [self.task.train[int(self._order(epoch)[place])] for epoch, place in places]
 
-    def draw(self, accelerator: Accelerator, mesh: Mesh, model: nn.Module, step: int) -> None:
+    def draw(self, accelerator: Accelerator, model: nn.Module, step: int) -> None:
         """Sample the completions of a step from the model as it is now, and compute rewards and
         advantages.
         """
@@ -136,9 +135,7 @@ class Rollouts(Blocks):
             derive_seed(seed, "rollouts", step, *divmod(row, samples))
             for row in range(self._length)
         ]
-        self._answers = self.sampler.sample(
-            accelerator, mesh, model, self.questions_at(step), seeds
-        )
+        self._answers = self.sampler.sample(accelerator, model, self.questions_at(step), seeds)
         grouped = advantages(self._answers.grouped_rewards, scaled=self.config.rl.scale_advantages)
         self._advantages = grouped.reshape(-1)
         self._log_probs = {}

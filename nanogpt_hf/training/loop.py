@@ -140,7 +140,7 @@ def step_and_report(run: Run, observers: Observers) -> bool:
     observers.monitor.add(result.grad_norm)
     if state.step % config.tracking.every:
         return False
-    loss = sum_over_ranks(run.accelerator, run.mesh, result.loss).item()
+    loss = sum_over_ranks(run.accelerator, result.loss).item()
     metrics = observers.monitor.report(state)
     metrics |= observers.layers.step_report(result.grad_norm.item())
     metrics |= step_metrics(run, result)

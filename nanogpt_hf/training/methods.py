@@ -64,7 +64,6 @@ def evaluate_validation(run: Run, stopping: Callable[[], bool]) -> Evaluated | N
     evaluate = partial(
         evaluate_blocks,
         run.accelerator,
-        run.mesh,
         run.model,
         run.objective,
         micro_batch_size=run.batches.micro_batch_size,
@@ -106,7 +105,7 @@ def policy_step(run: Run, step: int, learning_rate: float) -> StepResult:
     on them.
     """
     rl, rollouts = run.config.rl, rollouts_of(run)
-    rollouts.draw(run.accelerator, run.mesh, run.model, step)
+    rollouts.draw(run.accelerator, run.model, step)
     if rl.kl:
         rollouts.score(
             "reference_log_probs", start_model_of(run), run.batches, step, run.accelerator
@@ -132,7 +131,7 @@ def evaluate_policy(run: Run, stopping: Callable[[], bool]) -> Evaluated:
         for n in range(len(questions))
         for k in range(rl.eval_samples)
     ]
-    answers = rollouts.sampler.sample(run.accelerator, run.mesh, run.model, questions, seeds)
+    answers = rollouts.sampler.sample(run.accelerator, run.model, questions, seeds)
     rows = [number * rl.eval_samples for number in range(min(_EXAMPLES, len(questions)))]
     examples = [
         {"prompt": question.prompt, "text": text, "reward": f"{answers.rewards[row]:g}"}

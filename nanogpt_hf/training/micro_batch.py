@@ -22,9 +22,9 @@ from nanogpt_hf.config.schema import Config, replace_knobs
 from nanogpt_hf.data.batches import Batches, blocks_read
 from nanogpt_hf.data.blocks import Blocks
 from nanogpt_hf.distributed.accelerate_config import requested_checkpointing, requested_precision
-from nanogpt_hf.distributed.accelerator import is_sharded, mesh_of, micro_batches_not_counted
+from nanogpt_hf.distributed.accelerator import is_sharded, micro_batches_not_counted
 from nanogpt_hf.distributed.full_state import reset_optimizer_state
-from nanogpt_hf.distributed.mesh import Mesh
+from nanogpt_hf.distributed.mesh import mesh_of
 from nanogpt_hf.errors import NotEnoughMemoryError, UserError, is_out_of_memory
 from nanogpt_hf.formatting import format_bytes
 from nanogpt_hf.model.build import model_of_run
@@ -41,9 +41,10 @@ MAX_TRIALS = 3
 
 
 def build_batches(
-    config: Config, accelerator: Accelerator, mesh: Mesh, blocks: Blocks, micro_batch_size: int
+    config: Config, accelerator: Accelerator, blocks: Blocks, micro_batch_size: int
 ) -> Batches:
     """Build this rank's batches with the accelerator's current accumulation."""
+    mesh = mesh_of(accelerator)
     accumulation, turn = accelerator.gradient_accumulation_steps, 1
     if groups := config.train.gradient_groups:  # see distributed/gradient_tree.py
         a_group = max(1, accumulation * mesh.dp_size // groups)
@@ -75,7 +76,7 @@ def dry_run_step(run: Run, micro_batch_size: int) -> None:
     accelerator, optimizer = run.accelerator, run.optimizer
     scaler = accelerator.scaler  # of fp16
     scale = scaler and scaler.state_dict()
-    batches = build_batches(run.config, accelerator, run.mesh, run.data.train, micro_batch_size)
+    batches = build_batches(run.config, accelerator, run.data.train, micro_batch_size)
     try:
         with micro_batches_not_counted(accelerator, run.mesh.pp_size):
             step = run.config.begins
@@ -119,7 +120,7 @@ def choose_micro_batch(run: Run, *, resume: bool = False) -> None:
         size = largest_micro_batch(accelerator, sizes, trial, _estimate_of(run), reserved)
     accelerator.gradient_accumulation_steps = sequences // size
     run.config = replace_knobs(config, {"train.micro_batch_size": size})
-    run.batches = build_batches(run.config, accelerator, run.mesh, run.data.train, size)
+    run.batches = build_batches(run.config, accelerator, run.data.train, size)
 
 
 def _estimate_of(run: Run) -> Callable[[int], float]:
@@ -142,7 +143,7 @@ def _estimate_of(run: Run) -> Callable[[int], float]:
     return estimated
 
 
-def check_memory(config: Config, accelerator: Accelerator, mesh: Mesh, vocab_size: int) -> None:
+def check_memory(config: Config, accelerator: Accelerator, vocab_size: int) -> None:
     """Raises UserError if a step needs more memory than this machine has free; a collective before
     a model is built. Logs a warning if activation checkpointing saves none.
 
@@ -154,7 +155,7 @@ def check_memory(config: Config, accelerator: Accelerator, mesh: Mesh, vocab_siz
     precision, checkpointing = str(accelerator.mixed_precision), requested_checkpointing()
     place = Placement(precision=precision, on_cpu=on_cpu, checkpointing=checkpointing)
     step = _one_micro_batch(config)
-    if mesh.is_main and (line := useless_checkpointing(model, place, **step)):
+    if accelerator.is_main_process and (line := useless_checkpointing(model, place, **step)):
         logger.warning(line)
     # whose frozen weights are not counted in 8 bits
     if not on_cpu or config.lora.quantize:
@@ -162,7 +163,7 @@ def check_memory(config: Config, accelerator: Accelerator, mesh: Mesh, vocab_siz
     needed = 4.0 * model.num_parameters()  # a sharded model, too, is built whole in each process
     if not is_sharded(accelerator):
         needed = footprint(model, place, **step).peak
-    processes = mesh.local_world_size
+    processes = mesh_of(accelerator).local_world_size
     free = min(_gather(accelerator, (free_memory() + psutil.swap_memory().free) // processes))
     if needed > free:
         each = f" for each of {processes} processes" if processes > 1 else ""

@@ -261,7 +261,6 @@ class Observers:
             model=run.model,
             tokenizer=run.data.tokenizer,
             accelerator=run.accelerator,
-            mesh=run.mesh,
             batch_size=run.config.train.min_micro_batch_size,
             step=run.state.step,
         )

@@ -206,7 +206,7 @@ def evaluate_preferences(run: Run, stopping: Callable[[], bool]) -> Evaluated | 
 def _batches(run: Run, blocks: Blocks, indices: np.ndarray) -> Iterator[tuple[np.ndarray, Batch]]:
     """Batches of this process; all have equally many."""
     size = run.batches.micro_batch_size
-    return rank_batches(run.accelerator, run.mesh, blocks, indices, size, pad=True)
+    return rank_batches(run.accelerator, blocks, indices, size, pad=True)
 
 
 def _mean_metrics(
@@ -224,7 +224,7 @@ def _mean_metrics(
             if stopping():
                 return None
     return {
-        name: sum_over_ranks(run.accelerator, run.mesh, total).item() / len(indices)
+        name: sum_over_ranks(run.accelerator, total).item() / len(indices)
         for name, total in totals.items()
     }
 
@@ -239,7 +239,7 @@ def divergence(run: Run, blocks: LabeledAnswers, indices: np.ndarray) -> float:
                 run.model, batch["input_ids"][:, 1:], batch["shift_labels"][:, 1:]
             )
             total += torch.where(lengths > 0, sums - batch["reference"][:, 1:], 0.0).sum()
-    return max(0.0, sum_over_ranks(run.accelerator, run.mesh, total).item() / len(indices))
+    return max(0.0, sum_over_ranks(run.accelerator, total).item() / len(indices))
 
 
 def read_reference(path: Path, splits: dict[str, Any]) -> Batch:
@@ -336,12 +336,12 @@ def fill_reference(run: Run, stopping: Callable[[], bool]) -> bool:
     splits: dict[str, Any] = {"train": run.data.train, "validation": run.data.validation}
     if not needs_reference(run.config) or splits["train"].reference.any():
         return True
-    accelerator, mesh, saved, filled = run.accelerator, run.mesh, {}, {}
-    if mesh.is_main:
+    accelerator, saved, filled = run.accelerator, {}, {}
+    if run.mesh.is_main:
         saved = read_reference(run.folder.reference, splits)
     is_saved: list[bool] = broadcast_object_list([bool(saved)], from_process=0)
     if not is_saved[0] and run.state.step:
-        problem = mesh.is_main and _start_model_problem(run.config, run.folder, run.state)
+        problem = run.mesh.is_main and _start_model_problem(run.config, run.folder, run.state)
         raise_on_all_ranks(problem or None)
     for name, blocks in splits.items():
         found = saved.get(name, torch.zeros(len(blocks), 2)).to(accelerator.device)
@@ -355,9 +355,9 @@ def fill_reference(run: Run, stopping: Callable[[], bool]) -> bool:
                     found[torch.from_numpy(rows).to(found.device)] = sums[: len(rows)].float()
                     if stopping():
                         return False
-        filled[name] = sum_over_ranks(accelerator, mesh, found).cpu()
+        filled[name] = sum_over_ranks(accelerator, found).cpu()
     run.start_model = None  # frees its memory
-    if mesh.is_main and not is_saved[0]:
+    if run.mesh.is_main and not is_saved[0]:
         with written_whole(run.folder.reference) as partial:
             partial.write_bytes(reference_content(filled))
     for name, reference in filled.items():

@@ -11,7 +11,7 @@ from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.data.batches import Batches
 from nanogpt_hf.data.prepared import PreparedData
-from nanogpt_hf.distributed.mesh import Mesh
+from nanogpt_hf.distributed.mesh import Mesh, mesh_of
 from nanogpt_hf.distributed.pipeline import Pipeline, pipeline_of
 from nanogpt_hf.model.architecture import Architecture, Metrics, Objective, architecture_of
 from nanogpt_hf.model.build import extend_vocabulary, load_model
@@ -26,7 +26,6 @@ class Run:
 
     config: Config
     accelerator: Accelerator
-    mesh: Mesh
     model: torch.nn.Module
     model_config: PreTrainedConfig
     optimizer: AcceleratedOptimizer
@@ -43,6 +42,10 @@ class Run:
     def folder(self) -> RunFolder:
         assert self.run_folder is not None, "a run that is only measured has no run folder"
         return self.run_folder
+
+    @property
+    def mesh(self) -> Mesh:
+        return mesh_of(self.accelerator)
 
     @property
     def pipeline(self) -> Pipeline | None:

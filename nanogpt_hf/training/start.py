@@ -42,13 +42,12 @@ from nanogpt_hf.distributed.accelerator import (
     compress_gradients,
     is_deterministic,
     is_sharded,
-    mesh_of,
     multiply_in_fp8,
     prepared_blocks,
 )
 from nanogpt_hf.distributed.gradient_tree import fix_order
 from nanogpt_hf.distributed.layout import split_model
-from nanogpt_hf.distributed.mesh import Mesh
+from nanogpt_hf.distributed.mesh import Mesh, mesh_of
 from nanogpt_hf.distributed.pipeline import Pipeline
 from nanogpt_hf.distributed.rendezvous import one_line_for_a_lost_process, prepare_on_all_ranks
 from nanogpt_hf.errors import RunFolderError, UserError
@@ -289,7 +288,7 @@ def build_run(
     """
     for stage in stages_of(config):
         with naming(stage):
-            check_memory(stage.config, accelerator, mesh_of(accelerator), data.vocab_size)
+            check_memory(stage.config, accelerator, data.vocab_size)
     if accelerator.device.type == "cpu":
         keep_freed_memory()
     else:
@@ -354,9 +353,9 @@ def build_unchecked(
         start = f"from step {step:,} on " if step else ""
         logger.info(f"{start}{describe_trainable(model, config)}")
     if mesh.pp_size > 1:
-        Pipeline(model, accelerator, mesh)  # cuts this process's stage from the model
+        Pipeline(model, accelerator)  # cuts this process's stage from the model
     else:
-        split_model(model, accelerator, mesh)
+        split_model(model, accelerator)
     bare: Any = build_optimizer(model, config.optim, config.finetune.layer_decay, accelerator)
     with prepared_blocks(model, accelerator, bare):
         if mesh.pp_size > 1:
@@ -373,15 +372,12 @@ def build_unchecked(
     run = Run(
         config=config,
         accelerator=accelerator,
-        mesh=mesh,
         model=prepared,
         model_config=model.config,
         generation_config=model.generation_config,
         optimizer=optimizer,
         data=data,
-        batches=build_batches(
-            config, accelerator, mesh, data.train, config.train.min_micro_batch_size
-        ),
+        batches=build_batches(config, accelerator, data.train, config.train.min_micro_batch_size),
         objective=method_of(config).objective(config, data),
         state=TrainState(),
         run_folder=folder,

@@ -115,10 +115,7 @@ def _pipelined_step(run: Run, pipeline: Pipeline, step: int, learning_rate: floa
 
 def step_metrics(run: Run, result: StepResult) -> dict[str, float]:
     """Metrics of the objective and of the method's step, by name. All processes call it."""
-    sums = {
-        name: sum_over_ranks(run.accelerator, run.mesh, value)
-        for name, value in result.metrics.items()
-    }
+    sums = {name: sum_over_ranks(run.accelerator, value) for name, value in result.metrics.items()}
     values: dict[str, float] = {}
     for name, value in sums.items():
         values |= load_figures(value) if value.dim() else {name: value.item()}

@@ -15,7 +15,6 @@ from arguments import argv
 from nanogpt_hf import console
 from nanogpt_hf.commands import main
 from nanogpt_hf.config.load import load_config
-from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.training import micro_batch, start
 
@@ -106,7 +105,7 @@ def test_run_may_take_all_memory_that_is_free_and_no_byte_more(monkeypatch, writ
     monkeypatch.setattr(micro_batch, "memory_advice", lambda *_: "")
     config, accelerator = load_config(write_recipe()), Accelerator(cpu=True)
     with nullcontext() if free == 5000 else pytest.raises(UserError, match="are free"):
-        micro_batch.check_memory(config, accelerator, Mesh(), vocab_size=61)
+        micro_batch.check_memory(config, accelerator, vocab_size=61)
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "cp1252"])

@@ -313,7 +313,7 @@ def train(config: Config, folder: Path) -> dict[str, torch.Tensor]:
     for step in range(STEPS):
         result = train_step(run, step, 1e-3)
         loss, norm = result.loss, result.grad_norm
-        values[f"step {step}"] = torch.stack([sum_over_ranks(accelerator, run.mesh, loss), norm])
+        values[f"step {step}"] = torch.stack([sum_over_ranks(accelerator, loss), norm])
     weights = full_weights(accelerator, run.model)
     accelerator.free_memory()
     torch.compiler.reset()

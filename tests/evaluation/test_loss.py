@@ -18,7 +18,6 @@ from nanogpt_hf.data.blocks import TokenBlocks, TokenStream
 from nanogpt_hf.data.prepare import prepare
 from nanogpt_hf.data.prepared import load_prepared
 from nanogpt_hf.data.tokenizer import build_tokenizer, char_tokenizer
-from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.evaluation import text
 from nanogpt_hf.evaluation.base import Subject
 from nanogpt_hf.evaluation.loss import evaluate_blocks, evaluate_data, evaluation_indices
@@ -62,7 +61,7 @@ def test_evaluation_indices_are_evenly_spaced():
 def measure_blocks(model, corpus, size):
     blocks = TokenBlocks(corpus.stream, 16, partial=True)
     options = {"micro_batch_size": size, "tokens": "all", "bytes_per_token": 2.0}
-    return evaluate_blocks(Accelerator(), Mesh(), model, next_token_loss, blocks, **options)
+    return evaluate_blocks(Accelerator(), model, next_token_loss, blocks, **options)
 
 
 @pytest.mark.parametrize("micro_batch_size", [1, 3, 64])
@@ -84,7 +83,7 @@ def test_evaluate_blocks_is_the_mean_over_tokens_for_any_batch_size(
 
 
 def subject(model, batch_size=4) -> Subject:
-    return Subject("model", model, None, Accelerator(), Mesh(), batch_size)
+    return Subject("model", model, None, Accelerator(), batch_size)
 
 
 @pytest.mark.parametrize(
@@ -200,7 +199,7 @@ def test_bits_per_byte_of_a_run_are_those_of_a_plain_loop(
     prepare(config)
     prepared = load_prepared(config)
     evaluate = functools.partial(
-        evaluate_blocks, Accelerator(), Mesh(), model, next_token_loss, micro_batch_size=2
+        evaluate_blocks, Accelerator(), model, next_token_loss, micro_batch_size=2
     )
     measured, _ = evaluate_data(evaluate, prepared, tokens)
     nats, labels = [], []

@@ -10,7 +10,6 @@ from nanogpt_hf.commands import main
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.schema import Config, replace_knobs
 from nanogpt_hf.data.tokenizer import char_tokenizer, load_tokenizer
-from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.evaluation.base import Subject
 from nanogpt_hf.evaluation.samples import Samples
@@ -73,7 +72,7 @@ def test_samples_depend_only_on_model_seed_and_step(runs):
     model.train()
 
     def write(step: int, config: Config = config) -> list[dict[str, str]]:
-        subject = Subject("run", model, tokenizer, Accelerator(cpu=True), Mesh(), 4, step=step)
+        subject = Subject("run", model, tokenizer, Accelerator(cpu=True), 4, step=step)
         measure = Samples().load_for_training(config, tokenizer)
         return next(measure(subject)).samples
 

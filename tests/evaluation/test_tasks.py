@@ -12,7 +12,6 @@ from assertions import refusal
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.data.prepare import prepare
 from nanogpt_hf.data.tokenizer import load_tokenizer
-from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.evaluation import tasks
 from nanogpt_hf.evaluation.base import Subject
@@ -26,7 +25,7 @@ from nanogpt_hf.training.tracking import read_metrics
 
 def subject(folder: Path) -> Subject:
     model, tokenizer = load_model(str(folder)), load_tokenizer(folder)
-    return Subject("model", model, tokenizer, Accelerator(), Mesh(), batch_size=4)
+    return Subject("model", model, tokenizer, Accelerator(), batch_size=4)
 
 
 def evaluate_tasks(folder: Path, names: list[str]) -> tasks.Scores:

@@ -17,7 +17,6 @@ from nanogpt_hf.checkpoint.writer import CheckpointWriter
 from nanogpt_hf.config.schema import Config, LoraSection, ModelSection, OptimSection
 from nanogpt_hf.data.batches import Batches
 from nanogpt_hf.data.blocks import TokenBlocks
-from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM, loss_gpt
 from nanogpt_hf.model.architecture import architecture_of, next_token_loss
 from nanogpt_hf.model.attention import write_out_attention
@@ -99,7 +98,6 @@ def take_two_steps(case: "Case", folder: Path) -> None:
     run = Run(
         config=Config(),
         accelerator=accelerator,
-        mesh=Mesh(),
         model=model,
         model_config=sizes,
         optimizer=optimizer,

@@ -48,7 +48,6 @@ def last_token_loss(model, batch):
 def evaluate_halves(run, stopping):
     loss = evaluate_blocks(
         run.accelerator,
-        run.mesh,
         run.model,
         run.objective,
         run.data.validation,

@@ -24,7 +24,6 @@ from nanogpt_hf.commands import main
 from nanogpt_hf.config.schema import AlignSection, DataSection
 from nanogpt_hf.data.conversations import Conversation, labeled_of, pair_of
 from nanogpt_hf.data.prepare import held_out
-from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import DataError
 from nanogpt_hf.evaluation.loss import pad_batch
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM
@@ -126,7 +125,7 @@ def ours(name: str, blocks, model) -> torch.Tensor:
     align = SECTIONS[name]
     objective = kto_objective(align) if name == "kto" else preference_objective(align)
     if name == "kto":
-        run = SimpleNamespace(model=model, accelerator=Accelerator(cpu=True), mesh=Mesh())
+        run = SimpleNamespace(model=model, accelerator=Accelerator(cpu=True))
         run.batches = SimpleNamespace(micro_batch_size=4)
         blocks.kl = divergence(run, blocks, np.arange(6))
     total = torch.zeros(())

@@ -116,7 +116,7 @@ def test_compiled_graphs_are_shared_by_blocks_chunks_and_steps(architecture, bui
 
     def evaluate() -> None:
         evaluate_blocks(
-            *(run.accelerator, run.mesh, run.model, run.objective),
+            *(run.accelerator, run.model, run.objective),
             TokenBlocks(STREAM, 8, partial=True),
             micro_batch_size=2,
             tokens="all",
