@@ -11,46 +11,60 @@ from typing import Any
 
 from nanogpt_hf.config.compatibility import refused
 from nanogpt_hf.config.schema import knob_schema
+from nanogpt_hf.config.settings import AnySetting, Setting, choice, given
 from nanogpt_hf.optim.optimizer import all_rules
 from nanogpt_hf.runs.state import is_fixed
 
 BEGIN = "<!-- What follows is written by docs/tables.py (`make docs`). -->\n"
 END = "<!-- End of what is written. -->\n"
 
-# Rows and columns of what combines, and their settings by the names of config/compatibility.py.
-_TP, _CP, _PP = "tensor parallelism", "context parallelism", "pipeline stages"
-_ZERO_BUBBLE = {_PP, "pp_schedule zero_bubble"}
-LAYOUTS = {
+# Rows and columns of what combines, and their settings.
+_TP, _CP, _PP = (
+    Setting.TENSOR_PARALLELISM,
+    Setting.CONTEXT_PARALLELISM,
+    Setting.PIPELINE_STAGES,
+)
+_FSDP2 = Setting.FSDP2
+_ZERO_BUBBLE: set[AnySetting] = {_PP, Setting.ZERO_BUBBLE}
+LAYOUTS: dict[str, set[AnySetting]] = {
     "TP": {_TP},
-    "TP × FSDP2": {_TP, "FSDP2"},
-    "CP × FSDP2": {_CP, "FSDP2"},
-    "CP by ring × FSDP2": {_CP, "FSDP2", "ring attention"},
+    "TP × FSDP2": {_TP, _FSDP2},
+    "CP × FSDP2": {_CP, _FSDP2},
+    "CP by ring × FSDP2": {_CP, _FSDP2, Setting.RING_ATTENTION},
     "PP": {_PP},
-    "PP × FSDP2": {_PP, "FSDP2"},
+    "PP × FSDP2": {_PP, _FSDP2},
     "PP, zero bubble": _ZERO_BUBBLE,
-    "PP, zero bubble × FSDP2": {*_ZERO_BUBBLE, "FSDP2"},
-    "PP × HSDP": {_PP, "FSDP2", "HSDP"},
+    "PP, zero bubble × FSDP2": {*_ZERO_BUBBLE, _FSDP2},
+    "PP × HSDP": {_PP, _FSDP2, Setting.HSDP},
     "PP × TP": {_PP, _TP},
     "PP, zero bubble × TP": {*_ZERO_BUBBLE, _TP},
     "PP × TP × DP": {_PP, _TP},
-    "PP × TP × FSDP2": {_PP, _TP, "FSDP2"},
+    "PP × TP × FSDP2": {_PP, _TP, _FSDP2},
 }
-_EP = "expert parallelism"
-EXPERT_LAYOUTS = {"EP": {_EP}, "EP × DDP": {_EP}, "EP × FSDP2": {_EP, "FSDP2"}}
+_EP = Setting.EXPERT_PARALLELISM
+EXPERT_LAYOUTS: dict[str, set[AnySetting]] = {
+    "EP": {_EP},
+    "EP × DDP": {_EP},
+    "EP × FSDP2": {_EP, _FSDP2},
+}
 # of any model, for types with blocks of several kinds, or with another kind than attention
-KIND_LAYOUTS = {"FSDP2": {"FSDP2"}, "HSDP": {"FSDP2", "HSDP"}, "TP": {_TP}}
-KIND_LAYOUTS |= {"CP × FSDP2": {_CP, "FSDP2"}, "PP": {_PP}, "EP": {_EP}}
-_PLAN, _OTHER, _STAGES = (
-    "blocks without a plan",
-    "attention of another kind",
-    "blocks that are no stages",
-)
-KINDS: dict[str, set[str]] = {
-    "gemma3_text": {"a window of attention", "no experts"},
-    "gemma4_text": {"a window of attention", "no experts", _PLAN, _STAGES},
-    "lfm2": {_PLAN, _OTHER, "no experts"},
-    "qwen3_5_text": {_PLAN, _OTHER, "no experts"},
-    "mamba": {_PLAN, _OTHER, "no experts"},
+KIND_LAYOUTS: dict[str, set[AnySetting]] = {
+    "FSDP2": {_FSDP2},
+    "HSDP": {_FSDP2, Setting.HSDP},
+    "TP": {_TP},
+    "CP × FSDP2": {_CP, _FSDP2},
+    "PP": {_PP},
+    "EP": {_EP},
+}
+_PLAN = Setting.BLOCKS_WITHOUT_A_PLAN
+_OTHER = Setting.OTHER_ATTENTION
+_STAGES = Setting.BLOCKS_THAT_ARE_NO_STAGES
+KINDS: dict[str, set[AnySetting]] = {
+    "gemma3_text": {Setting.WINDOW_OF_ATTENTION, Setting.NO_EXPERTS},
+    "gemma4_text": {Setting.WINDOW_OF_ATTENTION, Setting.NO_EXPERTS, _PLAN, _STAGES},
+    "lfm2": {_PLAN, _OTHER, Setting.NO_EXPERTS},
+    "qwen3_5_text": {_PLAN, _OTHER, Setting.NO_EXPERTS},
+    "mamba": {_PLAN, _OTHER, Setting.NO_EXPERTS},
     "granitemoehybrid": {_PLAN, _OTHER},
     "nemotron_h": {_PLAN, _OTHER, _STAGES},
     "deepseek_v3": {_PLAN},
@@ -58,28 +72,28 @@ KINDS: dict[str, set[str]] = {
 }
 EXPERT_TYPES = ("qwen3_moe", "mixtral", "olmoe", "deepseek_v3", "gpt_oss")
 DENSE_TYPES = ("gpt2", "llama", "qwen3", "nanochat")
-FEATURES = {
+FEATURES: dict[str, set[AnySetting]] = {
     **{name: set() for name in (*DENSE_TYPES, *EXPERT_TYPES)},
-    "olmo2": {"blocks without a plan"},
-    "Muon": {"optim.name muon"},
-    "8-bit state": {"optim.state 8bit"},
-    "LoRA": {"lora.rank"},
-    "frozen layers": {"finetune.freeze_layers"},
-    "conversations": {"data.format chat"},
-    "documents": {"data.mask"},
+    "olmo2": {_PLAN},
+    "Muon": {*choice("optim.name", "muon")},
+    "8-bit state": {*choice("optim.state", "8bit")},
+    "LoRA": {*given("lora.rank")},
+    "frozen layers": {*given("finetune.freeze_layers")},
+    "conversations": {*choice("data.format", "chat")},
+    "documents": {*given("data.mask")},
     "bf16": set(),
-    "fp16": {"mixed_precision fp16"},
-    "fp8": {"mixed_precision fp8"},
-    "compiled": {"dynamo_backend"},
-    "checkpointed": {"fsdp_activation_checkpointing"},
-    "selective": {"fsdp_activation_checkpointing", "fsdp_activation_checkpointing selective"},
+    "fp16": {Setting.FP16},
+    "fp8": {Setting.FP8},
+    "compiled": {Setting.COMPILATION},
+    "checkpointed": {Setting.ACTIVATION_CHECKPOINTING},
+    "selective": {Setting.ACTIVATION_CHECKPOINTING, Setting.SELECTIVE_CHECKPOINTING},
 }
 
 
 def combines(layout: str, feature: str) -> str:
     """Whether a layout and a feature combine: yes or no."""
     layouts, features = LAYOUTS | EXPERT_LAYOUTS | KIND_LAYOUTS, FEATURES | KINDS
-    settings = dict.fromkeys(layouts[layout] | features[feature], "")
+    settings = layouts[layout] | features[feature]
     return "no" if any(refused(settings, all_rules())) else "yes"
 
 
@@ -94,7 +108,8 @@ def combination_tables() -> str:
         whats.append([["layout", *names], ["---"] * (len(names) + 1), *rows])
     others: dict[tuple[str, str], list[str]] = {}
     for rule in all_rules():
-        others.setdefault((rule.a, f"{rule.reason}; {rule.remedy}"), []).append(rule.b)
+        why = f"{rule.reason}; {rule.remedy}"
+        others.setdefault((rule.a.describe(), why), []).append(rule.b.describe())
     settings: dict[tuple[str, str], list[str]] = {}
     for (a, why), bs in others.items():
         settings.setdefault((", ".join(bs), why), []).append(a)

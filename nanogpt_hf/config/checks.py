@@ -6,16 +6,16 @@ from collections.abc import Iterator
 from functools import partial
 from typing import NamedTuple
 
-from nanogpt_hf.config.compatibility import recipe_settings, refused_in_recipe
+from nanogpt_hf.config.compatibility import refused_in_recipe
 from nanogpt_hf.config.finetune import POLICY, chosen_method
 from nanogpt_hf.config.schema import (
     FAMILIES,
-    KNOBS,
     LORA_TARGETS,
     Config,
     ModelSection,
     get_value,
 )
+from nanogpt_hf.config.settings import KnobSetting, recipe_settings
 from nanogpt_hf.config.sources import sources_of
 from nanogpt_hf.config.stages import stage_problem, stages_of
 from nanogpt_hf.errors import UserError
@@ -72,16 +72,15 @@ _ONLY_WITH = [
 
 def _conflicts(config: Config) -> Iterator[Conflict]:
     for rule, message in refused_in_recipe(config).items():
-        knob, *others = (name.partition(" ")[0] for name in (rule.a, rule.b))
-        yield Conflict(
-            [knob, *(other for other in others if other in KNOBS)], message.removeprefix(f"{knob} ")
-        )
+        keys = [setting.key for setting in rule[:2] if isinstance(setting, KnobSetting)]
+        yield Conflict(keys, message.removeprefix(f"{keys[0]} "))
     settings = recipe_settings(config)
     for key, setting in _ONLY_WITH:
-        if key in settings and setting not in settings:
+        other, _, value = setting.partition(" ")
+        stated = KnobSetting(key) in settings
+        if stated and KnobSetting(other, value or None) not in settings:
             remedy = "; give --from MODEL" if setting == "finetune.model" else ""
-            keys = [key, setting.partition(" ")[0]]
-            yield Conflict(keys, f"only with {setting}{remedy}, or leave it out")
+            yield Conflict([key, other], f"only with {setting}{remedy}, or leave it out")
     rules = [_data_rules, _model_rules, _step_rules, _finetune_rules, _hub_rules]
     method = chosen_method(partial(get_value, config))
     if method is POLICY:

@@ -8,8 +8,8 @@ from accelerate import Accelerator
 from transformers import PreTrainedModel
 
 from nanogpt_hf.config.checks import divisors
-from nanogpt_hf.config.compatibility import recipe_settings
 from nanogpt_hf.config.schema import Config, ModelSection
+from nanogpt_hf.config.settings import Setting, recipe_settings
 from nanogpt_hf.distributed.context_parallel import (
     RING_MACHINES,
     heads_of,
@@ -78,7 +78,7 @@ def check_layout(
             raise UserError(problem)
         if problem := stages_problem(config.model):
             named = f"model.architecture {config.model.architecture} ({problem})"
-            check_combination(settings | {"blocks that are no stages": named})
+            check_combination(settings | {Setting.BLOCKS_THAT_ARE_NO_STAGES: named})
     if mesh.tp_size * mesh.cp_size * mesh.ep_size > 1:
         model = model or model_of_run(config, vocab_size=256)
         check_combination(settings | model_settings(config, model, mesh))
@@ -86,68 +86,82 @@ def check_layout(
             raise UserError(problem)
 
 
-def machine_settings(mesh: Mesh, machine: Machine) -> dict[str, str]:
-    """The settings of the accelerate config by name, with their values."""
-    is_fsdp, copies = machine.sharding == "fsdp", mesh.stated_sizes.get("dp_replicate_size", 1)
-    found = {
-        f"tensor parallelism (tp_size {mesh.tp_size})": mesh.tp_size > 1,
-        f"context parallelism (cp_size {mesh.cp_size})": mesh.cp_size > 1,
-        f"pipeline stages (pp_size {mesh.pp_size})": mesh.pp_size > 1,
-        f"expert parallelism (ep_size {mesh.ep_size})": mesh.ep_size > 1,
-        "pp_schedule zero_bubble": mesh.pp_size > 1 and mesh.pp_schedule == "zero_bubble",
-        "DeepSpeed": machine.sharding == "zero",
-        "FSDP2": is_fsdp,
-        f"HSDP (dp_replicate_size {copies})": is_fsdp and copies > 1,
-        "FSDP2 in bf16": is_fsdp and machine.precision in ("bf16", "fp8"),
-        "FSDP2 over one process": is_fsdp and mesh.dp_cp_size == 1,
-        "unsharded models": machine.sharding == "none",
-        "DDP": machine.sharding == "none" and mesh.dp_size > 1 and mesh.pp_size == 1,
-        f"mixed_precision {machine.precision}": True,
-        "dynamo_backend": machine.compiles,
-        "fsdp_activation_checkpointing": bool(machine.checkpoints),
-        f"fsdp_activation_checkpointing {machine.checkpoints}": True,
-        f"ddp_comm_hook ({machine.compression})": machine.compression != "no",
-        "fsdp_reshard_after_forward": machine.reshards,
-        "fsdp_cpu_ram_efficient_loading": machine.sends_weights,
-        "a CPU": machine.device == "cpu",
+def machine_settings(mesh: Mesh, machine: Machine) -> dict[Setting, str]:
+    """The settings of the accelerate config, each with the words for it in messages."""
+    is_fsdp = machine.sharding == "fsdp"
+    is_unsharded = machine.sharding == "none"
+    copies = mesh.stated_sizes.get("dp_replicate_size", 1) if is_fsdp else 1
+    sizes = {
+        Setting.TENSOR_PARALLELISM: ("tp_size", mesh.tp_size),
+        Setting.CONTEXT_PARALLELISM: ("cp_size", mesh.cp_size),
+        Setting.PIPELINE_STAGES: ("pp_size", mesh.pp_size),
+        Setting.EXPERT_PARALLELISM: ("ep_size", mesh.ep_size),
+        Setting.HSDP: ("dp_replicate_size", copies),
     }
-    return {words.partition(" (")[0]: words for words, is_set in found.items() if is_set}
+    switches = {
+        Setting.ZERO_BUBBLE: mesh.pp_size > 1 and mesh.pp_schedule == "zero_bubble",
+        Setting.DEEPSPEED: machine.sharding == "zero",
+        Setting.FSDP2: is_fsdp,
+        Setting.FSDP2_IN_BF16: is_fsdp and machine.precision in ("bf16", "fp8"),
+        Setting.FSDP2_OVER_ONE_PROCESS: is_fsdp and mesh.dp_cp_size == 1,
+        Setting.UNSHARDED: is_unsharded,
+        Setting.DDP: is_unsharded and mesh.dp_size > 1 and mesh.pp_size == 1,
+        Setting.FP16: machine.precision == "fp16",
+        Setting.FP8: machine.precision == "fp8",
+        Setting.COMPILATION: machine.compiles,
+        Setting.ACTIVATION_CHECKPOINTING: bool(machine.checkpoints),
+        Setting.SELECTIVE_CHECKPOINTING: machine.checkpoints == "selective",
+        Setting.RESHARDING: machine.reshards,
+        Setting.SENT_WEIGHTS: machine.sends_weights,
+        Setting.CPU: machine.device == "cpu",
+    }
+    found = {
+        setting: setting.describe(f"{name} {size}")
+        for setting, (name, size) in sizes.items()
+        if size > 1
+    }
+    found |= {setting: setting.describe() for setting, is_on in switches.items() if is_on}
+    if machine.compression != "no":
+        hook = Setting.GRADIENT_COMPRESSION
+        found[hook] = hook.describe(machine.compression)
+    return found
 
 
-def model_settings(config: Config, model: Any, mesh: Mesh) -> dict[str, str]:
-    """What matters of a model for tensor, context and expert parallelism, by name, with its
-    words.
+def model_settings(config: Config, model: Any, mesh: Mesh) -> dict[Setting, str]:
+    """The settings of a model that matter for tensor, context and expert parallelism, each with
+    the words for it in messages.
     """
-    name, found = f"model.architecture {config.model.architecture}", {}
+    name = f"model.architecture {config.model.architecture}"
+    found: dict[Setting, str] = {}
     architecture, fields = architecture_of(model), model.config.to_dict()
     window = fields.get("sliding_window") or fields.get("attention_chunk_size")
     if mesh.tp_size > 1:
         try:
             plans = map(architecture.tensor_parallel, architecture.blocks(model))
             if any("heads" in plan.values() for plan in plans):
-                found["split norms of heads"] = f"the norms of heads of {name}"
+                found[Setting.SPLIT_NORMS_OF_HEADS] = f"the norms of heads of {name}"
         except ValueError as error:
-            found["blocks without a plan"] = f"{name} ({error})"
+            found[Setting.BLOCKS_WITHOUT_A_PLAN] = f"{name} ({error})"
         if model.config.is_heterogeneous:
-            found["blocks without a plan"] = f"{name} (its blocks have sizes of their own)"
+            found[Setting.BLOCKS_WITHOUT_A_PLAN] = f"{name} (its blocks have sizes of their own)"
     if not experts_of(model):
-        found["no experts"] = name
+        found[Setting.NO_EXPERTS] = name
     rotary = getattr(model.config, "rope_parameters", None) is not None
     if (
         model.config._attn_implementation != "sdpa"
         or not (rotary or config.model.architecture == "gpt2")
         or not {"index_topk", "keep_window_size"}.isdisjoint(fields)  # layers change the mask
     ):
-        found["attention of another kind"] = f"the attention of {name}"
+        found[Setting.OTHER_ATTENTION] = f"the attention of {name}"
     if mesh.cp_size > 1 and not _mixes_by_attention(config.model):
-        found["attention of another kind"] = f"what mixes tokens in {name}"
+        found[Setting.OTHER_ATTENTION] = f"what mixes tokens in {name}"
     if window is not None and window < config.data.block_size:
-        found["a window of attention"] = f"{name}'s window of {window} tokens"
+        found[Setting.WINDOW_OF_ATTENTION] = f"{name}'s window of {window} tokens"
     if mesh.cp_size > 1 and needs_ring(model.config, mesh.tp_size * mesh.cp_size):
-        found["ring attention"] = f"ring attention (cp_size {mesh.cp_size})"
+        found[Setting.RING_ATTENTION] = Setting.RING_ATTENTION.describe(f"cp_size {mesh.cp_size}")
     for knob, value in fields.items():
         if "drop" in knob and value:
-            found["dropout"] = f"{knob} {value}"
+            found[Setting.DROPOUT] = f"{knob} {value}"
     return found
 
 

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from nanogpt_hf.config.compatibility import FSDP2, RULES, Rule, check_settings
 from nanogpt_hf.config.schema import OptimSection
+from nanogpt_hf.config.settings import AnySetting, KnobSetting, Setting
 from nanogpt_hf.errors import UserError, did_you_mean
 from nanogpt_hf.model.architecture import architecture_of
 from nanogpt_hf.optim import adamw_8bit, muon
@@ -40,8 +41,8 @@ class OptimizerKind:
     ]
     describe: Callable[[OptimSection], str]  # for the model card
     state_bytes: Callable[[PreTrainedModel, int], float]  # on one of N shards
-    # what it does not combine with, as config/compatibility.py names it: reason and remedy
-    refuses: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    # what it does not combine with: reason and remedy
+    refuses: Mapping[AnySetting, tuple[str, str]] = field(default_factory=dict)
     check: Callable[[], None] = lambda: None  # raises UserError if this machine lacks something
     reads_found_inf: bool = False  # by a step, on the device; else the host waits for the norm
     as_saved: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor
@@ -78,11 +79,14 @@ OPTIMIZERS = {
         lambda optim: f"{describe_adamw(optim)}, 8-bit state (torchao)",
         adamw_8bit.state_bytes,
         refuses={
-            "DeepSpeed": ("ZeRO keeps the state in flat float32 buffers", FSDP2),
-            "tensor parallelism": ("it has no 8-bit state of split matrices", FSDP2),
-            "expert parallelism": ("it has no 8-bit state of split matrices", FSDP2),
-            "pipeline stages": ("it is not supported there", FSDP2),
-            "train.gradient_groups": ("its blocks of 256 values are cut at shards", "leave it out"),
+            Setting.DEEPSPEED: ("ZeRO keeps the state in flat float32 buffers", FSDP2),
+            Setting.TENSOR_PARALLELISM: ("it has no 8-bit state of split matrices", FSDP2),
+            Setting.EXPERT_PARALLELISM: ("it has no 8-bit state of split matrices", FSDP2),
+            Setting.PIPELINE_STAGES: ("it is not supported there", FSDP2),
+            KnobSetting("train.gradient_groups"): (
+                "its blocks of 256 values are cut at shards",
+                "leave it out",
+            ),
         },
         check=adamw_8bit.check_8bit,
         as_saved=adamw_8bit.as_float32,
@@ -96,11 +100,14 @@ OPTIMIZERS = {
             adamw_bytes(model, shards) - 4 * sum(p.numel() for p in muon.matrices(model)) / shards
         ),
         refuses={
-            "DeepSpeed": (
+            Setting.DEEPSPEED: (
                 "ZeRO keeps the matrices in flat buffers that no process can orthogonalize",
                 FSDP2,
             ),
-            "lora.rank": ("LoRA trains two factors of a matrix, not the matrix", "use adamw"),
+            KnobSetting("lora.rank"): (
+                "LoRA trains two factors of a matrix, not the matrix",
+                "use adamw",
+            ),
         },
         reads_found_inf=True,
         update_bytes=muon.update_bytes,
@@ -119,16 +126,23 @@ def kind_of(optim: OptimSection) -> OptimizerKind:
     return OPTIMIZERS[name]
 
 
+def _setting_of(name: str) -> KnobSetting:
+    """The setting of a recipe that chooses the row of this name."""
+    if name == "adamw_8bit":
+        return KnobSetting("optim.state", "8bit")
+    return KnobSetting("optim.name", name)
+
+
 def all_rules() -> list[Rule]:
     """The table of config/compatibility.py, and what optimizers do not combine with."""
     return RULES + [
-        Rule("optim.state 8bit" if name == "adamw_8bit" else f"optim.name {name}", other, *why)
+        Rule(_setting_of(name), other, *why)
         for name, kind in OPTIMIZERS.items()
         for other, why in kind.refuses.items()
     ]
 
 
-def check_combination(settings: Mapping[str, str]) -> None:
+def check_combination(settings: Mapping[AnySetting, str]) -> None:
     """Raises UserError if a run cannot have these settings at once."""
     check_settings(settings, all_rules())
 

@@ -6,11 +6,12 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanogpt_hf.config.compatibility import check_settings, recipe_settings
+from nanogpt_hf.config.compatibility import check_settings
 from nanogpt_hf.config.finetune import POLICY, RecipeMethod, chosen_method, finetune_defaults
 from nanogpt_hf.config.load import Overrides, load_config, stated_knobs
 from nanogpt_hf.config.names import GPT2_NAMES
 from nanogpt_hf.config.schema import KNOBS, Config, get_value, replace_knobs
+from nanogpt_hf.config.settings import Setting, recipe_settings
 from nanogpt_hf.config.values import convert
 from nanogpt_hf.errors import ConfigError, DataError, UserError
 from nanogpt_hf.runs.folder import find_model
@@ -81,7 +82,9 @@ def finetune_config(
     if wrong:
         raise ConfigError(wrong)
     if config.model.n_positions > positions or config.finetune.rope_theta is not None:
-        check_settings(recipe_settings(config) | {"other positions": "other positions"})
+        check_settings(
+            recipe_settings(config) | {Setting.OTHER_POSITIONS: Setting.OTHER_POSITIONS.value}
+        )
     check_balance(config, base)
     resolved = {"finetune.model": start, "finetune.revision": revision or commit}
     if generated:
@@ -174,7 +177,7 @@ def check_tokenizer(config: Config, base: "PreTrainedConfig") -> str:
             "leave it out"
         )
     if new:
-        settings = {"new tokens": f"data.tokenizer {name}, with {new} new tokens"}
+        settings = {Setting.NEW_TOKENS: f"data.tokenizer {name}, with {new} new tokens"}
         check_settings(recipe_settings(config) | settings)
     base.vocab_size = max(base.vocab_size, len(given))
     return vocabulary_hash(given)

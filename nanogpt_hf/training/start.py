@@ -30,6 +30,7 @@ from nanogpt_hf.config.checks import accumulation_steps
 from nanogpt_hf.config.compatibility import check_settings
 from nanogpt_hf.config.dial import dial_lines
 from nanogpt_hf.config.schema import Config
+from nanogpt_hf.config.settings import Setting
 from nanogpt_hf.config.sources import packs, sources_of
 from nanogpt_hf.config.stages import config_at, naming, stages_of
 from nanogpt_hf.cpu import share_threads
@@ -107,7 +108,7 @@ def prepare_run(
     method = method_of(config)
     options = {"resume": resume, "overwrite": overwrite, "auto_resume": auto_resume}
     flags = [f"--{name.replace('_', '-')}" for name, is_given in options.items() if is_given]
-    check_settings(dict(zip(flags, flags, strict=True)))
+    check_settings({Setting(flag): flag for flag in flags})
 
     def prepare() -> tuple[PreparedData, dict[str, Any]]:
         # the main process alone decides: others might look after it has begun to write

@@ -1,18 +1,36 @@
-"""The table of what does not combine: its names."""
+"""The table of what does not combine: its settings are those that a run can have."""
+
+import pytest
 
 from nanogpt_hf.config.schema import KNOBS
+from nanogpt_hf.config.settings import KnobSetting, Setting, choice, given
+from nanogpt_hf.config.values import convert
 from nanogpt_hf.distributed.layout import Machine, machine_settings
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.optim.optimizer import all_rules
 
-# of a recipe, a model, a tokenizer and the command line
-DERIVED = {"several sources", "a slice of a split", "frozen embeddings", "new tokens"}
-DERIVED |= {"blocks without a plan", "split norms of heads", "attention of another kind"}
-DERIVED |= {"a window of attention", "dropout", "ring attention", "blocks that are no stages"}
-DERIVED |= {"no experts", "other positions", "--auto-resume", "--resume", "--overwrite"}
+# found in a recipe, a model, a tokenizer and on the command line
+OF_NO_MACHINE = {
+    Setting.SEVERAL_SOURCES,
+    Setting.SLICE_OF_A_SPLIT,
+    Setting.FROZEN_EMBEDDINGS,
+    Setting.NEW_TOKENS,
+    Setting.OTHER_POSITIONS,
+    Setting.BLOCKS_WITHOUT_A_PLAN,
+    Setting.SPLIT_NORMS_OF_HEADS,
+    Setting.NO_EXPERTS,
+    Setting.OTHER_ATTENTION,
+    Setting.WINDOW_OF_ATTENTION,
+    Setting.RING_ATTENTION,
+    Setting.DROPOUT,
+    Setting.BLOCKS_THAT_ARE_NO_STAGES,
+    Setting.AUTO_RESUME,
+    Setting.RESUME,
+    Setting.OVERWRITE,
+}
 
 
-def test_every_name_in_the_table_is_one_that_a_run_can_have():
+def test_every_setting_is_one_that_a_run_can_have_and_a_rule_names():
     whole = {"pp_size": 2, "pp_schedule": "zero_bubble", "stated_sizes": {"dp_replicate_size": 4}}
     copied = Machine("none", "fp16", compiles=True, checkpoints="selective", reshards=True)
     of_machine = machine_settings(Mesh(0, 8, **whole), Machine("fsdp", "bf16")).keys()
@@ -22,6 +40,22 @@ def test_every_name_in_the_table_is_one_that_a_run_can_have():
     of_machine |= machine_settings(Mesh(0, 2, tp_size=2), Machine("fsdp")).keys()
     sends = Machine("fsdp", sends_weights=True)
     of_machine |= machine_settings(Mesh(0, 2, ep_size=2), sends).keys()
-    named = {name for rule in all_rules() for name in (rule.a, rule.b)}
-    unknown = {name for name in named if name.partition(" ")[0] not in KNOBS}
-    assert unknown <= of_machine | DERIVED
+    assert of_machine | OF_NO_MACHINE == set(Setting)
+    named = {setting for rule in all_rules() for setting in (rule.a, rule.b)}
+    assert {setting for setting in named if isinstance(setting, Setting)} == set(Setting)
+
+
+def test_every_knob_of_a_rule_can_have_its_value():
+    named = {setting for rule in all_rules() for setting in (rule.a, rule.b)}
+    knobs = [setting for setting in named if isinstance(setting, KnobSetting)]
+    assert len(knobs) > 20
+    for key, value in knobs:
+        assert value is None or convert(KNOBS[key], value) == value
+
+
+@pytest.mark.parametrize("words", ["data.format chatt", "optim.state 8bits", "data.fromat chat"])
+def test_a_rule_with_a_misspelt_knob_or_value_is_an_error(words):
+    with pytest.raises(ValueError, match=r"chatt|8bits|data\.fromat"):
+        choice(*words.split())
+    with pytest.raises(ValueError, match=r"lora\.rnk"):
+        given("lora.rank", "lora.rnk")
