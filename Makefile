@@ -14,14 +14,14 @@ help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-19s %s\n", $$1, $$2 }' Makefile
 
 quickstart: $(VENV)/installed ## train a small GPT on Python's documentation and let it write (a minute of training)
-	$(BIN)/accelerate launch --config_file accelerate_configs/cpu.yaml cli.py pretrain recipes/quickstart.yaml --overwrite
+	$(BIN)/nanogpt-hf launch --config_file accelerate_configs/cpu.yaml pretrain recipes/quickstart.yaml --overwrite
 	@echo
 	@echo "A sample from the model:"
-	@$(BIN)/python cli.py sample runs/quickstart --prompt 'The ' --max-new-tokens 300 --temperature 0.6
+	@$(BIN)/nanogpt-hf sample runs/quickstart --prompt 'The ' --max-new-tokens 300 --temperature 0.6
 	@echo
 	@echo "To try next:"
-	@echo "  $(BIN)/python cli.py sample runs/quickstart --prompt 'class ' --num-samples 3"
-	@echo "  $(BIN)/python cli.py pretrain recipes/quickstart.yaml --data.source YOUR_TEXT.txt --data.dir data/mine --run-dir runs/mine"
+	@echo "  $(BIN)/nanogpt-hf sample runs/quickstart --prompt 'class ' --num-samples 3"
+	@echo "  $(BIN)/nanogpt-hf pretrain recipes/quickstart.yaml --data.source YOUR_TEXT.txt --data.dir data/mine --run-dir runs/mine"
 	@echo
 	@echo "The model is in runs/quickstart/best. All of the run on one page, for a browser:"
 	@echo "  $(CURDIR)/runs/quickstart/report.html"

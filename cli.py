@@ -1,4 +1,4 @@
-"""The one entry: `python cli.py COMMAND ...` or `accelerate launch cli.py COMMAND ...`."""
+"""The program `nanogpt-hf` as a script of a clone, for `accelerate launch cli.py COMMAND ...`."""
 
 from nanogpt_hf.commands import entry_point
 

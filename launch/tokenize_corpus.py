@@ -5,7 +5,7 @@
     python launch/tokenize_corpus.py corpus/ tokens/ --tokenizer my/tokenizer.json --tasks 64
     python launch/tokenize_corpus.py hf://datasets/user/set tokens/ --tokenizer gpt2 \\
         --format parquet --tasks 1000 --executor slurm --partition cpu
-    python cli.py pretrain my.yaml --data.format datatrove --data.source tokens/
+    nanogpt-hf pretrain my.yaml --data.format datatrove --data.source tokens/
 
 Each task takes every N-th file and writes one shuffled .ds file. The same command again runs only
 the tasks that have not completed; `tokens/.logs` records them.

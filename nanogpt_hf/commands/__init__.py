@@ -30,11 +30,12 @@ from nanogpt_hf.errors import (
     explain,
     is_utf8,
 )
+from nanogpt_hf.program import as_started, program
 from nanogpt_hf.runs.files import STDOUT
 
 
 class Command(NamedTuple):
-    """A row of the table: its file, its summary in `cli.py --help`, and whether a launch may start
+    """A row of the table: its file, its summary in `--help`, and whether a launch may start
     it in several processes. Others would write or print the same once per process.
     """
 
@@ -86,9 +87,6 @@ COMMANDS = {
 
 _SECONDS_TO_PRINT = 3.0
 _EXIT_NOBODY_READS = 141  # a shell's exit status of a program that SIGPIPE ended
-_USAGE = (
-    "usage: cli.py COMMAND ...   (under accelerate: cli.py launch [--config_file F] COMMAND ...)"
-)
 
 
 class _Parser(ArgumentParser):
@@ -98,9 +96,10 @@ class _Parser(ArgumentParser):
 
 def _overview() -> str:
     rows = [f"  {name:<14} {command.summary}" for name, command in COMMANDS.items()]
-    return "\n".join(
-        [_USAGE, "", *rows, "", "cli.py COMMAND --help lists a command's options and every knob."]
-    )
+    usage = f"usage: {program()} COMMAND ..."
+    several = f"in several processes: {program()} launch [--config_file F] COMMAND ..."
+    more = f"{program()} COMMAND --help lists a command's options and every knob."
+    return "\n".join([usage, several, "", *rows, "", more])
 
 
 def functions_of(name: str) -> tuple[Callable[..., None], Callable[..., int | None]]:
@@ -133,7 +132,7 @@ def _refuse(parser: ArgumentParser, word: str) -> NoReturn:
 
     key = word.partition("=")[0]
     if key == "--config_file":
-        parser.error(f"{key} is an option of launch: python cli.py launch {key} F COMMAND ...")
+        parser.error(f"{key} is an option of launch: {program()} launch {key} F COMMAND ...")
     options = [option for action in parser._actions for option in action.option_strings]
     near = did_you_mean(key, [*options, *(f"--{knob}" for knob in KNOBS)])
     parser.error(f"{key}: unknown argument{near}")
@@ -143,8 +142,8 @@ def _parse(name: str, words: list[str]) -> tuple[Callable[[], int | None], Names
     """A call of the command, and its arguments."""
     add_arguments, run = functions_of(name)
     parser = _Parser(
-        prog=f"cli.py {name}",
-        description=inspect.getdoc(run),
+        prog=f"{program()} {name}",
+        description=as_started(inspect.getdoc(run)),
         allow_abbrev=False,
         formatter_class=RawDescriptionHelpFormatter,
     )
@@ -201,12 +200,13 @@ def main(arguments: list[str]) -> int:
         name, *words = arguments
         if name not in COMMANDS:
             raise UserError(
-                f"cli.py {name}: no such command{did_you_mean(name, COMMANDS)}; see cli.py --help"
+                f"{program()} {name}: no such command{did_you_mean(name, COMMANDS)}; "
+                f"see {program()} --help"
             )
         if not COMMANDS[name].several and "LOCAL_RANK" in os.environ and mesh.world_size > 1:
             raise UserError(
                 f"{name} runs in one process, and a launch has started {mesh.world_size}; without "
-                f"it: python cli.py {name}"
+                f"it: {program()} {name}"
             )
         if name == "launch":
             from nanogpt_hf.commands import launch
@@ -236,7 +236,7 @@ def main(arguments: list[str]) -> int:
 
 
 def entry_point() -> None:
-    """The `nanogpt-hf` program, and `python cli.py`."""
+    """Run the command line of this process, and end with its status."""
     # The libraries create 400,000 permanent objects. The garbage collector would scan them
     # repeatedly during the imports and once at the end, which takes 1.4 s.
     limit_spinning()

@@ -10,6 +10,7 @@ from nanogpt_hf.config.finetune import chosen_method
 from nanogpt_hf.config.load import Overrides, load_config, stated_knobs
 from nanogpt_hf.config.schema import KNOBS, Config, knob_lines
 from nanogpt_hf.errors import UserError
+from nanogpt_hf.program import program
 from nanogpt_hf.runs.files import STDOUT
 
 # metavars of files, folders and models
@@ -73,7 +74,8 @@ def load_text_recipe(command: str, recipe: str, overrides: Overrides) -> Config:
     """
     if method := chosen_method(stated_knobs(recipe, overrides).get):
         raise UserError(
-            f"cli.py {command}: {recipe}: states {method.knob}; its command is `{method.command}`"
+            f"{program()} {command}: {recipe}: states {method.knob}; its command is "
+            f"`{program()} {method.command}`"
         )
     return load_config(recipe, overrides)
 
@@ -83,7 +85,9 @@ def load_optional_recipe(command: str, recipe: str | None, overrides: Overrides)
     if recipe:
         return load_text_recipe(command, recipe, overrides)
     for key, _ in overrides:
-        raise UserError(f"cli.py {command}: --{key}: a knob of a recipe, but no RECIPE is given")
+        raise UserError(
+            f"{program()} {command}: --{key}: a knob of a recipe, but no RECIPE is given"
+        )
     return None
 
 

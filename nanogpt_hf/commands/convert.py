@@ -11,6 +11,7 @@ from nanogpt_hf.config.checks import REPO_ID
 from nanogpt_hf.console import show
 from nanogpt_hf.errors import RunFolderError, UserError
 from nanogpt_hf.formatting import shows_bars
+from nanogpt_hf.program import program
 from nanogpt_hf.runs.folder import find_model
 
 _DTYPES = {"float32": "float32", "bf16": "bfloat16", "fp16": "float16", "q8_0": "float32"}
@@ -135,7 +136,7 @@ def import_model(source: Path, out: Path, meta: Path | None, activation_function
         card = card_without_run(config, origin, "transformers")
         write_model_folder(folder, config, found.weights, found.tokenizer.hf, card)
     show(f"{out}: a GPT-2 with {count_parameters(config):,} parameters")
-    show(f"next: python cli.py sample {shlex.quote(str(out))}")
+    show(f"next: {program()} sample {shlex.quote(str(out))}")
 
 
 def import_data(source: Path, out: Path, meta: Path | None) -> None:
@@ -148,7 +149,7 @@ def import_data(source: Path, out: Path, meta: Path | None) -> None:
     show(f"{out}: {manifest.train.tokens:,} tokens, {manifest.validation.tokens:,} to validate")
     knobs = {"dir": out, "source": source, "tokenizer": manifest.recipe["tokenizer"]}
     options = " ".join(f"--data.{knob} {shlex.quote(str(value))}" for knob, value in knobs.items())
-    show(f"next: python cli.py pretrain RECIPE {options}")
+    show(f"next: {program()} pretrain RECIPE {options}")
 
 
 def _repo_id(text: str) -> str:

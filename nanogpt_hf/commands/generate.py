@@ -15,6 +15,7 @@ from nanogpt_hf.commands.arguments import add_option
 from nanogpt_hf.config.values import bounded
 from nanogpt_hf.console import show, show_text
 from nanogpt_hf.errors import DataError, UserError
+from nanogpt_hf.program import program
 from nanogpt_hf.runs.folder import find_model
 
 if TYPE_CHECKING:
@@ -169,7 +170,7 @@ def run_chat(arguments: Namespace) -> None:
         raise UserError(
             f"{arguments.model}: its tokenizer has no chat template, so it was not trained to "
             "chat; train it on conversations (recipes/sft_instructions.yaml), or generate text: "
-            "python cli.py sample"
+            f"{program()} sample"
         )
     if not accelerator.is_main_process:
         return

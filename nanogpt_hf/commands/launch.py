@@ -1,6 +1,6 @@
 """Run a command on the devices of an accelerate config, and return its exit status.
 
-cli.py launch [--config_file F] [other options of accelerate launch] COMMAND ...
+nanogpt-hf launch [--config_file F] [other options of accelerate launch] COMMAND ...
 
 Exit status: 0 done, 2 an error of the user, 75 stopped after saving (--auto-resume continues), 1
 any other failure. SIGTERM, SIGINT, SIGUSR1 or SIGHUP, to this process or to all that it started,
@@ -33,6 +33,7 @@ from nanogpt_hf.distributed.environment import (
     read_accelerate_config,
 )
 from nanogpt_hf.errors import EXIT_STOPPED, EXIT_USER_ERROR, UserError, did_you_mean, one_line
+from nanogpt_hf.program import LAUNCHER, as_started, program
 
 _OUR_OPTIONS = [
     f"parallelism_config_{name}" for name in ("pp_size", "pp_schedule", "ep_size", "ddp_comm_hook")
@@ -46,7 +47,7 @@ def run(words: list[str], commands: Collection[str]) -> int:
     `words` are accelerate's options, the command and its arguments.
     """
     if words[:1] in (["--help"], ["-h"]):
-        show(f"{__doc__}\n`accelerate launch --help` lists accelerate's options.")
+        show(f"{as_started(__doc__)}\n`accelerate launch --help` lists accelerate's options.")
         return 0
     # These imports take seconds.
     from accelerate.commands.launch import launch_command
@@ -99,10 +100,13 @@ def _parse(words: list[str], commands: Collection[str]) -> argparse.Namespace:
         as_script = Path(sys.argv[0]).name == "cli.py"
         arguments.module = not as_script
         arguments.training_script = sys.argv[0] if as_script else "nanogpt_hf"
+        os.environ[LAUNCHER] = program()
         arguments.training_script_args = [command, *arguments.training_script_args]
     elif not os.path.exists(command):
         near = did_you_mean(command, commands)
-        raise UserError(f"cli.py launch: {command}: no such command{near}; see cli.py --help")
+        raise UserError(
+            f"{program()} launch: {command}: no such command{near}; see {program()} --help"
+        )
     return arguments
 
 
@@ -116,7 +120,8 @@ def _check_gpu_ids(ids: str | None, where: str) -> None:
     for word in map(str.strip, ids.split(",")):
         if word.isdecimal() and int(word) >= count:
             raise UserError(
-                f"cli.py launch: {where}gpu_ids {ids}: no GPU {word} here; this machine has {count}"
+                f"{program()} launch: {where}gpu_ids {ids}: no GPU {word} here; "
+                f"this machine has {count}"
             )
 
 
@@ -170,4 +175,4 @@ def _status(statuses: dict[int, int], stopped: bool) -> int:
 
 
 def _refuse(message: str) -> NoReturn:
-    raise UserError(f"cli.py launch: {message}; see accelerate launch --help")
+    raise UserError(f"{program()} launch: {message}; see accelerate launch --help")

@@ -174,7 +174,7 @@ def run_bench(arguments: Namespace, overrides: Overrides) -> None:
     tokens.
 
     Nothing is trained: no run folder is written. On the machine of an accelerate config:
-    cli.py launch [--config_file F] bench RECIPE. With several processes the main one reports.
+    nanogpt-hf launch [--config_file F] bench RECIPE. With several processes the main one reports.
     """
     baselines = arguments.against.split(",") if arguments.against else []
     config = load_optional_recipe("bench", arguments.recipe, overrides)

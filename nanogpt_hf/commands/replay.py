@@ -11,6 +11,7 @@ from nanogpt_hf.config.values import bounded
 from nanogpt_hf.console import show
 from nanogpt_hf.errors import DataError, RunFolderError, UserError
 from nanogpt_hf.formatting import format_duration, plural
+from nanogpt_hf.program import program
 from nanogpt_hf.runs.files import write_json
 from nanogpt_hf.runs.folder import RunFolder, find_run, step_of
 from nanogpt_hf.runs.state import is_fixed, knobs_at
@@ -44,7 +45,7 @@ def run_verify(arguments: Namespace) -> int:
 
     Without --steps and --sample: from the oldest to the newest kept checkpoint. Exit status 1 if a
     step differs. A run with train.gradient_groups is repeated on any number of processes that
-    divides them, others on as many as they were trained on: python cli.py launch --config_file F
+    divides them, others on as many as they were trained on: nanogpt-hf launch --config_file F
     verify RUN.
     """
     folder, mesh = find_run(arguments.run), arguments.mesh
@@ -196,4 +197,4 @@ def run_branch(arguments: Namespace, overrides: Overrides) -> None:
         show(f"changed: {change}")
     command = "finetune" if config.finetune.model else "pretrain"
     show(f"{new.path}: a branch of {old.path} at step {step:,}; train it with")
-    show(f"  python cli.py {command} {new.recipe} --run-dir {new.path} --resume")
+    show(f"  {program()} {command} {new.recipe} --run-dir {new.path} --resume")

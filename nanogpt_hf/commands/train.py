@@ -28,6 +28,7 @@ from nanogpt_hf.data.manifest import find_manifest
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import DataError, UserError
 from nanogpt_hf.formatting import plural
+from nanogpt_hf.program import program
 from nanogpt_hf.runs.files import write_json
 from nanogpt_hf.training.finetuning import check_tokenizer, finetune_config
 
@@ -82,7 +83,9 @@ def run_pretrain(arguments: Namespace, overrides: Overrides) -> None:
     """Train a GPT or any text-only decoder from scratch: prepare data, write a run folder."""
     config = load_text_recipe("pretrain", arguments.recipe, overrides)
     if start := config.finetune.model:
-        raise UserError(f"{arguments.recipe}: starts from {start}; use `cli.py finetune` instead")
+        raise UserError(
+            f"{arguments.recipe}: starts from {start}; use `{program()} finetune` instead"
+        )
     _run(config, arguments)
 
 
@@ -96,7 +99,7 @@ def run_finetune(arguments: Namespace, overrides: Overrides) -> None:
 
     It comes from the Hub, a model folder or a run: GPT-2, Llama, Qwen3, SmolLM3, ...
 
-    No recipe is needed: cli.py finetune --from gpt2 --data my.txt
+    No recipe is needed: nanogpt-hf finetune --from gpt2 --data my.txt
     The defaults: docs/finetuning.md, or --dry-run.
     """
     _run_from_model(arguments, overrides)
@@ -112,7 +115,7 @@ def run_rl(arguments: Namespace, overrides: Overrides) -> None:
     """Reinforcement learning on verifiable answers: sample answers to the questions of a task, and
     reward the right ones. --data: the questions, with reference answers, as conversations.
 
-    No recipe is needed: cli.py rl --from runs/arithmetic_sft --task arithmetic
+    No recipe is needed: nanogpt-hf rl --from runs/arithmetic_sft --task arithmetic
     The defaults: docs/alignment.md, or --dry-run.
     """
     _run_from_model(arguments, overrides, POLICY)
@@ -127,7 +130,7 @@ def run_align(arguments: Namespace, overrides: Overrides) -> None:
     hinge, SimPO or ORPO, or good answers than bad ones, by KTO. --data: rows with prompt, chosen
     and rejected (kto: prompt, completion and label).
 
-    No recipe is needed: cli.py align --from runs/arithmetic_sft --data pairs.jsonl
+    No recipe is needed: nanogpt-hf align --from runs/arithmetic_sft --data pairs.jsonl
     The defaults: docs/alignment.md, or --dry-run.
     """
     _run_from_model(arguments, overrides, PREFERENCES)

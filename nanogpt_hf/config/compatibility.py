@@ -164,7 +164,7 @@ RULES = [
         given("lora.quantize"),
         given("lora.merge"),
         "an adapter cannot be merged into quantized weights",
-        "leave lora.merge out, and merge with cli.py export RUN OUT",
+        "leave lora.merge out, and merge with `export RUN OUT`",
     ),
     *rules(
         choice("train.micro_batch_size", "auto"),

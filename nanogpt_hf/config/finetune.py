@@ -63,8 +63,8 @@ _PREFERENCE_DEFAULTS = {
     "eval.patience": None,
 }
 _SEQUENCES_PER_STEP = 32  # nanoGPT's config/finetune_shakespeare.py
-POLICY = RecipeMethod("rl.task", "cli.py rl", _POLICY_DEFAULTS, 64, "questions")
-PREFERENCES = RecipeMethod("align.loss", "cli.py align", _PREFERENCE_DEFAULTS, 16, "pairs")
+POLICY = RecipeMethod("rl.task", "rl", _POLICY_DEFAULTS, 64, "questions")
+PREFERENCES = RecipeMethod("align.loss", "align", _PREFERENCE_DEFAULTS, 16, "pairs")
 RECIPE_METHODS = [POLICY, PREFERENCES]
 
 

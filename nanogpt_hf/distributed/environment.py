@@ -14,6 +14,7 @@ from typing import Any
 
 from nanogpt_hf.config.values import SettingsLoader, parse_settings, read_settings
 from nanogpt_hf.errors import UserError, did_you_mean, one_line
+from nanogpt_hf.program import program
 
 SCHEDULES = ("1f1b", "zero_bubble")  # a pipeline's; the first is the default
 # for keys and values in ring attention; the first is the default
@@ -137,8 +138,8 @@ def check_environment() -> None:
             )
     if "LOCAL_RANK" in given and (missing := [name for name in _LAUNCHED if name not in given]):
         raise UserError(
-            f"LOCAL_RANK is set, but not {', '.join(missing)}; use `python cli.py "
-            "launch`, or unset it"
+            f"LOCAL_RANK is set, but not {', '.join(missing)}; use "
+            f"`{program()} launch`, or unset it"
         )
     world_size = given.get("WORLD_SIZE", "1")
     local_size = given.get("LOCAL_WORLD_SIZE", world_size)
@@ -147,7 +148,7 @@ def check_environment() -> None:
         rank = given.get(name, "0")
         if int(rank) >= int(size):
             raise UserError(
-                f"{name} is {rank}, not below {size_name} {size}; use `python cli.py launch`"
+                f"{name} is {rank}, not below {size_name} {size}; use `{program()} launch`"
             )
 
 

@@ -27,6 +27,7 @@ from nanogpt_hf.model.build import check_causal, model_of_run
 from nanogpt_hf.model.experts import experts_of
 from nanogpt_hf.model.recompute import check_level
 from nanogpt_hf.optim.optimizer import check_combination
+from nanogpt_hf.program import program
 
 _PROBED: dict[str, bool] = {}  # by section: `estimate --gpus` asks for each layout
 
@@ -177,7 +178,7 @@ def _check_product(mesh: Mesh) -> None:
     only_stages = sizes.keys() == {"pp_size"} and mesh.world_size % product == 0
     unstated = product == 1 and "ep_size" in mesh.stated_sizes
     if sizes and product != mesh.world_size and not (only_stages or unstated):
-        lost = "; parallelism_config_pp_size reaches a run only by `python cli.py launch`"
+        lost = f"; parallelism_config_pp_size reaches a run only by `{program()} launch`"
         raise UserError(
             f"parallelism_config: {shown} = {plural(product, 'process')}, but {mesh.world_size} "
             "were started: set sizes whose product is num_processes"

@@ -39,7 +39,7 @@ class Mesh:
     pp_schedule: str = SCHEDULES[0]
     cp_rotation: str = ROTATIONS[0]
     # what the accelerate config states, by the names of SIZE_VARIABLES. The launcher passes on all
-    # but pp_size and ep_size, which only `cli.py launch` does, as it does pp_schedule.
+    # but pp_size and ep_size, which only `nanogpt-hf launch` does, as it does pp_schedule.
     stated_sizes: dict[str, int] = field(default_factory=dict, hash=False)
 
     @classmethod

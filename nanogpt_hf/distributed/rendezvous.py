@@ -18,6 +18,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import LostProcess, UserError, explain, one_line
+from nanogpt_hf.program import program
 from nanogpt_hf.runs.folder import RunFolder
 
 # Time limit of a collective, and for a process without a heartbeat. All processes wait while the
@@ -156,6 +157,6 @@ def _connect() -> Store:
     except ValueError as error:
         # a variable is missing: WORLD_SIZE alone may be that of a pod of a cluster
         raise UserError(
-            f"WORLD_SIZE is set, but {one_line(error)}; use `python cli.py launch`"
+            f"WORLD_SIZE is set, but {one_line(error)}; use `{program()} launch`"
         ) from None
     return store

@@ -13,6 +13,7 @@ from nanogpt_hf.evaluation.questions import QuestionAnswers
 from nanogpt_hf.evaluation.samples import Samples
 from nanogpt_hf.evaluation.tasks import LmEvalTasks
 from nanogpt_hf.evaluation.text import TextLoss
+from nanogpt_hf.program import program
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -65,7 +66,7 @@ def asked_for(
     wanted = [evaluation for evaluation in EVALUATIONS if evaluation.wanted(arguments)]
     if not wanted:
         ways = ", ".join(row.asked_by for row in EVALUATIONS if row.asked_by)
-        raise UserError(f"cli.py evaluate: give something to measure: {ways}")
+        raise UserError(f"{program()} evaluate: give something to measure: {ways}")
     for option in _options():
         rows = [row for row in EVALUATIONS if option in row.options]
         if option.given(arguments) is not None and not set(rows) & set(wanted):
@@ -74,7 +75,9 @@ def asked_for(
     for key, _ in overrides:
         if key not in _SOURCE_KNOBS:
             known = ", ".join(f"--{name}" for name in _SOURCE_KNOBS)
-            raise UserError(f"cli.py evaluate: --{key}: not a knob of `evaluate`; it has {known}")
+            raise UserError(
+                f"{program()} evaluate: --{key}: not a knob of `evaluate`; it has {known}"
+            )
     sources = [f"--{row.source}" for row in EVALUATIONS if row.source]
     if overrides and sum(bool(getattr(arguments, source[2:])) for source in sources) != 1:
         raise UserError(f"--{overrides[0][0]}: describes one source; give {' or '.join(sources)}")

@@ -22,6 +22,7 @@ from nanogpt_hf.config.schema import HubSection
 from nanogpt_hf.errors import RunFolderError, UserError, explain, one_line
 from nanogpt_hf.export.card import PLACEHOLDER, card_without_run
 from nanogpt_hf.model.architecture import architecture_on_disk
+from nanogpt_hf.program import program
 from nanogpt_hf.runs.files import redact
 from nanogpt_hf.runs.folder import RunFolder
 
@@ -194,7 +195,7 @@ class BackgroundPush:
         self.hub, self.active = hub, is_main and hub.push is not None
         self.folder = folder.best if hub.push == "best" else folder.final
         private = " --private" if hub.private else ""
-        self._by_hand = f"by hand: python cli.py push {self.folder} {hub.repo}{private}"
+        self._by_hand = f"by hand: {program()} push {self.folder} {hub.repo}{private}"
         self._models: queue.Queue[Path] = queue.Queue(maxsize=1)
         if self.active:
             disable_progress_bars()

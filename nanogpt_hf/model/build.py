@@ -33,6 +33,7 @@ from nanogpt_hf.model.architecture import (
 from nanogpt_hf.model.experts import experts_of
 from nanogpt_hf.model.generation_file import check_end_ids, check_generation_file
 from nanogpt_hf.model.look_back import check_look_back, look_back
+from nanogpt_hf.program import program
 
 logger = logging.getLogger(__name__)
 
@@ -334,7 +335,7 @@ def load_base_config(name: str, revision: str | None) -> tuple[PreTrainedConfig,
     name, is_adapter = _find(name)
     if is_adapter:
         raise UserError(
-            f"{name}: is an adapter; merge it into a whole model first: python cli.py export "
+            f"{name}: is an adapter; merge it into a whole model first: {program()} export "
             f"{shlex.quote(name)} OUT"
         )
     try:

@@ -27,7 +27,7 @@ class NotEstimated(UserError):  # noqa: N818  (not an error of every command)
 class Placement:
     """How a launch distributes a model, one process per device.
 
-    The default is `python cli.py` without a config.
+    The default is a start without a config.
     """
 
     processes: int = 1

@@ -22,6 +22,7 @@ from nanogpt_hf.config.sources import knob_text, source_text
 from nanogpt_hf.config.stages import stages_of
 from nanogpt_hf.errors import one_line
 from nanogpt_hf.formatting import format_duration, format_number
+from nanogpt_hf.program import program
 from nanogpt_hf.reports.comparison import score_of, summarize
 from nanogpt_hf.reports.curves import draw_run
 from nanogpt_hf.reports.reference import find_reference, judge
@@ -66,6 +67,7 @@ def render(run: RunFolder, events: list[Event]) -> str:
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     return environment.from_string(_asset("page.html")).render(
         name=run.path.resolve().name,
+        program=program(),
         policy=policy,
         style=style,
         script=script,

@@ -31,7 +31,7 @@ _NOT_TEXT = ("data.format", "data.block_size", "data.packing", "data.order")
 _CAUSES = (
     "the precision: compare with a run in full precision (mixed_precision: no)",
     "the code and the versions: `git diff`, and Machine in report.html",
-    "the machine: `python cli.py doctor`",
+    "the machine: `doctor`",
 )
 # the mean of the validation loss by step and the band around it: step, mean, low, high
 Curve = dict[str, list[Any]]

@@ -14,6 +14,7 @@ from nanogpt_hf.config.schema import KNOBS, Config, get_value, replace_knobs
 from nanogpt_hf.config.settings import Setting, recipe_settings
 from nanogpt_hf.config.values import convert
 from nanogpt_hf.errors import ConfigError, DataError, UserError
+from nanogpt_hf.program import program
 from nanogpt_hf.runs.folder import find_model
 from nanogpt_hf.tasks.task import check_name, is_generated
 
@@ -102,14 +103,15 @@ def _check_stated(stated: dict[str, Any], method: RecipeMethod | None) -> str:
 
     Raises UserError if no model, text or task is stated, or if the recipe is for another command.
     """
-    start, command = stated.get("finetune.model"), method.command if method else "cli.py finetune"
+    start = stated.get("finetune.model")
+    command = f"{program()} {method.command if method else 'finetune'}"
     if not start:
         raise UserError(
             f"{command}: needs a model to start from: --from gpt2, a model folder or a run folder"
         )
     other = chosen_method(stated.get)
     if other and other is not method:
-        raise UserError(f"{command}: {other.knob} is for `{other.command}`")
+        raise UserError(f"{command}: {other.knob} is for `{program()} {other.command}`")
     task = str(stated.get(POLICY.knob) or "") if method is POLICY else ""
     if method is POLICY and not task:
         raise UserError(f"{command}: no task: give --task arithmetic, or another {POLICY.knob}")

@@ -32,6 +32,7 @@ from nanogpt_hf.optim.state import local_part
 from nanogpt_hf.planning.footprint import footprint, useless_checkpointing
 from nanogpt_hf.planning.hardware import USABLE_MEMORY, free_memory
 from nanogpt_hf.planning.placement import Placement
+from nanogpt_hf.program import program
 from nanogpt_hf.training.run import Run
 from nanogpt_hf.training.step import train_step
 
@@ -332,4 +333,4 @@ def memory_advice(config: Config, vocab_size: int, place: Placement) -> str:
         remedies.insert(0, "optim.state 8bit")
     if (size := config.train.min_micro_batch_size) > 1:
         remedies.insert(0, f"train.micro_batch_size {size // 2} (same tokens per step)")
-    return f"{sizes}; less with {', '.join(remedies)}; `cli.py estimate` shows how much"
+    return f"{sizes}; less with {', '.join(remedies)}; `{program()} estimate` shows how much"

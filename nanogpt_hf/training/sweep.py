@@ -33,6 +33,7 @@ from nanogpt_hf.errors import EXIT_STOPPED, RunFolderError, UserError
 from nanogpt_hf.formatting import align, format_duration
 from nanogpt_hf.planning.estimate import estimate
 from nanogpt_hf.planning.placement import NotEstimated, Placement, read_placement
+from nanogpt_hf.program import program
 from nanogpt_hf.reports.comparison import diverged_at
 from nanogpt_hf.reports.curves import draw_curves
 from nanogpt_hf.runs.files import write_json
@@ -85,14 +86,16 @@ def build_grid(recipe: str, overrides: Texts) -> list[GridRun]:
     axes = {key: _values(key, text) for key, text in dict(overrides).items()}
     swept = [key for key, texts in axes.items() if len(texts) > 1]
     if not swept:
-        raise UserError("cli.py sweep: no knob has several values: --optim.learning_rate 1e-3,3e-3")
+        raise UserError(
+            f"{program()} sweep: no knob has several values: --optim.learning_rate 1e-3,3e-3"
+        )
     runs = {}
     for texts in itertools.product(*axes.values()):
         run = _grid_run(recipe, dict(zip(axes, texts, strict=True)), swept)
         if run.config.finetune.model or run.config.hub.push:
-            raise UserError("cli.py sweep: leave out finetune.model and hub.push")
+            raise UserError(f"{program()} sweep: leave out finetune.model and hub.push")
         if run.name in runs:
-            raise UserError(f"cli.py sweep: two runs named {run.name}; give different values")
+            raise UserError(f"{program()} sweep: two runs named {run.name}; give different values")
         runs[run.name] = run
     return list(runs.values())
 

@@ -30,6 +30,7 @@ from nanogpt_hf.formatting import format_duration, format_number, shows_bars
 from nanogpt_hf.model.architecture import count_parameters
 from nanogpt_hf.own_files import read_json, warn_once
 from nanogpt_hf.planning.hardware import peak_flops
+from nanogpt_hf.program import program
 from nanogpt_hf.runs.files import redact, write_whole
 from nanogpt_hf.runs.metrics import read_metrics
 from nanogpt_hf.runs.provenance import add_start, describe_start
@@ -331,5 +332,5 @@ def log_summary(run: Run) -> None:
     if not state.has_diverged:
         answers = run.data.end_of_turn_id is not None
         command = "chat {}" if answers else "sample {} --prompt 'The '"
-        lines.append(f"next: python cli.py {command.format(shlex.quote(str(folder.path)))}")
+        lines.append(f"next: {program()} {command.format(shlex.quote(str(folder.path)))}")
     logger.info("\n".join(lines))

@@ -1,4 +1,4 @@
-"""cli.py launch: which settings that accelerate does not know it passes on to its processes."""
+"""nanogpt-hf launch: which settings that accelerate does not know it passes on to its processes."""
 
 import os
 import signal

@@ -306,7 +306,7 @@ def test_command_imports_a_checkpoint_that_sample_opens(tmp_path, meta, capsys):
     make_checkpoint(tmp_path / "ckpt.pt")
     out = tmp_path / "new" / "model"
     assert main(argv("import-nanogpt {} {} --meta {}", tmp_path / "ckpt.pt", out, meta)) == 0
-    assert capsys.readouterr().out.endswith(f"next: python cli.py sample {out}\n")
+    assert capsys.readouterr().out.endswith(f"next: nanogpt-hf sample {out}\n")
     assert [path.name for path in out.parent.iterdir()] == ["model"]
     assert main(argv("sample {} --max-new-tokens 20 --prompt ab", out)) == 0
     assert set(capsys.readouterr().out) <= set(CHARACTERS)
@@ -315,7 +315,7 @@ def test_command_imports_a_checkpoint_that_sample_opens(tmp_path, meta, capsys):
 def test_command_imports_data_that_pretrain_takes(tmp_path, characters, write_recipe, capsys):
     assert main(argv("import-nanogpt {} {}", characters, tmp_path / "prepared")) == 0
     *_, line = capsys.readouterr().out.splitlines()
-    options = line.removeprefix("next: python cli.py pretrain RECIPE ").split()
+    options = line.removeprefix("next: nanogpt-hf pretrain RECIPE ").split()
     run = tmp_path / "run"
     assert main(["pretrain", str(write_recipe()), *options, "--run-dir", str(run)]) == 0
     assert "is prepared already" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""`cli.py launch` with real processes and signals, the SLURM script with fake tools, Kubernetes
+"""`nanogpt-hf launch` with real processes and signals, the SLURM script with fake tools, Kubernetes
 and Docker files.
 """
 
@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 
 import psutil
@@ -214,7 +215,7 @@ def test_slurm_requeues_only_a_saved_run(tmp_path, status, state, requeued):
     assert command.endswith(
         " pretrain recipes/gpt2_124m.yaml --auto-resume --optim.learning_rate 2e-4"
     )
-    assert 'python cli.py launch --machine_rank "$SLURM_NODEID"' in command
+    assert 'nanogpt-hf launch --machine_rank "$SLURM_NODEID"' in command
 
 
 def test_kubernetes_job_is_valid_and_consistent():
@@ -257,10 +258,11 @@ def test_dockerfile_paths_exist():
     copied = " ".join(lines).split()
     assert "constraints.txt" in copied
     assert all((ROOT / path).exists() for path in copied)
-    (entry,) = re.findall(r'^ENTRYPOINT \["python", "(.+)", "launch"\]$', text, re.MULTILINE)
-    assert (ROOT / entry).is_file()
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    (entry,) = re.findall(r'^ENTRYPOINT \["(.+)", "launch"\]$', text, re.MULTILINE)
+    assert entry in scripts
     ignored = (ROOT / ".dockerignore").read_text().split()
-    used = {path.split("/")[0] for path in [*copied, entry, "recipes", "accelerate_configs"]}
+    used = {path.split("/")[0] for path in [*copied, "recipes", "accelerate_configs"]}
     assert not used & set(ignored)
 
 

@@ -231,4 +231,4 @@ def test_shipped_rl_recipes_train(name, folder, root, tmp_path, monkeypatch, for
 @pytest.mark.parametrize("command", ["pretrain", "prepare"])
 def test_commands_that_read_text_refuse_an_rl_recipe(command, root, capsys):
     assert main([command, str(root / "recipes" / "arithmetic_rl.yaml")]) == 2
-    assert "its command is `cli.py rl`" in capsys.readouterr().err
+    assert "its command is `nanogpt-hf rl`" in capsys.readouterr().err

@@ -175,7 +175,7 @@ def test_diverged_run_says_so(start_to_train, folder, method, capsys, monkeypatc
         page = run.report.read_text()
         assert "The run has diverged: the evaluation at step 4 is not finite" in page
         assert "no evaluation was better than that of the start" in page
-        assert "cli.py sample" not in page
+        assert "nanogpt-hf sample" not in page
         assert final_state(run)["best_step"] == 0
     assert pushed == [False, False]
     assert main(argv("compare {} --output compare.png --json compare.json", run.path)) == 0

@@ -223,7 +223,7 @@ def test_quiet_prints_nothing_and_terminal_shows_bar_and_summary(pretrain, capsy
     losses = column(run, "val/loss")
     best = min((loss, step) for step, loss in losses.items() if step)
     assert f"  best validation loss {best[0]:.4f} at step {best[1]}\n" in captured.out
-    assert "next: python cli.py sample run --prompt" in captured.out
+    assert "next: nanogpt-hf sample run --prompt" in captured.out
     assert "\r" not in captured.out
 
 
