@@ -17,11 +17,11 @@ from nanogpt_hf.commands.arguments import (
     add_recipe_argument,
     load_text_recipe,
 )
+from nanogpt_hf.config.compatibility import recipe_settings
 from nanogpt_hf.config.dial import dial_lines
 from nanogpt_hf.config.finetune import POLICY, PREFERENCES, RecipeMethod
 from nanogpt_hf.config.load import Overrides, config_to_yaml
 from nanogpt_hf.config.schema import Config
-from nanogpt_hf.config.settings import recipe_settings
 from nanogpt_hf.config.stages import naming, planned_tokens, stage_lines, stages_of
 from nanogpt_hf.console import show
 from nanogpt_hf.data.manifest import find_manifest

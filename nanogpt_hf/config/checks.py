@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import NamedTuple
 
-from nanogpt_hf.config.compatibility import refused_in_recipe
+from nanogpt_hf.config.compatibility import recipe_settings, refused_in_recipe
 from nanogpt_hf.config.finetune import POLICY, chosen_method
 from nanogpt_hf.config.schema import (
     FAMILIES,
@@ -15,7 +15,7 @@ from nanogpt_hf.config.schema import (
     ModelSection,
     get_value,
 )
-from nanogpt_hf.config.settings import KnobSetting, recipe_settings
+from nanogpt_hf.config.settings import KnobSetting
 from nanogpt_hf.config.sources import sources_of
 from nanogpt_hf.config.stages import stage_problem, stages_of
 from nanogpt_hf.errors import UserError

@@ -1,53 +1,28 @@
 """What does not combine: one table, read by the checks, by docs/machines.md and by the tests.
 
-A rule names two settings (config/settings.py) that a run cannot have at once.
-distributed/layout.py finds the settings of the accelerate config and of a model. The rows of
-optimizers (optim/optimizer.py) add rules.
+A rule (config/settings.py) names two settings that a run cannot have at once. `recipe_settings`
+finds the settings of a recipe; distributed/layout.py finds the settings of the accelerate config
+and of a model. The rows of optimizers (optim/optimizer.py) add rules.
 """
 
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import NamedTuple
 
-from nanogpt_hf.config.schema import Config
+from nanogpt_hf.config.schema import KNOBS, Config, get_value
 from nanogpt_hf.config.settings import (
     AnySetting,
     KnobSetting,
+    Rule,
     Setting,
+    Settings,
     choice,
     given,
-    recipe_settings,
+    rules,
 )
-from nanogpt_hf.config.sources import sources_of
+from nanogpt_hf.config.sources import has_conversations, is_mixture, sources_of
 from nanogpt_hf.errors import UserError
 
 FSDP2 = "use accelerate_configs/fsdp2.yaml"
-
-
-class Rule(NamedTuple):
-    """Two settings that do not combine: `a` is the one to change."""
-
-    a: AnySetting
-    b: AnySetting
-    reason: str
-    remedy: str
-
-    def message(self, settings: Mapping[AnySetting, str]) -> str:
-        """The rule in one line, with the values of a run's settings."""
-        named = f"{settings[self.a]} does not combine with {settings[self.b]}"
-        return f"{named}: {self.reason}; {self.remedy}"
-
-
-Several = AnySetting | tuple[AnySetting, ...]
-
-
-def _each(settings: Several) -> tuple[AnySetting, ...]:
-    return (settings,) if isinstance(settings, Setting | KnobSetting) else settings
-
-
-def rules(a: Several, b: Several, reason: str, remedy: str) -> list[Rule]:
-    """A rule for each setting of `a`, the ones to change, with each of `b`."""
-    return [Rule(first, second, reason, remedy) for first in _each(a) for second in _each(b)]
 
 
 RULES = [
@@ -457,6 +432,35 @@ RULES = [
         "give one of them",
     ),
 ]
+
+
+def recipe_settings(config: Config) -> Settings:
+    """The settings of a recipe, with their values."""
+    settings: Settings = {}
+    for key, knob in KNOBS.items():
+        value = get_value(config, key)
+        words = f"{key} {str(value).lower() if isinstance(value, bool) else value}"
+        if isinstance(value, str):
+            settings[KnobSetting(key, value)] = words
+        if value != knob.default:
+            settings[KnobSetting(key)] = words
+    data = config.data
+    finetune = config.finetune
+    if config.train.stages is not None:
+        settings[KnobSetting("train.stages")] = "train.stages"  # without the list
+    if has_conversations(data):
+        settings[KnobSetting("data.format", "chat")] = "data.format chat"
+    if is_mixture(data):
+        settings[Setting.SEVERAL_SOURCES] = "data.source of several texts"
+    for key in ("split", "validation_split"):
+        split = getattr(data, key) or ""
+        if "[" in split:
+            settings[Setting.SLICE_OF_A_SPLIT] = f"data.{key} {split}"
+    if finetune.freeze_layers is not None and finetune.unfreeze_every is None:
+        # without gradual unfreezing they are frozen until the end
+        frozen = settings[KnobSetting("finetune.freeze_layers")]
+        settings[Setting.FROZEN_EMBEDDINGS] = frozen
+    return settings
 
 
 def refused(settings: Container[AnySetting], rules: Iterable[Rule] = RULES) -> Iterator[Rule]:

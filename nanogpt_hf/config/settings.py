@@ -1,15 +1,13 @@
-"""Settings of a run that a rule can name: the members of an enumeration, and values of knobs.
+"""Settings of a run that a rule can name, and rules: two settings that do not combine.
 
-A rule (config/compatibility.py) names two settings. The settings of a run are a mapping from each
-setting that it has to the words for it in messages.
+A setting is a member of an enumeration or the value of a knob. The settings of a run are a mapping
+from each setting that it has to the words for it in messages. This file knows no knobs, so that a
+feature can state its rules where it is declared; config/compatibility.py collects them.
 """
 
+from collections.abc import Mapping
 from enum import Enum
 from typing import NamedTuple
-
-from nanogpt_hf.config.schema import KNOBS, Config, get_value
-from nanogpt_hf.config.sources import has_conversations, is_mixture
-from nanogpt_hf.config.values import convert
 
 
 class Setting(Enum):
@@ -80,44 +78,36 @@ Settings = dict[AnySetting, str]
 
 
 def given(*keys: str) -> tuple[KnobSetting, ...]:
-    """Each of these knobs with any value but its default. Raises ValueError if there is none of
-    that name.
-    """
-    if unknown := [key for key in keys if key not in KNOBS]:
-        raise ValueError(f"there is no knob {unknown[0]}")
+    """Each of these knobs with any value but its default."""
     return tuple(KnobSetting(key) for key in keys)
 
 
 def choice(key: str, *values: str) -> tuple[KnobSetting, ...]:
-    """A knob with each of these values. Raises ValueError if it cannot have one of them."""
-    given(key)
-    return tuple(KnobSetting(key, convert(KNOBS[key], value)) for value in values)
+    """A knob with each of these values."""
+    return tuple(KnobSetting(key, value) for value in values)
 
 
-def recipe_settings(config: Config) -> Settings:
-    """The settings of a recipe, with their values."""
-    settings: Settings = {}
-    for key, knob in KNOBS.items():
-        value = get_value(config, key)
-        words = f"{key} {str(value).lower() if isinstance(value, bool) else value}"
-        if isinstance(value, str):
-            settings[KnobSetting(key, value)] = words
-        if value != knob.default:
-            settings[KnobSetting(key)] = words
-    data = config.data
-    finetune = config.finetune
-    if config.train.stages is not None:
-        settings[KnobSetting("train.stages")] = "train.stages"  # without the list
-    if has_conversations(data):
-        settings[KnobSetting("data.format", "chat")] = "data.format chat"
-    if is_mixture(data):
-        settings[Setting.SEVERAL_SOURCES] = "data.source of several texts"
-    for key in ("split", "validation_split"):
-        split = getattr(data, key) or ""
-        if "[" in split:
-            settings[Setting.SLICE_OF_A_SPLIT] = f"data.{key} {split}"
-    if finetune.freeze_layers is not None and finetune.unfreeze_every is None:
-        # without gradual unfreezing they are frozen until the end
-        frozen = settings[KnobSetting("finetune.freeze_layers")]
-        settings[Setting.FROZEN_EMBEDDINGS] = frozen
-    return settings
+class Rule(NamedTuple):
+    """Two settings that do not combine: `a` is the one to change."""
+
+    a: AnySetting
+    b: AnySetting
+    reason: str
+    remedy: str
+
+    def message(self, settings: Mapping[AnySetting, str]) -> str:
+        """The rule in one line, with the values of a run's settings."""
+        named = f"{settings[self.a]} does not combine with {settings[self.b]}"
+        return f"{named}: {self.reason}; {self.remedy}"
+
+
+Several = AnySetting | tuple[AnySetting, ...]
+
+
+def _each(settings: Several) -> tuple[AnySetting, ...]:
+    return (settings,) if isinstance(settings, Setting | KnobSetting) else settings
+
+
+def rules(a: Several, b: Several, reason: str, remedy: str) -> list[Rule]:
+    """A rule for each setting of `a`, the ones to change, with each of `b`."""
+    return [Rule(first, second, reason, remedy) for first in _each(a) for second in _each(b)]

@@ -8,8 +8,9 @@ from accelerate import Accelerator
 from transformers import PreTrainedModel
 
 from nanogpt_hf.config.checks import divisors
+from nanogpt_hf.config.compatibility import recipe_settings
 from nanogpt_hf.config.schema import Config, ModelSection
-from nanogpt_hf.config.settings import Setting, recipe_settings
+from nanogpt_hf.config.settings import Setting
 from nanogpt_hf.distributed.context_parallel import (
     RING_MACHINES,
     heads_of,

@@ -15,9 +15,9 @@ from accelerate import Accelerator
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from nanogpt_hf.config.compatibility import FSDP2, RULES, Rule, check_settings
+from nanogpt_hf.config.compatibility import FSDP2, RULES, check_settings
 from nanogpt_hf.config.schema import OptimSection
-from nanogpt_hf.config.settings import AnySetting, KnobSetting, Setting
+from nanogpt_hf.config.settings import AnySetting, KnobSetting, Rule, Setting
 from nanogpt_hf.errors import UserError, did_you_mean
 from nanogpt_hf.model.architecture import architecture_of
 from nanogpt_hf.optim import adamw_8bit, muon
