@@ -1,7 +1,9 @@
 """Two optimizers as rows of the tests' own, to show that a new one changes no file of the package.
 
-Lion has one state tensor. SOAP has square factors, an eigenbasis and second moments in it, which
-every process has whole, in nested lists and dicts, and a step count that is a number.
+`SignMomentum` (Lion) has one state tensor. `RotatedAdam` (SOAP) has square factors, an eigenbasis
+and second moments in it, which every process has whole, in nested lists and dicts, and a step count
+that is a number. Their rows begin with `test_`, so that a row of the package may have the paper's
+name.
 """
 
 import torch
@@ -14,8 +16,8 @@ def local(tensor):
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-class Lion(torch.optim.Optimizer):
-    """Chen et al. 2023, arXiv:2302.06675."""
+class SignMomentum(torch.optim.Optimizer):
+    """Lion: Chen et al. 2023, arXiv:2302.06675."""
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -32,8 +34,8 @@ class Lion(torch.optim.Optimizer):
                 momentum.lerp_(gradient, 0.01)
 
 
-class Soap(torch.optim.Optimizer):
-    """Vyas et al. 2024, arXiv:2409.11321, with a new eigenbasis at each step."""
+class RotatedAdam(torch.optim.Optimizer):
+    """SOAP: Vyas et al. 2024, arXiv:2409.11321, with a new eigenbasis at each step."""
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -75,8 +77,21 @@ class Soap(torch.optim.Optimizer):
         return update
 
 
+# Name of the row: class and bytes of state per parameter.
+ROWS: dict[str, tuple[type[torch.optim.Optimizer], int]] = {
+    "test_sign_momentum": (SignMomentum, 4),
+    "test_rotated_adam": (RotatedAdam, 16),
+}
+
+
 def add_rows() -> None:
-    for name, kind, state_bytes in (("lion", Lion, 4), ("soap", Soap, 16)):
+    """Add the rows to the package's table. Raises ValueError if the package has one of the names:
+    the test would try its own optimizer instead.
+    """
+    taken = ROWS.keys() & OPTIMIZERS.keys()
+    if taken:
+        raise ValueError(f"the package has an optimizer of this name: {', '.join(sorted(taken))}")
+    for name, (kind, state_bytes) in ROWS.items():
         OPTIMIZERS[name] = OptimizerKind(
             build=lambda model, groups, optim, accelerator, kind=kind: kind(
                 groups, {"lr": optim.learning_rate}

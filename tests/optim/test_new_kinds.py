@@ -1,16 +1,17 @@
 """An optimizer that the package does not know is a row: trained, killed and resumed bit for bit
-on every layout.
+on every layout. A new row of the package gets a line in `TRAINED`.
 """
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+import more_optimizers
 from assertions import assert_same_experiment, copy_at
 from nanogpt_hf.checkpoint.reader import read_checkpoint
+from nanogpt_hf.optim.optimizer import OPTIMIZERS
 from nanogpt_hf.runs.tensor_files import TensorFiles
 
-pytestmark = pytest.mark.long
 KNOBS = {
     "train__max_steps": 6,
     "eval__every": 3,
@@ -18,16 +19,34 @@ KNOBS = {
     "checkpoint__keep": 5,
     "eval__tokens": 256,
 }
+# Name of the row: learning rate, and the names of the state of a matrix.
+TRAINED = {
+    "test_sign_momentum": (1e-3, ["momentum"]),
+    "test_rotated_adam": (
+        1e-2,
+        ["step", "mean", "square.rotated", "factors.0", "factors.1", "basis.0", "basis.1"],
+    ),
+}
 
 
 def tensors(files: TensorFiles) -> dict[str, torch.Tensor]:
     return {name: files[name] for name in files}
 
 
+@pytest.mark.parametrize("name", more_optimizers.ROWS)
+def test_rows_of_the_tests_do_not_replace_one_of_the_package(monkeypatch, name):
+    rows = {name: OPTIMIZERS["adamw"]}
+    monkeypatch.setattr(more_optimizers, "OPTIMIZERS", rows)
+    with pytest.raises(ValueError, match=f"the package has an optimizer of this name: {name}$"):
+        more_optimizers.add_rows()
+    assert rows == {name: OPTIMIZERS["adamw"]}
+
+
+@pytest.mark.long
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["lion", "soap"])
+@pytest.mark.parametrize("name", TRAINED)
 def test_own_row_trains_and_resumes_bit_for_bit_and_moves(name, make_recipe, launch_warm, tmp_path):
-    rate = {"lion": 1e-3, "soap": 1e-2}[name]
+    rate, state_names = TRAINED[name]
     recipe = make_recipe(
         tmp_path / "r.yaml",
         optim__name=name,
@@ -58,11 +77,8 @@ def test_own_row_trains_and_resumes_bit_for_bit_and_moves(name, make_recipe, lau
         assert all(torch.equal(state[key], undisturbed[key]) for key in state)
     weight = next(key for key in saved.weights if key.endswith("fc.weight"))
     names = {key.partition(f"{weight}.")[2] for key in saved.optimizer_state} - {""}
-    assert names == {"lion": {"momentum"}, "soap": set(SOAP_NAMES)}[name]
+    assert names == set(state_names)
     moved = copy_at(run, 3, tmp_path / "moved")
     launch_warm("cpu", "pretrain", recipe, "--run-dir", moved.path, "--resume", MORE_OPTIMIZERS="1")
     assert_same_experiment(moved, alone, samples=False)
     assert load_file(moved.final / "model.safetensors")
-
-
-SOAP_NAMES = ("step", "mean", "square.rotated", "factors.0", "factors.1", "basis.0", "basis.1")
