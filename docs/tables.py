@@ -1,5 +1,5 @@
 """Write the tables that follow from the code: recipes and knobs in recipes.md, what combines in
-machines.md, what may change at a resume in training.md.
+machines.md, all refused combinations in refusals.md, what may change at a resume in training.md.
 
 `make docs` runs it.
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nanogpt_hf.config.compatibility import refused
-from nanogpt_hf.config.schema import knob_schema
+from nanogpt_hf.config.schema import knob_schema, section_summary
 from nanogpt_hf.config.settings import AnySetting, Setting, choice, given
 from nanogpt_hf.optim.optimizer import all_rules
 from nanogpt_hf.runs.state import is_fixed
@@ -98,14 +98,19 @@ def combines(layout: str, feature: str) -> str:
 
 
 def combination_tables() -> str:
-    """What combines: of any model, of experts, of blocks of several kinds; and all rules."""
-    whats = []
+    """What combines: for any model, for experts, for blocks of several kinds."""
+    parts = []
     of_any = [name for name in FEATURES if name not in EXPERT_TYPES]
     of_experts = [name for name in FEATURES if name not in (*DENSE_TYPES, "olmo2")]
     tables = (LAYOUTS, of_any), (EXPERT_LAYOUTS, of_experts), (KIND_LAYOUTS, KINDS)
     for layouts, names in tables:
         rows = [[layout, *(combines(layout, name) for name in names)] for layout in layouts]
-        whats.append([["layout", *names], ["---"] * (len(names) + 1), *rows])
+        parts.append(_table(["layout", *names], rows))
+    return "\n" + "\n\n".join(parts) + "\n\n"
+
+
+def refusal_table() -> str:
+    """Every two settings that do not combine; settings with one reason share a row."""
     others: dict[tuple[str, str], list[str]] = {}
     for rule in all_rules():
         why = f"{rule.reason}; {rule.remedy}"
@@ -114,9 +119,12 @@ def combination_tables() -> str:
     for (a, why), bs in others.items():
         settings.setdefault((", ".join(bs), why), []).append(a)
     listed = [[", ".join(names), bs, why] for (bs, why), names in settings.items()]
-    listed = [["setting", "does not combine with", "reason and remedy"], ["---"] * 3, *listed]
-    tables = ("\n".join(f"| {' | '.join(row)} |" for row in table) for table in (*whats, listed))
-    return "\n" + "\n\n".join(tables) + "\n\n"
+    return f"\n{_table(['setting', 'does not combine with', 'reason and remedy'], listed)}\n\n"
+
+
+def _table(head: list[str], rows: list[list[str]]) -> str:
+    """A table in Markdown."""
+    return "\n".join(f"| {' | '.join(row)} |" for row in [head, ["---"] * len(head), *rows])
 
 
 def recipe_table() -> str:
@@ -134,7 +142,7 @@ def knob_tables() -> str:
     """One table per section of a recipe: knob, default, values, meaning."""
     lines = []
     for section, knobs in groupby(knob_schema().items(), lambda item: item[0].partition(".")[0]):
-        lines += ["", f"### {section}", ""]
+        lines += ["", f"### {section}", "", f"{section_summary(section)}.", ""]
         lines += ["| knob | default | values | meaning |", "|---|---|---|---|"]
         for key, knob in knobs:
             meaning = knob["meaning"].replace("|", "\\|")
@@ -175,6 +183,7 @@ def changing_table() -> str:
 PAGES = {
     "recipes.md": (recipe_table, knob_tables),
     "machines.md": (combination_tables,),
+    "refusals.md": (refusal_table,),
     "training.md": (changing_table,),
 }
 

@@ -13,7 +13,8 @@ from types import ModuleType
 import pytest
 import yaml
 
-from nanogpt_hf.commands import COMMANDS, add_logging_options, functions_of
+from nanogpt_hf.commands import COMMANDS, functions_of
+from nanogpt_hf.commands.arguments import add_help, add_logging_options
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.schema import KNOBS, SECTIONS
 
@@ -37,9 +38,10 @@ def anchors(page: str) -> set[str]:
 def flags_of(command: str) -> set[str]:
     if command == "launch":
         return set()
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(add_help=False)
     functions_of(command)[0](parser)
     add_logging_options(parser)
+    add_help(parser)
     return {option for action in parser._actions for option in action.option_strings}
 
 
@@ -101,7 +103,7 @@ def test_named_flags_exist(name):
 @all_pages
 def test_named_commands_and_files_exist(name):
     text = TEXTS[name]
-    for command in re.findall(r"cli\.py (?:launch (?:--\S+ \S+ )*)?([a-z][a-z-]+)", text):
+    for command in re.findall(r"nanogpt-hf (?:launch (?:--\S+ \S+ )*)?([a-z][a-z-]+)", text):
         assert command in COMMANDS, command
     files = re.findall(
         r"(?<![\w/.{-])((?:recipes|accelerate_configs|launch|docs|tests|nanogpt_hf)/[\w./-]+\w)",

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import NamedTuple, NoReturn
 
 from nanogpt_hf import console
-from nanogpt_hf.commands.arguments import add_logging_options
+from nanogpt_hf.commands.arguments import add_help, add_logging_options
 from nanogpt_hf.cpu import limit_spinning
 from nanogpt_hf.distributed.environment import check_environment
 from nanogpt_hf.distributed.mesh import Mesh
@@ -98,7 +98,7 @@ def _overview() -> str:
     rows = [f"  {name:<14} {command.summary}" for name, command in COMMANDS.items()]
     usage = f"usage: {program()} COMMAND ..."
     several = f"in several processes: {program()} launch [--config_file F] COMMAND ..."
-    more = f"{program()} COMMAND --help lists a command's options and every knob."
+    more = f"{program()} COMMAND --help lists a command's options and its knobs by section."
     return "\n".join([usage, several, "", *rows, "", more])
 
 
@@ -145,10 +145,12 @@ def _parse(name: str, words: list[str]) -> tuple[Callable[[], int | None], Names
         prog=f"{program()} {name}",
         description=as_started(inspect.getdoc(run)),
         allow_abbrev=False,
+        add_help=False,
         formatter_class=RawDescriptionHelpFormatter,
     )
     add_arguments(parser)
     add_logging_options(parser)
+    add_help(parser)
     overrides, words = _take_overrides(parser.prog, words)
     reads_knobs = len(inspect.signature(run).parameters) > 1
     if overrides and not reads_knobs:

@@ -1,15 +1,17 @@
 """What several commands share: arguments and recipes."""
 
+import contextlib
 import os
 import re
-from argparse import ArgumentParser, ArgumentTypeError
+from argparse import Action, ArgumentError, ArgumentParser, ArgumentTypeError, Namespace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from nanogpt_hf.config.finetune import chosen_method
 from nanogpt_hf.config.load import Overrides, load_config, stated_knobs
-from nanogpt_hf.config.schema import KNOBS, Config, knob_lines
-from nanogpt_hf.errors import UserError
+from nanogpt_hf.config.schema import KNOBS, SECTIONS, Config, knob_lines, section_lines
+from nanogpt_hf.console import show
+from nanogpt_hf.errors import UserError, did_you_mean
 from nanogpt_hf.program import program
 from nanogpt_hf.runs.files import STDOUT
 
@@ -53,18 +55,45 @@ def add_recipe_argument(
     meaning: str = "a recipe, for example recipes/quickstart.yaml",
     **options: Any,
 ) -> None:
-    """Add RECIPE, and list every knob in the help."""
+    """Add RECIPE, and list the sections of knobs in the help."""
     add_option(parser, "recipe RECIPE", meaning, **options)
     list_knobs(parser)
 
 
+class _Help(Action):
+    """`--help`: the options of a command; `--help SECTION`: the knobs of a section, or of all."""
+
+    def __call__(
+        self, parser: ArgumentParser, namespace: Namespace, values: Any, option: str | None = None
+    ) -> NoReturn:
+        if not values:
+            parser.print_help()
+        elif values in ("all", *SECTIONS):
+            show(*knob_lines(None if values == "all" else values), sep="\n")
+        else:
+            sections = f"no such section of knobs{did_you_mean(values, SECTIONS)}"
+            parser.error(f"{option} {values}: {sections}; there are {', '.join(SECTIONS)} and all")
+        parser.exit()
+
+
 def list_knobs(parser: ArgumentParser) -> None:
-    parser.epilog = "Set any knob of the recipe by its name:\n\n" + "\n".join(knob_lines())
+    """List the sections of knobs in the help; `--help SECTION` then lists the knobs of one."""
+    parser.epilog = "\n".join(
+        [
+            "knobs of the recipe, set by name, such as --optim.learning_rate 3e-4:",
+            *section_lines(),
+            "",
+            "%(prog)s --help SECTION lists the knobs of a section, --help all every knob.",
+        ]
+    )
+    meaning = "show this message, or the knobs of a section"
+    names = ("-h", "--help")
+    parser.add_argument(*names, nargs="?", metavar="SECTION", action=_Help, help=meaning)
 
 
 def add_optional_recipe_argument(parser: ArgumentParser) -> None:
-    meaning = "with its knobs, as for `pretrain`; without it: a model of 0.8 M parameters"
-    add_option(parser, "recipe RECIPE", meaning, nargs="?")
+    meaning = "a recipe, for example recipes/gpt2_124m.yaml (default: a model of 0.8 M parameters)"
+    add_recipe_argument(parser, meaning, nargs="?")
 
 
 def load_text_recipe(command: str, recipe: str, overrides: Overrides) -> Config:
@@ -122,11 +151,21 @@ _SHORT_NAMES = {
 }
 
 
-def add_knobs(parser: ArgumentParser, *names: str) -> None:
-    """Add short names of knobs, which `run_NAME` gets as overrides."""
+def add_knobs(parser: ArgumentParser, *names: str, **meanings: str) -> None:
+    """Add short names of knobs, which `run_NAME` gets as overrides.
+
+    `meanings` replace the meaning of a knob where a command narrows it.
+    """
     for name in names:
         key, metavar = _SHORT_NAMES[name]
-        add_option(parser, f"--{name} {metavar}", f"{KNOBS[key].meaning} (--{key})", dest=key)
+        meaning = meanings.get(name, KNOBS[key].meaning)
+        add_option(parser, f"--{name} {metavar}", f"{meaning} (--{key})", dest=key)
+
+
+def add_help(parser: ArgumentParser) -> None:
+    """Add `--help` to a command that lists no knobs; `list_knobs` has added one with sections."""
+    with contextlib.suppress(ArgumentError):
+        parser.add_argument("-h", "--help", action="help", help="show this message")
 
 
 def add_logging_options(parser: ArgumentParser) -> None:

@@ -24,9 +24,13 @@ def add_export_arguments(parser: ArgumentParser) -> None:
     add_option(parser, "model MODEL", "a run folder (its best model), a model folder, or a Hub id")
     add_option(parser, "out OUT", "the folder to write, which must be missing or empty")
     formats = ("safetensors", *_NEEDS)
-    add_option(parser, "--format", "of the files", choices=formats, default="safetensors")
+    add_option(parser, "--format", "format of the files", choices=formats, default="safetensors")
     add_option(
-        parser, "--dtype", "of the weights; q8_0 for gguf", choices=_DTYPES, default="float32"
+        parser,
+        "--dtype",
+        "type of the weights; q8_0 is for gguf only",
+        choices=_DTYPES,
+        default="float32",
     )
 
 
@@ -96,7 +100,7 @@ def add_import_nanogpt_arguments(parser: ArgumentParser) -> None:
     add_option(parser, "out OUT", "the folder to write: a plain GPT-2, or prepared data")
     meta = "meta.pkl with the characters (default: GPT-2's vocabulary; of a folder, its own)"
     add_option(parser, "--meta FILE", meta)
-    form = "gelu_new for checkpoints from before nanoGPT took nn.GELU in June 2023"
+    form = "gelu_new if nanoGPT made the checkpoint before June 2023, when it took nn.GELU"
     forms = ("gelu", "gelu_new")
     add_option(parser, "--activation-function", form, choices=forms, default="gelu")
 
@@ -165,7 +169,7 @@ def add_push_arguments(parser: ArgumentParser) -> None:
     add_flag(parser, "--private", "create a private repository")
     branch = "a branch to push to, created if it does not exist"
     add_option(parser, "--revision BRANCH", branch)
-    add_option(parser, "--message", "the commit message")
+    add_option(parser, "--message", "the message of the commit")
 
 
 def run_push(arguments: Namespace) -> None:

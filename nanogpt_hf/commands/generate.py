@@ -34,13 +34,14 @@ def _add_model_argument(parser: ArgumentParser) -> None:
 def _add_sampling_arguments(parser: ArgumentParser, max_new_tokens: int) -> None:
     """The model, and how it continues a text."""
     _add_model_argument(parser)
-    longest = "of a text that it writes"
+    longest = "maximum number of tokens that are generated"
     add_option(parser, "--max-new-tokens N", longest, type=bounded(int, 1), default=max_new_tokens)
-    add_option(parser, "--temperature", "0 is greedy", type=bounded(float, 0), default=0.8)
-    add_option(parser, "--top-k", "sample from the k likeliest tokens only", type=bounded(int, 1))
+    greedy = "temperature of sampling; 0 takes the likeliest token"
+    add_option(parser, "--temperature T", greedy, type=bounded(float, 0), default=0.8)
+    add_option(parser, "--top-k K", "sample from the k likeliest tokens only", type=bounded(int, 1))
     likeliest = "sample from the likeliest tokens that add up to p only"
-    add_option(parser, "--top-p", likeliest, type=bounded(float, 0, 1))
-    add_option(parser, "--seed", "of the samples", type=bounded(int, 0, 2**62), default=1337)
+    add_option(parser, "--top-p P", likeliest, type=bounded(float, 0, 1))
+    add_option(parser, "--seed N", "seed of the samples", type=bounded(int, 0, 2**62), default=1337)
 
 
 def _sampling_options(arguments: Namespace) -> dict[str, Any]:
@@ -79,8 +80,10 @@ def open_model(name: str) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
 def add_sample_arguments(parser: ArgumentParser) -> None:
     _add_sampling_arguments(parser, 500)
     text = "text to continue (default: a line break, or nothing after a start token)"
-    add_option(parser, "--prompt", text)
-    add_option(parser, "--num-samples", "samples", type=bounded(int, 1, 10_000), default=1)
+    add_option(parser, "--prompt TEXT", text)
+    add_option(
+        parser, "--num-samples N", "number of samples", type=bounded(int, 1, 10_000), default=1
+    )
 
 
 def run_sample(arguments: Namespace) -> None:
@@ -224,7 +227,13 @@ def run_chat(arguments: Namespace) -> None:
 def add_serve_arguments(parser: ArgumentParser) -> None:
     _add_model_argument(parser)
     add_option(parser, "--host", "address to listen on", default="127.0.0.1")
-    add_option(parser, "--port", "0 is a free one", type=bounded(int, 0, 65535), default=8000)
+    add_option(
+        parser,
+        "--port",
+        "port to listen on; 0 takes a free one",
+        type=bounded(int, 0, 65535),
+        default=8000,
+    )
 
 
 def run_serve(arguments: Namespace) -> None:

@@ -22,8 +22,10 @@ from nanogpt_hf.runs.folder import find_model, find_run
 
 def add_compare_arguments(parser: ArgumentParser) -> None:
     add_option(parser, "runs RUN", "run folders", nargs="+")
-    add_option(parser, "--by", "x axis", choices=("step", "tokens", "time"), default="step")
-    add_output(parser, "--output", "the plot (default compare.png)")
+    add_option(
+        parser, "--by", "x axis of the plot", choices=("step", "tokens", "time"), default="step"
+    )
+    add_output(parser, "--output", "write the plot to FILE (default compare.png)")
     made = "write a reference from these runs, which may differ only in their seed, and exit"
     add_output(parser, "--make-reference", made)
     add_output(parser, "--json", "also write the tables and the verdicts to FILE")
@@ -111,7 +113,7 @@ def _tokens_of(config: Config) -> object:
 
 def add_report_arguments(parser: ArgumentParser) -> None:
     add_option(parser, "run RUN", "a run folder")
-    add_output(parser, "--output", "where to (default RUN/report.html)")
+    add_output(parser, "--output", "write the report to FILE (default RUN/report.html)")
 
 
 def run_report(arguments: Namespace) -> None:

@@ -35,18 +35,25 @@ def add_estimate_arguments(parser: ArgumentParser) -> None:
     add_knobs(parser, "depth")
     layout: Any = parser.add_mutually_exclusive_group()
     add_option(layout, "--config_file F", "an accelerate config (default: one process, float32)")
-    memory = "of a device, such as 80GB or 16GiB, for the largest micro-batch; of --gpus"
+    memory = (
+        "memory of a device, such as 80GB or 16GiB: names the largest micro-batch that fits; with "
+        "--gpus, memory of each GPU"
+    )
     add_option(parser, "--memory SIZE", memory, type=size)
     proposal = "propose how to lay the run out over N GPUs"
     add_option(layout, "--gpus N", proposal, type=bounded(int, 1, 1_000_000))
-    gpus = "of --gpus: H100, A100, 'RTX 4090', ... (default: H100, or by --memory)"
+    gpus = "with --gpus: their kind: H100, A100, 'RTX 4090', ... (default: H100, or by --memory)"
     add_option(parser, "--gpu NAME", gpus)
-    machine = "of --gpus, or all if they are fewer"
+    machine = "with --gpus: GPUs in each machine, or all if they are fewer"
     add_option(parser, "--per-machine N", machine, type=bounded(int, 1, 1024), default=8)
-    network = "of --gpus: Gb/s between machines, per GPU and direction (default 400)"
+    network = "with --gpus: Gb/s between machines, per GPU and direction (default 400)"
     add_option(parser, "--network GBITS", network, type=bounded(float, 0.001, 100_000))
-    add_output(parser, "--write-config", "of --gpus: write the accelerate config of the layout")
-    share = "share of the GPUs' peak FLOPs that is reached"
+    add_output(
+        parser,
+        "--write-config",
+        "with --gpus: write the accelerate config of the proposed layout to FILE",
+    )
+    share = "share of the GPUs' peak FLOPs that the run reaches"
     add_option(parser, "--mfu X", share, type=bounded(float, 1e-6, 1), default=0.4)
     rehearsal = "also build the run and take a step of it on tensors without values"
     add_flag(parser, "--rehearse", rehearsal)
@@ -169,8 +176,8 @@ def add_bench_arguments(parser: ArgumentParser) -> None:
 
 
 def run_bench(arguments: Namespace, overrides: Overrides) -> None:
-    """How fast a run of RECIPE would be here: medians and quartiles of repeated windows, after
-    warm-up, of the loop's own step. Without RECIPE: a model of 0.8 M parameters on synthetic
+    """Measure how fast a run of RECIPE would be here: medians and quartiles of repeated windows,
+    after warm-up, of the step of the loop. Without RECIPE: a model of 0.8 M parameters and random
     tokens.
 
     Nothing is trained: no run folder is written. On the machine of an accelerate config:

@@ -23,10 +23,10 @@ _FREE = ("data.", "train.")
 
 def add_verify_arguments(parser: ArgumentParser) -> None:
     add_option(parser, "run RUN", "a run folder")
-    steps = "from step A to step B; both have checkpoints, or A is 0"
+    steps = "repeat the steps from A to B; both have checkpoints, or A is 0"
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--steps", metavar="A:B", help=steps, type=_steps)
-    sample = "steps between N pairs of checkpoints, the same ones each time"
+    sample = "repeat the steps between N pairs of checkpoints, the same pairs each time"
     which.add_argument("--sample", metavar="N", help=sample, type=bounded(int, 1))
 
 
@@ -103,8 +103,10 @@ def run_verify(arguments: Namespace) -> int:
 def add_inspect_arguments(parser: ArgumentParser) -> None:
     add_option(parser, "run RUN", "a run folder")
     asked = parser.add_mutually_exclusive_group(required=True)
-    asked.add_argument("--step", metavar="N", type=bounded(int, 1), help="the step; 1 is the first")
-    asked.add_argument("--find", metavar="TEXT", help="a text whose steps are listed")
+    asked.add_argument(
+        "--step", metavar="N", type=bounded(int, 1), help="show this step; 1 is the first"
+    )
+    asked.add_argument("--find", metavar="TEXT", help="list the steps that saw this text")
     add_output(parser, "--json", "also write the sequences or the steps, with whole texts, to FILE")
 
 
@@ -151,7 +153,13 @@ def run_inspect(arguments: Namespace) -> None:
 
 def add_branch_arguments(parser: ArgumentParser) -> None:
     add_option(parser, "run RUN", "a run folder")
-    add_option(parser, "--at STEP", "a step with a checkpoint", type=int, required=True)
+    add_option(
+        parser,
+        "--at STEP",
+        "the step to start from, which has a checkpoint",
+        type=int,
+        required=True,
+    )
     add_option(parser, "--run-dir DIR", "the new run's folder", required=True)
     list_knobs(parser)
 

@@ -61,11 +61,11 @@ def run_prepare(arguments: Namespace, overrides: Overrides) -> None:
         logger.info("  verified: every byte is as it was written")
 
 
-def _add_run_arguments(parser: ArgumentParser, recipe: str, *knobs: str) -> None:
-    """The arguments of a command that trains; one that starts from a model needs no recipe."""
+def _add_run_arguments(parser: ArgumentParser, recipe: str, *knobs: str, **meanings: str) -> None:
+    """Add the arguments of a command that trains; one that starts from a model needs no recipe."""
     nargs = "?" if "from" in knobs else None
     add_recipe_argument(parser, f"a recipe, for example {recipe}", nargs=nargs)
-    add_knobs(parser, *knobs)
+    add_knobs(parser, *knobs, **meanings)
     add_option(parser, "--run-dir DIR", "the run folder (default runs/<recipe name>)")
     add_flag(parser, "--resume", "continue from the newest checkpoint in the run folder")
     add_flag(parser, "--overwrite", "delete the run that is in the run folder")
@@ -106,14 +106,14 @@ def run_finetune(arguments: Namespace, overrides: Overrides) -> None:
 
 
 def add_rl_arguments(parser: ArgumentParser) -> None:
-    _add_run_arguments(
-        parser, "recipes/arithmetic_rl.yaml", "from", "task", "data", "reward", "lora"
-    )
+    knobs = ("from", "task", "data", "reward", "lora")
+    questions = "questions with reference answers, as conversations: a file, URL or Hub data set"
+    _add_run_arguments(parser, "recipes/arithmetic_rl.yaml", *knobs, data=questions)
 
 
 def run_rl(arguments: Namespace, overrides: Overrides) -> None:
     """Reinforcement learning on verifiable answers: sample answers to the questions of a task, and
-    reward the right ones. --data: the questions, with reference answers, as conversations.
+    reward the right ones.
 
     No recipe is needed: nanogpt-hf rl --from runs/arithmetic_sft --task arithmetic
     The defaults: docs/alignment.md, or --dry-run.
@@ -122,12 +122,14 @@ def run_rl(arguments: Namespace, overrides: Overrides) -> None:
 
 
 def add_align_arguments(parser: ArgumentParser) -> None:
-    _add_run_arguments(parser, "my_pairs.yaml", "from", "data", "loss", "lora")
+    knobs = ("from", "data", "loss", "lora")
+    pairs = "pairs of answers, or for kto labeled answers: a file, URL or Hub data set"
+    _add_run_arguments(parser, "recipes/arithmetic_align.yaml", *knobs, data=pairs)
 
 
 def run_align(arguments: Namespace, overrides: Overrides) -> None:
     """Preference training: make chosen answers more probable than rejected ones, by DPO, IPO,
-    hinge, SimPO or ORPO, or good answers than bad ones, by KTO. --data: rows with prompt, chosen
+    hinge, SimPO or ORPO, or good answers than bad ones, by KTO. Rows of --data have prompt, chosen
     and rejected (kto: prompt, completion and label).
 
     No recipe is needed: nanogpt-hf align --from runs/arithmetic_sft --data pairs.jsonl

@@ -5,6 +5,7 @@ instead. A new knob is one line below; `--help`, the conversion of values and th
 follow from it.
 """
 
+import inspect
 import types
 import typing
 from collections.abc import Mapping
@@ -26,6 +27,8 @@ def knob(default: Any, meaning: str, low: float | None = None, high: float | Non
 
 @dataclass(frozen=True)
 class ModelSection:
+    """Architecture, sizes and initial weights of the model."""
+
     architecture: str = knob(
         "gpt2", "gpt2, or a text-only decoder of transformers: llama, qwen3, nanochat, olmo2, ..."
     )
@@ -68,6 +71,8 @@ class ModelSection:
 
 @dataclass(frozen=True)
 class DataSection:
+    """The text: its source and format, tokenizer, prepared folder and blocks."""
+
     source: str | list[dict[str, Any]] = knob(  # noqa: RUF009
         "",
         "the text: python-docs, arithmetic, a file, folder, glob, http(s) URL, or a Hub data "
@@ -155,6 +160,8 @@ FAMILIES = (
 
 @dataclass(frozen=True)
 class OptimSection:
+    """Optimizer, learning rates and their schedule."""
+
     name: str = knob(
         "adamw", "adamw; or muon for the matrices in the blocks and adamw for the rest"
     )
@@ -198,6 +205,8 @@ class OptimSection:
 
 @dataclass(frozen=True)
 class TrainSection:
+    """Steps, batch, seed, stages and exactness of the run."""
+
     max_steps: int = knob(600_000, "optimizer steps", 1)
     tokens_per_parameter: float = knob(
         20.0, "with model.depth: tokens per parameter; 20 is optimal", 0.001, 1e6
@@ -240,6 +249,8 @@ class TrainSection:
 
 @dataclass(frozen=True)
 class EvalSection:
+    """Evaluations during training: how often, and tokens, tasks and samples of each."""
+
     every: int = knob(1000, "steps between evaluations", 1)
     tokens: int | Literal["all"] = knob(2_457_600, "validation tokens per evaluation, or all", 1)
     patience: int | None = knob(
@@ -259,6 +270,8 @@ class EvalSection:
 
 @dataclass(frozen=True)
 class CheckpointSection:
+    """When checkpoints are written, and how many are kept."""
+
     every: int = knob(1000, "steps between checkpoints", 1)
     keep: int = knob(
         2, "newest checkpoints to keep; the newest one known to be finite is kept too", 1
@@ -267,6 +280,8 @@ class CheckpointSection:
 
 @dataclass(frozen=True)
 class TrackingSection:
+    """Metrics of training, and the trackers that get them."""
+
     every: int = knob(10, "steps between training metrics in metrics.jsonl and the trackers", 1)
     trackers: list[str] = knob(  # noqa: RUF009
         [], "names of accelerate's trackers: wandb, tensorboard, ..."
@@ -281,6 +296,8 @@ LORA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "fc", "proj"]
 
 @dataclass(frozen=True)
 class FinetuneSection:
+    """The model to start from, and the layers of it that are frozen."""
+
     model: str | None = knob(
         None, "model to start from: a Hub id, model folder or run folder (default: none)"
     )
@@ -305,6 +322,8 @@ class FinetuneSection:
 
 @dataclass(frozen=True)
 class LoraSection:
+    """LoRA adapters: rank, layers, merging, quantized weights."""
+
     rank: int | None = knob(
         None, "rank of the LoRA adapters (default: none, train all weights)", 1, 100_000
     )
@@ -325,6 +344,8 @@ class LoraSection:
 
 @dataclass(frozen=True)
 class RlSection:
+    """Reinforcement learning: task, reward and completions."""
+
     task: str | None = knob(
         None,
         "questions with verifiable answers: arithmetic, reasoning_gym:NAME, or gsm8k, "
@@ -362,6 +383,8 @@ class RlSection:
 
 @dataclass(frozen=True)
 class AlignSection:
+    """Preference training: the loss and its weights."""
+
     loss: Literal["dpo", "ipo", "hinge", "simpo", "orpo", "kto"] | None = knob(
         None, "loss of preference pairs, or of labeled answers (kto) (default: none)"
     )
@@ -376,6 +399,8 @@ class AlignSection:
 
 @dataclass(frozen=True)
 class DistillSection:
+    """Distillation: the teacher, and its share of the loss."""
+
     teacher: str | None = knob(
         None,
         "model whose distribution is learned too: a Hub id, model folder or run folder with the "
@@ -391,6 +416,8 @@ class DistillSection:
 
 @dataclass(frozen=True)
 class HubSection:
+    """Pushes to the Hub: when, where and under which license."""
+
     push: Literal["best", "final"] | None = knob(
         None, "push to the Hub: every new best model during the run, or the final model"
     )
@@ -511,13 +538,26 @@ def knob_schema() -> dict[str, dict[str, Any]]:
     return schema
 
 
-def knob_lines() -> list[str]:
-    """The table of knobs in `--help`: name, meaning, choices and default, by section."""
+def section_lines() -> list[str]:
+    """The sections of a recipe in `--help`: the name and one line each."""
+    return [f"  {name:<11} {section_summary(name)}" for name in SECTIONS]
+
+
+def knob_lines(section: str | None = None) -> list[str]:
+    """The knobs of a section, or of all sections: name, meaning, choices and default."""
     lines = []
-    for section, knobs in groupby(knob_schema().items(), lambda item: item[0].partition(".")[0]):
-        lines += ["", f"{section}:"]
+    for name, knobs in groupby(knob_schema().items(), lambda item: item[0].partition(".")[0]):
+        if section not in (None, name):
+            continue
+        lines += ["", f"{name}: {section_summary(name)}"]
         for key, knob in knobs:
             choices = f" [{'|'.join(knob['choices'])}]" if len(knob["choices"]) > 1 else ""
             default = "" if knob["default"] in (None, "") else f" (default {knob['default']})"
             lines.append(f"  --{key:<32} {knob['meaning']}{choices}{default}")
     return lines[1:]
+
+
+def section_summary(section: str) -> str:
+    """The first line of the docstring of a section, without its full stop."""
+    docstring = inspect.getdoc(type(getattr(Config(), section))) or ""
+    return docstring.partition("\n")[0].rstrip(".")

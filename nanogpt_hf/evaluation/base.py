@@ -48,7 +48,7 @@ TASKS = Option(
     "lm-eval tasks: names, patterns or YAML files; or rl:NAME, a task of the `rl` command, for "
     "pass@k",
 )
-LIMIT = Option("--limit N", "questions of each task", COUNT)
+LIMIT = Option("--limit N", "number of questions per task, the first ones (default: all)", COUNT)
 
 
 class Result(NamedTuple):

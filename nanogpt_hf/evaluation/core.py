@@ -36,7 +36,7 @@ _SHUFFLE_SEED = 1337  # nanochat's, so that --limit takes the same questions
 
 class CoreScore(Evaluation):
     asked_by = "--core BUNDLE"
-    options = (Option(asked_by, "the CORE score: a folder with core.yaml"), LIMIT)
+    options = (Option(asked_by, "compute the CORE score: a folder with core.yaml"), LIMIT)
 
     def load(self, request: Request) -> Loaded:
         arguments = request.arguments

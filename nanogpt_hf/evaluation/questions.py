@@ -52,10 +52,21 @@ class QuestionAnswers(Evaluation):
     asked_by, source = f"--tasks {QUESTIONS}NAME", "questions"
     options = (
         TASKS,
-        Option("--questions ROWS", "questions of rl:gsm8k and others: as --data"),
+        Option(
+            "--questions ROWS",
+            "rl: rows with questions and answers: a file, URL or data set",
+        ),
         Option("--samples K", "rl: answers to each question (default 1)", COUNT),
-        Option("--temperature T", "rl: default 0 for one answer, 1 for several", bounded(float, 0)),
-        Option("--max-new-tokens N", "rl: tokens of an answer (default: at most 256)", COUNT),
+        Option(
+            "--temperature T",
+            "rl: temperature of sampling (default: 0 for one answer, 1 for several)",
+            bounded(float, 0),
+        ),
+        Option(
+            "--max-new-tokens N",
+            "rl: maximum tokens of an answer (default: 256, or what fits)",
+            COUNT,
+        ),
         LIMIT,
     )
 

@@ -53,7 +53,10 @@ class Corpus(NamedTuple):
 class TextLoss(Evaluation):
     asked_by, source = "--data TEXT", "data"
     options = (
-        Option(asked_by, "python-docs, a file, folder, glob, URL, Hub data set, or prepared data"),
+        Option(
+            asked_by,
+            "text to measure: a file, folder, URL, data set or prepared data",
+        ),
         Option("--block-size N", "tokens read at once (default: all of the model's)", COUNT),
         Option("--stride N", "tokens from one window to the next (default: --block-size)", COUNT),
     )

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from nanogpt_hf.commands import COMMANDS, main
-from nanogpt_hf.config.schema import knob_lines
+from nanogpt_hf.config.schema import KNOBS, SECTIONS, knob_lines, section_lines
 from nanogpt_hf.cpu import SPIN_COUNT
 from nanogpt_hf.runs.folder import RunFolder
 
@@ -26,19 +26,42 @@ def test_help_lists_every_command(capsys):
         assert all(f"  {name} " in out for name in COMMANDS)
 
 
-def help_of(capsys, command: str) -> str:
+def help_of(capsys, *words: str) -> str:
     with pytest.raises(SystemExit) as caught:
-        main([command, "--help"])
+        main([*words])
     assert caught.value.code == 0
     return capsys.readouterr().out
 
 
-def test_help_lists_log_options_and_every_knob_once(capsys):
+def test_help_lists_log_options_and_the_sections_of_knobs(capsys):
     for command in COMMANDS.keys() - {"launch"}:  # launch passes them to the command
-        out = help_of(capsys, command)
+        out = help_of(capsys, command, "--help")
         assert "-q, --quiet" in out, command
         assert "--log-level {debug,info,warning,error}" in out, command
-    assert "\n".join(knob_lines()) in help_of(capsys, "pretrain")
+    for command in ("pretrain", "finetune", "estimate", "bench", "branch"):
+        out = help_of(capsys, command, "-h")
+        assert "\n".join(section_lines()) in out
+        assert f"{command} --help SECTION" in out
+        assert "--optim.beta2" not in out
+        assert out.count("\n") < 75
+
+
+def test_help_of_a_section_lists_its_knobs(capsys):
+    for section in SECTIONS:
+        lines = help_of(capsys, "pretrain", "--help", section).splitlines()
+        assert lines[0].startswith(f"{section}: ")
+        assert lines[0].removeprefix(f"{section}: ") in "\n".join(section_lines())
+        listed = [line.split()[0].removeprefix("--") for line in lines[1:]]
+        assert listed == [knob for knob in KNOBS if knob.startswith(f"{section}.")]
+    assert help_of(capsys, "sweep", "-h", "all") == "\n".join(knob_lines()) + "\n"
+    assert all(f"  --{knob} " in "\n".join(knob_lines()) for knob in KNOBS)
+
+
+def test_help_refuses_an_unknown_section(capsys):
+    status, out, err = run(capsys, "pretrain", "--help", "dta")
+    assert (status, out) == (2, "")
+    assert "pretrain: --help dta: no such section of knobs; did you mean data?" in err
+    assert ", ".join(SECTIONS) in err
 
 
 def test_help_and_mistakes_import_nothing_heavy(root):

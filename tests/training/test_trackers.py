@@ -16,6 +16,7 @@ from forked import Forked
 from nanogpt_hf.commands import main
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.schema import KNOBS
+from nanogpt_hf.program import program
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.provenance import read_starts
 from nanogpt_hf.training.tracking import _read_ids, read_metrics
@@ -223,7 +224,7 @@ def test_quiet_prints_nothing_and_terminal_shows_bar_and_summary(pretrain, capsy
     losses = column(run, "val/loss")
     best = min((loss, step) for step, loss in losses.items() if step)
     assert f"  best validation loss {best[0]:.4f} at step {best[1]}\n" in captured.out
-    assert "next: nanogpt-hf sample run --prompt" in captured.out
+    assert f"next: {program()} sample run --prompt" in captured.out
     assert "\r" not in captured.out
 
 
