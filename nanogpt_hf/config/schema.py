@@ -503,6 +503,11 @@ def get_value(config: Config, key: str) -> Any:
     return getattr(getattr(config, section), name)
 
 
+def knob_values(config: Config) -> dict[str, Any]:
+    """The values of all knobs by key."""
+    return {key: get_value(config, key) for key in KNOBS}
+
+
 def replace_knobs(config: Config, values: Mapping[str, Any]) -> Config:
     """A copy of `config` with other values of some knobs, such as {"train.seed": 7}."""
     for key, value in values.items():

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from nanogpt_hf.config.schema import KNOBS, Config, Knob, get_value, replace_knobs
+from nanogpt_hf.config.schema import KNOBS, Config, Knob, get_value, knob_values, replace_knobs
 from nanogpt_hf.config.sources import is_mixture, sources_of
 from nanogpt_hf.config.values import convert_entries
 from nanogpt_hf.errors import UserError, did_you_mean
@@ -116,24 +116,28 @@ def stage_lines(config: Config) -> list[str]:
     ]
 
 
-def comparable(config: Config, key: str) -> Any:
-    """The value of a knob, in one form: a mixture without the folders of its texts, which may move,
-    and with its weights, also those of stages, as integers without a common divisor.
+def comparable(config: Config) -> dict[str, Any]:
+    """The values of all knobs, in a form that is equal for equal runs.
+
+    A mixture is without the folders of its texts, which may move. Its weights, and the weights
+    of stages, are integers without a common divisor.
     """
-    value = get_value(config, key)
-    if key == "data.source" and is_mixture(config.data):
-        weights = _weights(config)
-        return [
-            {name: of for name, of in entry.items() if name != "dir"} | {"weight": weight}
-            for entry, weight in zip(value, weights.values(), strict=True)
-        ]
-    if key == "train.stages" and value:
-        stages = stages_of(config)[1:]
-        return [
-            entry | ({_WEIGHTS: _weights(stage.config)} if _WEIGHTS in entry else {})
-            for entry, stage in zip(value, stages, strict=True)
-        ]
-    return value
+    values = knob_values(config)
+    if is_mixture(config.data):
+        sources = []
+        for entry, weight in zip(values["data.source"], _weights(config).values(), strict=True):
+            fields = {name: value for name, value in entry.items() if name != "dir"}
+            sources.append(fields | {"weight": weight})
+        values["data.source"] = sources
+    if entries := values["train.stages"]:
+        changes = []
+        for entry, stage in zip(entries, stages_of(config)[1:], strict=True):
+            if _WEIGHTS in entry:
+                changes.append(entry | {_WEIGHTS: _weights(stage.config)})
+            else:
+                changes.append(entry)
+        values["train.stages"] = changes
+    return values
 
 
 def _weights(config: Config) -> dict[str, int]:

@@ -13,7 +13,7 @@ import filelock
 
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.names import folder_or_hub_id
-from nanogpt_hf.config.schema import KNOBS, SECTIONS, Config
+from nanogpt_hf.config.schema import SECTIONS, Config
 from nanogpt_hf.config.stages import comparable
 from nanogpt_hf.config.values import RecipeLoader, parse_settings, read_settings
 from nanogpt_hf.errors import ConfigError, DamagedFileError, RunFolderError, did_you_mean
@@ -152,17 +152,17 @@ class RunFolder:
             warn_once(f"{str(error).rpartition('; ')[0]}; it is written again from this recipe")
             return None
 
-    def differences(self, config: Config, before: Config | None = None) -> list[str]:
-        """Differences of `config` from the run's recipe, or from `before`, as `key: before ->
+    def differences(self, config: Config, earlier: Config | None = None) -> list[str]:
+        """Differences of `config` from the run's recipe, or from `earlier`, as `key: before ->
         now`.
         """
-        before = before or self.read_recipe()
-        auto = ("train.micro_batch_size", "auto")  # the run's recipe has the number, which is kept
+        before = comparable(earlier or self.read_recipe())
+        # The run's recipe has the number that was found, and a resumed run keeps it.
+        auto = ("train.micro_batch_size", "auto")
         lines = []
-        for key in KNOBS:
-            old, new = comparable(before, key), comparable(config, key)
-            if old != new and (key, new) != auto:
-                lines.append(f"{key}: {old} -> {new}")
+        for key, new in comparable(config).items():
+            if before[key] != new and (key, new) != auto:
+                lines.append(f"{key}: {before[key]} -> {new}")
         return lines
 
     def changes(self, config: Config) -> list[str]:

@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, NotRequired, TypedDict
 
-from nanogpt_hf.config.schema import KNOBS, Config, EvalSection, get_value
+from nanogpt_hf.config.schema import KNOBS, Config, EvalSection, knob_values
 from nanogpt_hf.config.sources import source_text
 from nanogpt_hf.config.stages import comparable
 from nanogpt_hf.data.manifest import TEACHER_CONFIG, Manifest
@@ -158,8 +158,8 @@ def changing_knobs(config: Config) -> dict[str, Any]:
     are.
     """
     return {
-        key: get_value(config.recipe, key)
-        for key in KNOBS
+        key: value
+        for key, value in knob_values(config.recipe).items()
         if not is_fixed(key) and not key.startswith(_ELSEWHERE)
     }
 
@@ -187,8 +187,11 @@ def run_identity(config: Config, manifest: Manifest, origin: dict[str, str]) -> 
 
     The tokens count, not the path of the text or of the prepared data.
     """
-    fixed = [key for key in KNOBS if is_fixed(key) and key != "data.source"]
-    knobs = {key: comparable(config, key) for key in fixed}
+    knobs = {
+        key: value
+        for key, value in comparable(config).items()
+        if is_fixed(key) and key != "data.source"
+    }
     # a checkpoint may be shared
     knobs = json.loads(redact(json.dumps(knobs, ensure_ascii=False)))
     return {

@@ -16,7 +16,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from nanogpt_hf.config.schema import KNOBS, Config, get_value
+from nanogpt_hf.config.schema import Config, knob_values
 from nanogpt_hf.config.sources import is_mixture, sources_of
 from nanogpt_hf.config.stages import planned_tokens, stage_lines
 from nanogpt_hf.distributed.accelerator import (
@@ -231,7 +231,7 @@ def _start_trackers(run: Run, start: dict[str, Any]) -> None:
     accelerator, config, folder = run.accelerator, run.config.recipe, run.folder
     ids_file = folder.trackers / "runs.json"
     ids = _read_ids(ids_file)
-    values = {key: get_value(config, key) for key in KNOBS}
+    values = knob_values(config)
     values |= {f"start.{name}": value for name, value in start.items()}
     values = json.loads(redact(json.dumps(values, ensure_ascii=False)))
     values = {name: _as_scalar(value) for name, value in values.items() if value is not None}

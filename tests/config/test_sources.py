@@ -99,5 +99,5 @@ def test_folders_of_texts_may_move():
     first, second = config.data.source
     moved, other = (load([first | more, second]) for more in ({"dir": "a"}, {"split": "all"}))
     assert source_text(config.data) == "2 0.txt + 1 1.txt"
-    before = comparable(config, "data.source")
-    assert comparable(moved, "data.source") == before != comparable(other, "data.source")
+    before = comparable(config)["data.source"]
+    assert comparable(moved)["data.source"] == before != comparable(other)["data.source"]

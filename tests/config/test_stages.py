@@ -119,6 +119,6 @@ def test_weights_of_stages_compare_by_their_proportions(weights, other, equal, t
             Config(),
             {"data.source": read_sources(sources), "train.stages": [{"at": 5, "weights": weights}]},
         )
-        return comparable(config, "train.stages")
+        return comparable(config)["train.stages"]
 
     assert (value(weights) == value(other)) is equal
