@@ -1,12 +1,11 @@
-"""What observes a run: clipped gradients, peak memory, non-finite gradients, loss spikes, norms by
-layer; and all that the loop calls beside the training step: logging, checkpoints, reports, push.
+"""Measurements of training steps: clipped and non-finite gradients, peak memory, loss spikes, and
+norms of each layer.
 """
 
 import contextlib
 import logging
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -22,15 +21,10 @@ from nanogpt_hf.distributed.full_state import named_tensors
 from nanogpt_hf.distributed.gradient_tree import norm_by_rows
 from nanogpt_hf.distributed.pipeline import merged_over_stages, pipeline_of
 from nanogpt_hf.errors import DivergedError, UserError
-from nanogpt_hf.evaluation.base import Measure, Subject
-from nanogpt_hf.export.hub import BackgroundPush
 from nanogpt_hf.model.architecture import architecture_of
 from nanogpt_hf.optim.state import total_norm
-from nanogpt_hf.reports.page import LiveReports
 from nanogpt_hf.runs.state import TrainState
 from nanogpt_hf.training.micro_batch import peak_memory
-from nanogpt_hf.training.run import Evaluated, Run
-from nanogpt_hf.training.tracking import Tracking
 
 # abort after this many non-finite steps; fp16 skips a few while its loss scale settles
 BAD_STEPS_IN_A_ROW = 10
@@ -231,75 +225,3 @@ class LayerStats:
         inside = {id(parameter) for parameters in layers.values() for parameter in parameters}
         layers["head"] = [p for p in trained if id(p) not in inside]
         return {name: parameters for name, parameters in layers.items() if parameters}
-
-
-@dataclass
-class Observers:
-    """The observers of one run, which the loop calls by name."""
-
-    tracking: Tracking
-    monitor: Monitor
-    layers: LayerStats
-    evaluations: list[Measure]
-    reports: LiveReports
-    checkpoints: CheckpointWriter
-    push: BackgroundPush
-
-    def start_again(self, run: Run, before: TrainState) -> None:
-        """Observe a run that has started again from a checkpoint after `before`."""
-        if run.state.skipped_steps > before.skipped_steps:
-            self.monitor.rolled_back(before, run.state)
-        self.monitor.max_grad_norm = self.layers.max_grad_norm = run.config.optim.max_grad_norm
-        self.tracking.begin()
-
-    def evaluate(self, run: Run, evaluated: Evaluated) -> Evaluated:
-        """The method's evaluation of a step with those of the recipe's others. All processes call
-        it.
-        """
-        subject = Subject(
-            name=run.config.name,
-            model=run.model,
-            tokenizer=run.data.tokenizer,
-            accelerator=run.accelerator,
-            batch_size=run.config.train.min_micro_batch_size,
-            step=run.state.step,
-        )
-        metrics, lines = dict(evaluated.metrics), list(evaluated.lines)
-        samples = list(evaluated.samples)
-        for result in (result for measure in self.evaluations for result in measure(subject)):
-            metrics |= result.figures
-            lines += result.lines
-            samples += result.samples
-        return evaluated._replace(metrics=metrics, lines=lines, samples=samples)
-
-
-@contextlib.contextmanager
-def observing(run: Run, evaluations: list[Measure]) -> Iterator[Observers]:
-    """Context with the observers of a run that has started or resumed.
-
-    At its end, also if the run fails, the last checkpoint is complete, the plot is drawn, the
-    report written, and trackers and push have ended.
-    """
-    is_main = run.mesh.is_main
-    checkpoints = CheckpointWriter(run.accelerator, run.folder, run.config.checkpoint.keep)
-    observers = Observers(
-        tracking=Tracking(run),
-        monitor=Monitor(run.accelerator, run.config, checkpoints),
-        layers=LayerStats(run.accelerator, run.config),
-        evaluations=evaluations,
-        reports=LiveReports(run.folder, run.config.recipe, is_main=is_main),
-        checkpoints=checkpoints,
-        push=BackgroundPush(run.config.hub, run.folder, is_main=is_main),
-    )
-    done = False
-    try:
-        with contextlib.closing(observers.tracking):
-            try:
-                with checkpoints:
-                    yield observers
-            finally:
-                observers.reports.finish(observers.tracking.events)
-        # weights that are of no use are not pushed
-        done = not run.state.has_diverged
-    finally:
-        observers.push.finish(done=done)

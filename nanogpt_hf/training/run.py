@@ -56,6 +56,11 @@ class Run:
         return architecture_of(self.model_config)
 
 
+def is_done(config: Config, state: TrainState) -> bool:
+    """Whether no step is left, or no evaluation was the best for too long."""
+    return state.step == config.train.max_steps or state.out_of_patience(config.eval)
+
+
 class StepResult(NamedTuple):
     """Results of a step, scalars on the device: reading them makes the host wait."""
 

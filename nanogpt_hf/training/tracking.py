@@ -58,42 +58,23 @@ class Tracking:
     """
 
     def __init__(self, run: Run):
-        self.run, self.accelerator = run, run.accelerator
-        self.folder, self.main = run.folder, run.mesh.is_main
+        self.run = run
+        self.accelerator = run.accelerator
+        self.folder = run.folder
+        self.main = run.mesh.is_main
         self.peak = peak_flops(run.accelerator.device)
         self.events: list[dict[str, Any]] = []
-        self.begin()
-        if self.main:
-            device = run.accelerator.device
-            start = {
-                "step": run.state.step,
-                "processes": run.mesh.world_size,
-                "precision": precision_of(run.accelerator),
-                "device": describe_device(device),
-                "deterministic": is_deterministic(run.config, device),
-                **describe_start(device),
-            }
-            if run.accelerator.log_with:
-                _start_trackers(run, start)
-            add_start(run.folder, start | {"data": (run.state.identity or {}).get("data")})
+        self._last_line = 0.0
+
+    def open_bar(self) -> None:
+        """Show the progress bar, on a terminal only."""
         self.bar = tqdm(
-            total=run.config.train.max_steps,
-            initial=run.state.step,
+            total=self.config.train.max_steps,
+            initial=self.run.state.step,
             unit="step",
             dynamic_ncols=True,
             disable=not (self.main and shows_bars()),
         )
-        self._last_line = 0.0
-        config = run.config
-        logger.info(
-            f"{config.name}: {count_parameters(run.model_config):,} parameters; "
-            f"{config.train.max_steps:,} steps of {config.train.tokens_per_step:,} tokens = "
-            f"{config.train.micro_batch_size} sequences × {config.data.block_size} × "
-            f"{run.mesh.data_parallel} × {run.accelerator.gradient_accumulation_steps} "
-            f"accumulated; {describe_machine(run.accelerator)}"
-        )
-        for line in stage_lines(config):
-            logger.info(line)
 
     @property
     def config(self) -> Config:
@@ -218,6 +199,47 @@ class Tracking:
         self.bar.close()
         if self.accelerator.log_with:
             self.accelerator.end_training()
+
+
+def start_tracking(run: Run) -> Tracking:
+    """Begin to log a run that has started or resumed."""
+    tracking = Tracking(run)
+    tracking.begin()
+    if tracking.main:
+        _record_start(run)
+    tracking.open_bar()
+    _log_plan(run)
+    return tracking
+
+
+def _record_start(run: Run) -> None:
+    """Write the machine and versions of this start into the run folder and the trackers."""
+    device = run.accelerator.device
+    start = {
+        "step": run.state.step,
+        "processes": run.mesh.world_size,
+        "precision": precision_of(run.accelerator),
+        "device": describe_device(device),
+        "deterministic": is_deterministic(run.config, device),
+        **describe_start(device),
+    }
+    if run.accelerator.log_with:
+        _start_trackers(run, start)
+    add_start(run.folder, start | {"data": (run.state.identity or {}).get("data")})
+
+
+def _log_plan(run: Run) -> None:
+    """Log the size of the model and of a step, and the stages."""
+    config = run.config
+    logger.info(
+        f"{config.name}: {count_parameters(run.model_config):,} parameters; "
+        f"{config.train.max_steps:,} steps of {config.train.tokens_per_step:,} tokens = "
+        f"{config.train.micro_batch_size} sequences × {config.data.block_size} × "
+        f"{run.mesh.data_parallel} × {run.accelerator.gradient_accumulation_steps} "
+        f"accumulated; {describe_machine(run.accelerator)}"
+    )
+    for line in stage_lines(config):
+        logger.info(line)
 
 
 def _start_trackers(run: Run, start: dict[str, Any]) -> None:

@@ -30,14 +30,14 @@ from nanogpt_hf.commands import train as command  # noqa: F401
 from nanogpt_hf.evaluation import loss
 from nanogpt_hf.model.modeling_gpt import GPTForCausalLM
 from nanogpt_hf.reports import page
-from nanogpt_hf.training import start, step  # noqa: F401
+from nanogpt_hf.training import reducer, start  # noqa: F401
 
 torch.set_num_threads(1)
 os.fsync = lambda descriptor: None  # a killed process loses nothing that it has written
 
 # place -> (object, function, number of calls before the one that is killed)
 PLACES = {
-    "training": (step, "accumulate", 8),
+    "training": (reducer, "accumulate", 8),
     "evaluating": (loss, "pad_batch", 12),
     "writing a checkpoint": (writer, "write_tensors", 3),
     "flushing a checkpoint": (place, "flush", 8),

@@ -17,7 +17,8 @@ from nanogpt_hf.commands import main
 from nanogpt_hf.data.blocks import read_column
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.provenance import read_verifications
-from nanogpt_hf.training import step as steps
+from nanogpt_hf.training import reducer
+from nanogpt_hf.training.step import train_step
 
 pytestmark = pytest.mark.long
 
@@ -69,14 +70,14 @@ def test_honest_run_is_equal_and_reports_only(run, verify, options, steps):
 def test_signal_removes_the_temporary_folder(run, tmp_path, monkeypatch):
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
-    clip = steps.clip_gradients
+    clip = reducer.clip_gradients
 
     def signalled(*arguments):
         assert list((tmp_path / "temporary").iterdir())
         os.kill(os.getpid(), signal.SIGTERM)
         return clip(*arguments)
 
-    monkeypatch.setattr(steps, "clip_gradients", signalled)
+    monkeypatch.setattr(reducer, "clip_gradients", signalled)
     assert main(argv("verify {}", run.path)) == 75
     assert not list((tmp_path / "temporary").iterdir())
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
@@ -206,7 +207,7 @@ def test_data_that_was_prepared_anew_from_another_text_is_named(run, verify, hon
 def test_flipped_bit_of_one_gradient_is_named(
     train, tmp_path, verify, monkeypatch, bit, step, name
 ):
-    clip = steps.clip_gradients
+    clip = reducer.clip_gradients
 
     def flipped(accelerator, model, *others):
         parameter = next(model.parameters())
@@ -216,8 +217,8 @@ def test_flipped_bit_of_one_gradient_is_named(
     def flipping_step(run, *arguments):
         with monkeypatch.context() as patch:
             if run.state.step == 4:
-                patch.setattr(steps, "clip_gradients", flipped)
-            return steps.train_step(run, *arguments)
+                patch.setattr(reducer, "clip_gradients", flipped)
+            return train_step(run, *arguments)
 
     with monkeypatch.context() as patch:
         replace_step(patch, flipping_step)

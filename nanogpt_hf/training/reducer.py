@@ -1,0 +1,101 @@
+"""Reducers: how the gradients of a step's micro-batches become one gradient on every process.
+
+The loss of a step is a sum over micro-batches and ranks. A reducer runs the backward passes, adds
+up what they give, and clips the result. Accelerate does it with DDP, FSDP2 and DeepSpeed; a run
+with gradient groups has its own order of sums. Pipeline stages order their passes by a schedule
+instead (distributed/pipeline.py).
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol, cast
+
+import torch
+
+from nanogpt_hf.distributed.accelerator import accumulate, clip_gradients, micro_batches_not_counted
+from nanogpt_hf.distributed.gradient_tree import GradientTree
+from nanogpt_hf.optim.optimizer import skip_step_unless_finite
+from nanogpt_hf.training.run import Run
+
+
+class Reducer(Protocol):
+    """What `train_step` asks for the gradients of one step."""
+
+    def micro_batch(self) -> Any:
+        """Context for the forward and the backward pass of the next micro-batch."""
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Add the gradients of a micro-batch's share of the loss of the step."""
+
+    def finish(self) -> torch.Tensor:
+        """Complete the gradient; return this process's share of the loss, a scalar."""
+        ...
+
+    def clip(self, max_norm: float) -> torch.Tensor:
+        """Clip the gradient to `max_norm` (0: no clipping); return its norm before, a scalar."""
+        ...
+
+
+class MeanReducer:
+    """Accelerate's gradients: means over micro-batches and over ranks."""
+
+    def __init__(self, run: Run):
+        self.run = run
+        self.loss_sum = torch.zeros((), device=run.accelerator.device)
+
+    def micro_batch(self) -> Any:
+        return accumulate(self.run.accelerator, self.run.model)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        accelerator = self.run.accelerator
+        # The loss is divided by the targets of the whole step already. So cancel two means:
+        # accelerate's over the micro-batches, and the one over the ranks.
+        means = accelerator.gradient_accumulation_steps * self.run.mesh.dp_cp_size
+        accelerator.backward(loss * means)
+        self.loss_sum = self.loss_sum + loss.detach()
+
+    def finish(self) -> torch.Tensor:
+        return self.loss_sum
+
+    def clip(self, max_norm: float) -> torch.Tensor:
+        return clip_gradients(self.run.accelerator, self.run.model, self.run.optimizer, max_norm)
+
+
+class TreeReducer:
+    """Sums in an order that does not depend on the number of processes (gradient_tree.py)."""
+
+    def __init__(self, run: Run, groups: int):
+        self.run = run
+        self.bare = cast(Any, run.optimizer.optimizer)
+        # A dry-run step has fewer micro-batches than groups.
+        per_group = max(1, run.batches.accumulation * run.mesh.dp_size // groups)
+        self.tree = GradientTree(run.model, self.bare.in_model_order, per_group)
+
+    @contextmanager
+    def micro_batch(self) -> Iterator[None]:
+        accelerator = self.run.accelerator
+        # Accelerate divides each loss by the number of micro-batches that it counts, and this
+        # division would round.
+        with micro_batches_not_counted(accelerator), accelerator.no_sync(self.run.model):
+            yield
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self.tree.before_backward()
+        self.run.accelerator.backward(loss)
+        self.tree.add(loss.detach())
+
+    def finish(self) -> torch.Tensor:
+        loss = self.tree.finish()
+        # Every process has the loss of the whole step, and it is reported as a sum over them.
+        return loss if self.run.mesh.is_main else torch.zeros_like(loss)
+
+    def clip(self, max_norm: float) -> torch.Tensor:
+        grad_norm = self.tree.clip(max_norm)
+        skip_step_unless_finite(self.bare, grad_norm)
+        return grad_norm
+
+
+def reducer_of(run: Run) -> Reducer:
+    """The reducer of a run's next step."""
+    groups = run.config.train.gradient_groups
+    return TreeReducer(run, groups) if groups else MeanReducer(run)

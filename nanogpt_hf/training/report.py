@@ -1,0 +1,238 @@
+"""Report of a run: all that it writes while it trains. The loop calls it between its steps.
+
+A report writes checkpoints, log lines, metrics, trackers, plots and model folders, and pushes
+models to the Hub. All processes call it; each part decides which of them writes.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from nanogpt_hf.checkpoint.writer import CheckpointWriter
+from nanogpt_hf.config.checks import parse_duration
+from nanogpt_hf.config.load import config_to_yaml
+from nanogpt_hf.config.stages import largest_stage
+from nanogpt_hf.distributed.accelerator import describe_machine, sum_over_ranks
+from nanogpt_hf.distributed.full_state import full_weights
+from nanogpt_hf.distributed.rendezvous import one_line_for_a_lost_process
+from nanogpt_hf.distributed.signals import StopRequest, stop_on_signals
+from nanogpt_hf.errors import RunFolderError
+from nanogpt_hf.evaluation.base import Measure, Subject
+from nanogpt_hf.evaluation.table import load_training_evaluations
+from nanogpt_hf.export.hub import BackgroundPush
+from nanogpt_hf.export.model_folder import save_trained
+from nanogpt_hf.reports.page import LiveReports
+from nanogpt_hf.runs.files import write_whole
+from nanogpt_hf.training.micro_batch import one_line_for_too_little_memory
+from nanogpt_hf.training.monitor import LayerStats, Monitor
+from nanogpt_hf.training.run import Evaluated, Run, StepResult, is_done
+from nanogpt_hf.training.step import step_metrics
+from nanogpt_hf.training.tracking import Tracking, start_tracking
+
+
+@dataclass
+class Report:
+    """The outputs of one run, and the request to stop that the system may send."""
+
+    run: Run
+    stop: StopRequest
+    tracking: Tracking
+    monitor: Monitor
+    layers: LayerStats
+    evaluations: list[Measure]
+    plots: LiveReports
+    checkpoints: CheckpointWriter
+    push: BackgroundPush
+
+    def should_stop(self) -> bool:
+        """Whether the run should stop at this step, the same on all processes.
+
+        With several processes this is a collective, so it runs only at steps that are logged, and
+        at the last one.
+        """
+        run = self.run
+        is_logged = run.state.step % run.config.tracking.every == 0
+        if not (is_logged or run.mesh.world_size == 1 or is_done(run.config, run.state)):
+            return False
+        # Raises the error of a checkpoint that could not be written meanwhile.
+        self.checkpoints.poll()
+        return self.stop_requested()
+
+    def stop_requested(self) -> bool:
+        """Whether a signal has arrived on any process, or the time is up; a collective."""
+        return self.stop.on_any_process(self.run.accelerator)
+
+    @contextlib.contextmanager
+    def measured_step(self) -> Iterator[None]:
+        """Context for the next step, which measures norms of layers if they are logged."""
+        run = self.run
+        with self.layers.measured_step(run.model, run.optimizer, run.state.step + 1):
+            yield
+
+    def step(self, result: StepResult, learning_rate: float) -> bool:
+        """Count a step, and log it if it is due; return whether its loss has spiked.
+
+        Reading a loss makes the host wait for the device, so only steps that are logged are read.
+        """
+        run = self.run
+        self.monitor.add(result.grad_norm)
+        if run.state.step % run.config.tracking.every:
+            return False
+        loss = sum_over_ranks(run.accelerator, result.loss).item()
+        metrics = self.monitor.report(run.state)
+        metrics |= self.layers.step_report(result.grad_norm.item())
+        metrics |= step_metrics(run, result)
+        self.tracking.train(loss, learning_rate, metrics)
+        return self.monitor.spiked(run.state, loss, run.saved)
+
+    def evaluation(self, evaluated: Evaluated, *, is_best: bool) -> None:
+        """Run the recipe's other evaluations, and log all; save the model to best/ if it is."""
+        run = self.run
+        if is_best:
+            self.save_model(run.folder.best)
+        evaluated = self._with_other_evaluations(evaluated)
+        self.tracking.evaluation(evaluated, is_best)
+        # At the end of the run `reporting` draws it.
+        if run.state.step < run.config.train.max_steps:
+            self.plots.plot(self.tracking.events)
+        if is_best:
+            self.push.new_model(run.folder.best)
+
+    def _with_other_evaluations(self, evaluated: Evaluated) -> Evaluated:
+        """The method's evaluation of a step, with the figures of the recipe's other evaluations."""
+        run = self.run
+        subject = Subject(
+            name=run.config.name,
+            model=run.model,
+            tokenizer=run.data.tokenizer,
+            accelerator=run.accelerator,
+            batch_size=run.config.train.min_micro_batch_size,
+            step=run.state.step,
+        )
+        metrics = dict(evaluated.metrics)
+        lines = list(evaluated.lines)
+        samples = list(evaluated.samples)
+        for measure in self.evaluations:
+            for result in measure(subject):
+                metrics |= result.figures
+                lines += result.lines
+                samples += result.samples
+        return evaluated._replace(metrics=metrics, lines=lines, samples=samples)
+
+    def checkpoint(self) -> None:
+        """Save a checkpoint; a thread writes it while training continues."""
+        run = self.run
+        self.monitor.count_steps(run.state)
+        self.checkpoints.save(run.model, run.optimizer, run.state)
+        run.saved = replace(run.state)
+        self.restart_clock()
+
+    def save_model(self, path: Path) -> None:
+        """Save the model as a model folder at `path`, replacing the one before."""
+        run = self.run
+        # So that the disk does not need room for a checkpoint and a model in the making.
+        self.checkpoints.wait()
+        weights = full_weights(run.accelerator, run.model)
+        if run.mesh.is_main:
+            machine = describe_machine(run.accelerator)
+            try:
+                save_trained(
+                    path,
+                    run.config,
+                    run.model_config,
+                    weights,
+                    run.data,
+                    run.state,
+                    machine,
+                    run.generation_config,
+                )
+            except (OSError, SafetensorError) as error:
+                raise RunFolderError(f"{path}: the model cannot be written: {error}") from None
+        run.accelerator.wait_for_everyone()
+
+    @contextlib.contextmanager
+    def starting_again(self) -> Iterator[None]:
+        """Context in which the run is built again from its newest checkpoint."""
+        before = self.run.state
+        self.checkpoints.wait()
+        yield
+        run = self.run
+        if run.state.skipped_steps > before.skipped_steps:
+            self.monitor.rolled_back(before, run.state)
+        # A stage may have another limit.
+        self.monitor.max_grad_norm = run.config.optim.max_grad_norm
+        self.layers.max_grad_norm = run.config.optim.max_grad_norm
+        self.tracking.begin()
+
+    def restart_clock(self) -> None:
+        """Leave the time since the last report out of the training speed."""
+        self.tracking.restart_clock()
+
+    def step_done(self) -> None:
+        """Move the progress bar."""
+        self.tracking.step_done()
+
+
+@contextlib.contextmanager
+def reporting(run: Run) -> Iterator[Report]:
+    """Context for the training of a run that `prepare_run` has built: begin its folder, turn
+    signals into a request to stop, and report.
+
+    At its end, also if the run fails, the last checkpoint is complete, the plot is drawn, the
+    report written, trackers and push have ended, and the folder is unlocked. Raises UserError
+    before anything is written if the samples of the recipe cannot be used.
+    """
+    config = run.config
+    try:
+        with (
+            one_line_for_a_lost_process(run.folder),
+            one_line_for_too_little_memory(largest_stage(config), run.data.vocab_size),
+        ):
+            evaluations = load_training_evaluations(config, run.data.tokenizer)
+            if run.mesh.is_main:
+                recipe = config_to_yaml(config)
+                if run.saved:
+                    write_whole(run.folder.recipe, recipe)
+                else:
+                    run.folder.start(recipe)
+            run.accelerator.wait_for_everyone()
+            max_seconds = parse_duration(config.train.max_time) if config.train.max_time else None
+            with (
+                stop_on_signals(max_seconds) as stop,
+                _outputs(run, stop, evaluations) as report,
+            ):
+                yield report
+    finally:
+        run.folder.unlock()
+
+
+@contextlib.contextmanager
+def _outputs(run: Run, stop: StopRequest, evaluations: list[Measure]) -> Iterator[Report]:
+    is_main = run.mesh.is_main
+    checkpoints = CheckpointWriter(run.accelerator, run.folder, run.config.checkpoint.keep)
+    report = Report(
+        run=run,
+        stop=stop,
+        tracking=start_tracking(run),
+        monitor=Monitor(run.accelerator, run.config, checkpoints),
+        layers=LayerStats(run.accelerator, run.config),
+        evaluations=evaluations,
+        plots=LiveReports(run.folder, run.config.recipe, is_main=is_main),
+        checkpoints=checkpoints,
+        push=BackgroundPush(run.config.hub, run.folder, is_main=is_main),
+    )
+    done = False
+    try:
+        with contextlib.closing(report.tracking):
+            try:
+                with checkpoints:
+                    yield report
+            finally:
+                report.plots.finish(report.tracking.events)
+        # Weights of a diverged run are of no use, and are not pushed.
+        done = not run.state.has_diverged
+    finally:
+        report.push.finish(done=done)
