@@ -9,10 +9,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from nanogpt_hf.config.compatibility import refused
+from nanogpt_hf.config.compatibility import RULES, refused
 from nanogpt_hf.config.schema import knob_schema, section_summary
 from nanogpt_hf.config.settings import AnySetting, Setting, choice, given
-from nanogpt_hf.optim.optimizer import all_rules
 from nanogpt_hf.runs.state import is_fixed
 
 BEGIN = "<!-- What follows is written by docs/tables.py (`make docs`). -->\n"
@@ -94,7 +93,7 @@ def combines(layout: str, feature: str) -> str:
     """Whether a layout and a feature combine: yes or no."""
     layouts, features = LAYOUTS | EXPERT_LAYOUTS | KIND_LAYOUTS, FEATURES | KINDS
     settings = layouts[layout] | features[feature]
-    return "no" if any(refused(settings, all_rules())) else "yes"
+    return "no" if any(refused(settings)) else "yes"
 
 
 def combination_tables() -> str:
@@ -112,7 +111,7 @@ def combination_tables() -> str:
 def refusal_table() -> str:
     """Every two settings that do not combine; settings with one reason share a row."""
     others: dict[tuple[str, str], list[str]] = {}
-    for rule in all_rules():
+    for rule in RULES:
         why = f"{rule.reason}; {rule.remedy}"
         others.setdefault((rule.a.describe(), why), []).append(rule.b.describe())
     settings: dict[tuple[str, str], list[str]] = {}

@@ -1,4 +1,4 @@
-"""Two optimizers as rows of the tests' own, to show that a new one changes no file of the package.
+"""Two optimizers as rows of the tests' own: what a new optimizer needs is its code and two rows.
 
 `SignMomentum` (Lion) has one state tensor. `RotatedAdam` (SOAP) has square factors, an eigenbasis
 and second moments in it, which every process has whole, in nested lists and dicts, and a step count
@@ -6,9 +6,14 @@ that is a number. Their rows begin with `test_`, so that a row of the package ma
 name.
 """
 
+from dataclasses import replace
+from typing import Literal
+
 import torch
 from torch.distributed.tensor import DTensor
 
+from nanogpt_hf.config import optimizers
+from nanogpt_hf.config.schema import KNOBS
 from nanogpt_hf.optim.optimizer import OPTIMIZERS, OptimizerKind
 
 
@@ -85,14 +90,17 @@ ROWS: dict[str, tuple[type[torch.optim.Optimizer], int]] = {
 
 
 def add_rows() -> None:
-    """Add the rows to the package's table. Raises ValueError if the package has one of the names:
-    the test would try its own optimizer instead.
+    """Add the rows to the package's tables, and their names to the choices of optim.name.
+
+    Raises ValueError if the package has one of the names: the test would try its own optimizer
+    instead.
     """
-    taken = ROWS.keys() & OPTIMIZERS.keys()
+    taken = ROWS.keys() & optimizers.OPTIMIZERS.keys()
     if taken:
         raise ValueError(f"the package has an optimizer of this name: {', '.join(sorted(taken))}")
     for name, (kind, state_bytes) in ROWS.items():
-        OPTIMIZERS[name] = OptimizerKind(
+        optimizers.OPTIMIZERS[name] = optimizers.OptimizerChoice(f"{name}, of the tests")
+        OPTIMIZERS[name, "float32"] = OptimizerKind(
             build=lambda model, groups, optim, accelerator, kind=kind: kind(
                 groups, {"lr": optim.learning_rate}
             ),
@@ -101,3 +109,5 @@ def add_rows() -> None:
                 each * model.num_parameters() / shards
             ),
         )
+    choices = Literal[tuple(optimizers.OPTIMIZERS)]  # pyright: ignore[reportInvalidTypeForm]
+    KNOBS["optim.name"] = replace(KNOBS["optim.name"], kind=choices)

@@ -17,7 +17,6 @@ from nanogpt_hf.commands.arguments import (
     add_recipe_argument,
     load_text_recipe,
 )
-from nanogpt_hf.config.compatibility import recipe_settings
 from nanogpt_hf.config.dial import dial_lines
 from nanogpt_hf.config.finetune import POLICY, PREFERENCES, RecipeMethod
 from nanogpt_hf.config.load import Overrides, config_to_yaml
@@ -192,11 +191,8 @@ def _dry_run(config: Config, arguments: Namespace, base: "PreTrainedConfig | Non
     from nanogpt_hf.data.tokenizer import known_vocab_size
     from nanogpt_hf.model.architecture import count_parameters
     from nanogpt_hf.model.build import describe_trainable, meta_model, model_of_run
-    from nanogpt_hf.optim.optimizer import check_combination, kind_of
 
     mesh: Mesh = arguments.mesh
-    kind_of(config.optim)  # raises if there is none
-    check_combination(recipe_settings(config))
     if mesh.world_size > 1:
         from nanogpt_hf.distributed.accelerate_config import check_launch
 

@@ -2,14 +2,16 @@
 
 A rule (config/settings.py) names two settings that a run cannot have at once. `recipe_settings`
 finds the settings of a recipe; distributed/layout.py finds the settings of the accelerate config
-and of a model. The rows of optimizers (optim/optimizer.py) add rules.
+and of a model.
 """
 
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import replace
 
+from nanogpt_hf.config import optimizers
 from nanogpt_hf.config.schema import KNOBS, Config, get_value
 from nanogpt_hf.config.settings import (
+    FSDP2,
     AnySetting,
     KnobSetting,
     Rule,
@@ -21,9 +23,6 @@ from nanogpt_hf.config.settings import (
 )
 from nanogpt_hf.config.sources import has_conversations, is_mixture, sources_of
 from nanogpt_hf.errors import UserError
-
-FSDP2 = "use accelerate_configs/fsdp2.yaml"
-
 
 RULES = [
     # in a recipe
@@ -93,12 +92,7 @@ RULES = [
         "only rows of text are documents there",
         "leave it out",
     ),
-    *rules(
-        choice("optim.state", "8bit"),
-        choice("optim.name", "muon"),
-        "8-bit state is for adamw only",
-        "leave one of them out",
-    ),
+    *optimizers.RULES,
     *rules(
         given("train.stages"),
         given("finetune.model"),

@@ -14,6 +14,8 @@ from itertools import groupby
 from types import NoneType
 from typing import Any, Literal
 
+from nanogpt_hf.config.optimizers import OPTIMIZERS
+
 LARGEST = 10**15  # upper bound of an integer knob that states none; far beyond any count of a run
 
 
@@ -162,8 +164,8 @@ FAMILIES = (
 class OptimSection:
     """Optimizer, learning rates and their schedule."""
 
-    name: str = knob(
-        "adamw", "adamw; or muon for the matrices in the blocks and adamw for the rest"
+    name: Literal[tuple(OPTIMIZERS)] = knob(  # pyright: ignore[reportInvalidTypeForm]
+        "adamw", "; or ".join(row.meaning for row in OPTIMIZERS.values())
     )
     learning_rate: float = knob(
         6e-4, "peak learning rate; with muon, that of the parameters under AdamW", 0

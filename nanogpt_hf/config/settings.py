@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import NamedTuple
 
+FSDP2 = "use accelerate_configs/fsdp2.yaml"  # the remedy of many rules
+
 
 class Setting(Enum):
     """A setting that is not the value of one knob. The value of a member is its name in messages

@@ -8,7 +8,7 @@ from accelerate import Accelerator
 from transformers import PreTrainedModel
 
 from nanogpt_hf.config.checks import divisors
-from nanogpt_hf.config.compatibility import recipe_settings
+from nanogpt_hf.config.compatibility import check_settings, recipe_settings
 from nanogpt_hf.config.schema import Config, ModelSection
 from nanogpt_hf.config.settings import Setting
 from nanogpt_hf.distributed.context_parallel import (
@@ -27,7 +27,6 @@ from nanogpt_hf.model.architecture import architecture_of
 from nanogpt_hf.model.build import check_causal, model_of_run
 from nanogpt_hf.model.experts import experts_of
 from nanogpt_hf.model.recompute import check_level
-from nanogpt_hf.optim.optimizer import check_combination
 from nanogpt_hf.program import program
 
 _PROBED: dict[str, bool] = {}  # by section: `estimate --gpus` asks for each layout
@@ -73,17 +72,17 @@ def check_layout(
     """
     _check_product(mesh)
     settings = recipe_settings(config) | machine_settings(mesh, machine)
-    check_combination(settings)
+    check_settings(settings)
     check_level(machine.checkpoints, config.model.n_layer)
     if mesh.pp_size > 1:
         if problem := _micro_batches_problem(config, mesh):
             raise UserError(problem)
         if problem := stages_problem(config.model):
             named = f"model.architecture {config.model.architecture} ({problem})"
-            check_combination(settings | {Setting.BLOCKS_THAT_ARE_NO_STAGES: named})
+            check_settings(settings | {Setting.BLOCKS_THAT_ARE_NO_STAGES: named})
     if mesh.tp_size * mesh.cp_size * mesh.ep_size > 1:
         model = model or model_of_run(config, vocab_size=256)
-        check_combination(settings | model_settings(config, model, mesh))
+        check_settings(settings | model_settings(config, model, mesh))
         if problem := _sizes_problem(config, model, mesh, machine):
             raise UserError(problem)
 

@@ -6,8 +6,8 @@ inside the blocks.
 """
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,9 +15,7 @@ from accelerate import Accelerator
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from nanogpt_hf.config.compatibility import FSDP2, RULES, check_settings
 from nanogpt_hf.config.schema import OptimSection
-from nanogpt_hf.config.settings import AnySetting, KnobSetting, Rule, Setting
 from nanogpt_hf.errors import UserError, did_you_mean
 from nanogpt_hf.model.architecture import architecture_of
 from nanogpt_hf.optim import adamw_8bit, muon
@@ -41,8 +39,6 @@ class OptimizerKind:
     ]
     describe: Callable[[OptimSection], str]  # for the model card
     state_bytes: Callable[[PreTrainedModel, int], float]  # on one of N shards
-    # what it does not combine with: reason and remedy
-    refuses: Mapping[AnySetting, tuple[str, str]] = field(default_factory=dict)
     check: Callable[[], None] = lambda: None  # raises UserError if this machine lacks something
     reads_found_inf: bool = False  # by a step, on the device; else the host waits for the norm
     as_saved: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor
@@ -62,8 +58,9 @@ def adamw_bytes(model: PreTrainedModel, shards: int) -> float:
     return 8 * model.num_parameters(only_trainable=True) / shards
 
 
-OPTIMIZERS = {
-    "adamw": OptimizerKind(
+# By optim.name and optim.state. config/optimizers.py has what each does not combine with.
+OPTIMIZERS: dict[tuple[str, str], OptimizerKind] = {
+    ("adamw", "float32"): OptimizerKind(
         lambda model, groups, optim, accelerator: torch.optim.AdamW(
             groups, lr=optim.learning_rate, betas=(optim.beta1, optim.beta2), fused=True
         ),
@@ -72,43 +69,23 @@ OPTIMIZERS = {
         reads_found_inf=True,
         in_trainer="adamw_torch_fused",
     ),
-    "adamw_8bit": OptimizerKind(
+    ("adamw", "8bit"): OptimizerKind(
         lambda model, groups, optim, accelerator: adamw_8bit.build_adamw_8bit(
             groups, optim.learning_rate, (optim.beta1, optim.beta2)
         ),
         lambda optim: f"{describe_adamw(optim)}, 8-bit state (torchao)",
         adamw_8bit.state_bytes,
-        refuses={
-            Setting.DEEPSPEED: ("ZeRO keeps the state in flat float32 buffers", FSDP2),
-            Setting.TENSOR_PARALLELISM: ("it has no 8-bit state of split matrices", FSDP2),
-            Setting.EXPERT_PARALLELISM: ("it has no 8-bit state of split matrices", FSDP2),
-            Setting.PIPELINE_STAGES: ("it is not supported there", FSDP2),
-            KnobSetting("train.gradient_groups"): (
-                "its blocks of 256 values are cut at shards",
-                "leave it out",
-            ),
-        },
         check=adamw_8bit.check_8bit,
         as_saved=adamw_8bit.as_float32,
         restore=adamw_8bit.restore,
         in_trainer="adamw_torch_8bit",
     ),
-    "muon": OptimizerKind(
+    ("muon", "float32"): OptimizerKind(
         muon.build_muon,
         lambda optim: f"{muon.describe(optim)}; for the rest {describe_adamw(optim)}",
         lambda model, shards: (
             adamw_bytes(model, shards) - 4 * sum(p.numel() for p in muon.matrices(model)) / shards
         ),
-        refuses={
-            Setting.DEEPSPEED: (
-                "ZeRO keeps the matrices in flat buffers that no process can orthogonalize",
-                FSDP2,
-            ),
-            KnobSetting("lora.rank"): (
-                "LoRA trains two factors of a matrix, not the matrix",
-                "use adamw",
-            ),
-        },
         reads_found_inf=True,
         update_bytes=muon.update_bytes,
         update_flops=muon.update_flops,
@@ -118,33 +95,13 @@ OPTIMIZERS = {
 
 def kind_of(optim: OptimSection) -> OptimizerKind:
     """The row of the optimizer that a recipe asks for. Raises UserError if there is none."""
-    name = f"{optim.name}_8bit" if optim.state == "8bit" else optim.name
-    names = [name for name in OPTIMIZERS if not name.endswith("_8bit")]  # optim.state says that
-    if optim.name not in names or name not in OPTIMIZERS:
-        near = did_you_mean(optim.name, names) or f"; use one of {', '.join(names)}"
-        raise UserError(f"optim.name: there is no optimizer {optim.name!r:.80}{near}")
-    return OPTIMIZERS[name]
-
-
-def _setting_of(name: str) -> KnobSetting:
-    """The setting of a recipe that chooses the row of this name."""
-    if name == "adamw_8bit":
-        return KnobSetting("optim.state", "8bit")
-    return KnobSetting("optim.name", name)
-
-
-def all_rules() -> list[Rule]:
-    """The table of config/compatibility.py, and what optimizers do not combine with."""
-    return RULES + [
-        Rule(_setting_of(name), other, *why)
-        for name, kind in OPTIMIZERS.items()
-        for other, why in kind.refuses.items()
-    ]
-
-
-def check_combination(settings: Mapping[AnySetting, str]) -> None:
-    """Raises UserError if a run cannot have these settings at once."""
-    check_settings(settings, all_rules())
+    if kind := OPTIMIZERS.get((optim.name, optim.state)):
+        return kind
+    names = list(dict.fromkeys(name for name, _ in OPTIMIZERS))
+    if optim.name in names:
+        raise UserError(f"optim.state: {optim.name} has no state in {optim.state}; use float32")
+    near = did_you_mean(optim.name, names) or f"; use one of {', '.join(names)}"
+    raise UserError(f"optim.name: there is no optimizer {optim.name!r:.80}{near}")
 
 
 def build_optimizer(

@@ -2,12 +2,14 @@
 
 import pytest
 
-from nanogpt_hf.config.schema import KNOBS
+from nanogpt_hf.config import optimizers
+from nanogpt_hf.config.compatibility import RULES
+from nanogpt_hf.config.schema import KNOBS, kind_options
 from nanogpt_hf.config.settings import KnobSetting, Rule, Setting
 from nanogpt_hf.config.values import convert
 from nanogpt_hf.distributed.layout import Machine, machine_settings
 from nanogpt_hf.distributed.mesh import Mesh
-from nanogpt_hf.optim.optimizer import all_rules
+from nanogpt_hf.optim.optimizer import OPTIMIZERS
 
 # found in a recipe, a model, a tokenizer and on the command line
 OF_NO_MACHINE = {
@@ -41,7 +43,7 @@ def test_every_setting_is_one_that_a_run_can_have_and_a_rule_names():
     sends = Machine("fsdp", sends_weights=True)
     of_machine |= machine_settings(Mesh(0, 2, ep_size=2), sends).keys()
     assert of_machine | OF_NO_MACHINE == set(Setting)
-    named = {setting for rule in all_rules() for setting in (rule.a, rule.b)}
+    named = {setting for rule in RULES for setting in (rule.a, rule.b)}
     assert {setting for setting in named if isinstance(setting, Setting)} == set(Setting)
 
 
@@ -59,12 +61,19 @@ def misspelt(rules):
 
 
 def test_every_knob_of_a_rule_exists_and_can_have_its_value():
-    assert sum(isinstance(rule.a, KnobSetting) for rule in all_rules()) > 20
-    assert misspelt(all_rules()) == []
+    assert sum(isinstance(rule.a, KnobSetting) for rule in RULES) > 20
+    assert misspelt(RULES) == []
 
 
-@pytest.mark.parametrize("words", ["data.format chatt", "optim.state 8bits", "data.fromat chat"])
+@pytest.mark.parametrize(
+    "words", ["optim.name muonn", "data.format chatt", "optim.state 8bits", "data.fromat chat"]
+)
 def test_a_misspelt_knob_or_value_is_found(words):
     wrong = KnobSetting(*words.split())
     assert misspelt([Rule(wrong, Setting.DEEPSPEED, "", "")]) == [wrong]
     assert misspelt([Rule(Setting.DEEPSPEED, wrong, "", "")]) == [wrong]
+
+
+def test_every_choice_of_an_optimizer_can_be_built():
+    assert {name for name, _ in OPTIMIZERS} == set(optimizers.OPTIMIZERS)
+    assert {state for _, state in OPTIMIZERS} == set(kind_options(KNOBS["optim.state"].kind))

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 import more_optimizers
 from assertions import assert_same_experiment, copy_at
 from nanogpt_hf.checkpoint.reader import read_checkpoint
-from nanogpt_hf.optim.optimizer import OPTIMIZERS
+from nanogpt_hf.config.optimizers import OptimizerChoice
 from nanogpt_hf.runs.tensor_files import TensorFiles
 
 KNOBS = {
@@ -35,11 +35,11 @@ def tensors(files: TensorFiles) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("name", more_optimizers.ROWS)
 def test_rows_of_the_tests_do_not_replace_one_of_the_package(monkeypatch, name):
-    rows = {name: OPTIMIZERS["adamw"]}
-    monkeypatch.setattr(more_optimizers, "OPTIMIZERS", rows)
+    rows = {name: OptimizerChoice("of the package")}
+    monkeypatch.setattr(more_optimizers.optimizers, "OPTIMIZERS", rows)
     with pytest.raises(ValueError, match=f"the package has an optimizer of this name: {name}$"):
         more_optimizers.add_rows()
-    assert rows == {name: OPTIMIZERS["adamw"]}
+    assert rows == {name: OptimizerChoice("of the package")}
 
 
 @pytest.mark.long
