@@ -194,6 +194,12 @@ class _Handler(BaseHTTPRequestHandler):
         repository.branches[branch] = list(repository.branches["main"])
         self.answer()
 
+    def squash(self, body: bytes, repo_id: str, branch: str) -> None:
+        repository = self.repository(repo_id, writing=True)
+        if repository is not None:
+            del repository.branches[branch][:-1]
+            self.answer()
+
     def preupload(self, body: bytes, repo_id: str, revision: str) -> None:
         repository = self.repository(repo_id, writing=True)
         if repository is None:
@@ -242,6 +248,8 @@ class _Handler(BaseHTTPRequestHandler):
                 files[value["path"]] = base64.b64decode(value["content"])
             elif line["key"] == "lfsFile":
                 files[value["path"]] = self.hub.objects[value["oid"]]
+            elif line["key"] == "deletedFile" and revision != "main":
+                del files[value["path"]]
             else:
                 raise AssertionError(f"a push must not {line['key']}")
         oid = hashlib.sha1(
@@ -324,6 +332,7 @@ _ROUTES = [
     (r"/api/repos/create", _Handler.create),
     (rf"/api/models/{_REPO}(?:/revision/(.+))?", _Handler.info),
     (rf"/api/models/{_REPO}/branch/(.+)", _Handler.branch),
+    (rf"/api/models/{_REPO}/super-squash/(.+)", _Handler.squash),
     (rf"/api/models/{_REPO}/preupload/(.+)", _Handler.preupload),
     (rf"/api/models/{_REPO}/commit/(.+)", _Handler.commit),
     (rf"/api/models/{_REPO}/tree/([^/]+)", _Handler.tree),
