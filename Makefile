@@ -8,7 +8,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt --e
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 .NOTPARALLEL: # pip installs into one environment
-.PHONY: help quickstart test test-quick test-gpu test-lower-bounds test-ci test-all test-other-machines digests lint format types docs clean
+.PHONY: help quickstart test test-quick test-gpu test-lower-bounds test-ci test-all test-other-machines release digests lint format types docs clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-19s %s\n", $$1, $$2 }' Makefile
@@ -44,6 +44,19 @@ test-lower-bounds: ## run the tests of numbers under the lowest versions of pypr
 	$(if $(TORCH),echo 'torch==$(TORCH)' >>.venv-lowest/lowest.txt)
 	.venv-lowest/bin/python -m pip install --quiet --constraint .venv-lowest/lowest.txt --editable '.[test-quick]'
 	.venv-lowest/bin/python -m pytest -m 'not long and not slow' tests/model tests/optim tests/training tests/distributed tests/rl
+
+# Each is tried by `uvx`, in an environment that has nothing else, as a user would who has no clone.
+release: ## build wheel and sdist into dist/, check them, and train with each in a bare environment
+	$(PYTHON) -m venv .venv-release
+	.venv-release/bin/python -m pip install --quiet uv
+	rm -rf dist
+	.venv-release/bin/uv build --quiet
+	.venv-release/bin/uvx --quiet twine check --strict dist/*
+	for file in dist/*; do \
+	    .venv-release/bin/uvx --quiet --isolated --constraints constraints.txt --from "$$PWD/$$file" nanogpt-hf \
+	        pretrain quickstart --train.max_steps 20 --data.dir dist/try/data --run-dir dist/try/run --overwrite || exit 1; \
+	done
+	rm -rf dist/try
 
 digests: $(VENV)/installed-test ## run small reference runs and print digests of their numbers
 	$(BIN)/python tests/run_digests.py $(ARGS)
@@ -84,5 +97,5 @@ docs: $(VENV)/installed ## write what follows from the code: tables in docs/, th
 	$(BIN)/python docs/structure.py
 
 clean: ## remove the environment and caches; runs/ and data/ stay
-	rm -rf $(VENV) .venv-lowest .ci/venv build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-lowest .venv-release .ci/venv build dist *.egg-info .pytest_cache .ruff_cache
 	find nanogpt_hf tests -name __pycache__ -prune -exec rm -rf {} +
