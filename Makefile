@@ -8,7 +8,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt --e
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 .NOTPARALLEL: # pip installs into one environment
-.PHONY: help quickstart test test-quick test-gpu test-lower-bounds test-ci test-all test-other-machines release digests lint format types docs clean
+.PHONY: help quickstart test test-quick test-gpu test-lower-bounds test-ci test-all test-other-machines release site digests lint format types docs clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-19s %s\n", $$1, $$2 }' Makefile
@@ -58,6 +58,9 @@ release: ## build wheel and sdist into dist/, check them, and train with each in
 	done
 	rm -rf dist/try
 
+site: $(VENV)/installed-site ## build the site of the documentation into site/; a link that leads nowhere is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
 digests: $(VENV)/installed-test ## run small reference runs and print digests of their numbers
 	$(BIN)/python tests/run_digests.py $(ARGS)
 
@@ -97,5 +100,5 @@ docs: $(VENV)/installed ## write what follows from the code: tables in docs/, th
 	$(BIN)/python docs/structure.py
 
 clean: ## remove the environment and caches; runs/ and data/ stay
-	rm -rf $(VENV) .venv-lowest .venv-release .ci/venv build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-lowest .venv-release .ci/venv build dist site *.egg-info .pytest_cache .ruff_cache
 	find nanogpt_hf tests -name __pycache__ -prune -exec rm -rf {} +

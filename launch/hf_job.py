@@ -18,6 +18,7 @@ Status 0: the run is complete. Status 2: a mistake, which another attempt does n
 """
 
 import argparse
+import contextlib
 import shutil
 import subprocess
 import sys
@@ -33,8 +34,8 @@ from nanogpt_hf.export.hub import check_login
 from nanogpt_hf.runs.folder import RunFolder
 
 BRANCH = "run"
-# Files of a run folder that a resumed run does not read: pictures and reports are written again, and
-# hidden files, such as the lock, belong to a process that has ended.
+# Files of a run folder that a resumed run does not read: pictures and reports are written again,
+# and hidden files, such as the lock, belong to a process that has ended.
 NOT_NEEDED = ["*.png", "*.html", "final/*", ".*"]
 POLL_SECONDS = 30.0
 
@@ -85,10 +86,8 @@ def train(command: list[str], api: HfApi, repo_id: str, run: RunFolder) -> int:
     with subprocess.Popen(command) as process:
         status = None
         while status is None:
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 status = process.wait(POLL_SECONDS)
-            except subprocess.TimeoutExpired:
-                pass
             newest = run.newest_checkpoint()
             if newest is not None and newest != uploaded:
                 try:

@@ -21,7 +21,7 @@ SHIPPED = ("recipes", "accelerate_configs")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 # imports with another name than their package
 PACKAGE_OF = {"tiktoken_ext": "tiktoken", "yaml": "pyyaml"}
-TEST_EXTRAS = ("test-quick", "test", "types")
+TEST_EXTRAS = ("test-quick", "test", "types", "site")
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""launch/hf_job.py against a Hub on this machine: a run of two jobs, and a job that may not start."""
+"""launch/hf_job.py against a Hub on this machine: a run of two jobs, a job that may not start."""
 
 import os
 import subprocess
