@@ -16,7 +16,7 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[2]
 PAGES = ("README.md", "CONTRIBUTING.md", "AGENTS.md", "tests/README.md")
-FOLDERS = ("docs", "recipes", "accelerate_configs", "launch", "nanogpt_hf")
+FOLDERS = ("docs", "examples", "recipes", "accelerate_configs", "launch", "nanogpt_hf")
 # Their text is shown on a page; the language is the one of the highlighting.
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".sh": "bash", ".sbatch": "bash", "": "text"}
 IMAGES = {".png"}
