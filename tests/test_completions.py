@@ -35,6 +35,22 @@ def complete(model, prompts, seeds, **options):
     return generate_completions(model, prompts, seeds=seeds, **options)
 
 
+def make_large(model) -> None:
+    """Change the weights so much that a mistake shows."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.sin(torch.arange(parameter.numel())).view(parameter.shape))
+
+
+def without_cache(model, prompt, count) -> list[int]:
+    """The likeliest tokens, each from the whole text before it."""
+    ids = list(prompt)
+    for _ in range(count):
+        with torch.no_grad():
+            ids.append(int(model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
 @pytest.mark.parametrize(
     "architecture", ["mamba", "lfm2", "qwen3_5_text", "without attention", *STATES]
 )
@@ -43,18 +59,21 @@ def test_states_and_convolutions_give_the_tokens_of_whole_texts(architecture):
     if architecture == "without attention":
         section.extra["layer_types"] = ["conv", "conv"]
     model = build_of_recipe(build_config(section, 12), 0).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.2 * torch.sin(torch.arange(parameter.numel())).view(parameter.shape))
+    make_large(model)
     options = {"max_new_tokens": 6, "temperature": 0.0}
     together = generate_completions(model, PROMPTS, seeds=[0] * 4, end_ids=(), **options).ids
     for prompt, row in zip(PROMPTS, together.tolist(), strict=True):
         single = [token for (token,) in generate_tokens(model, prompt, end_ids=(), **options)]
-        ids = list(prompt)
-        for _ in range(6):
-            with torch.no_grad():
-                ids.append(int(model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
-        assert single == row == ids[len(prompt) :]
+        assert single == row == without_cache(model, prompt, 6)
+
+
+def test_cached_tokens_are_counted_if_the_first_layer_has_no_attention():
+    """bamba itself gives each token after the first pass position 0."""
+    model = tiny("bamba").eval()
+    make_large(model)
+    prompt = PROMPTS[2]
+    steps = generate_tokens(model, prompt, max_new_tokens=12, temperature=0.0, end_ids=())
+    assert [token for (token,) in steps] == without_cache(model, prompt, 12)
 
 
 def test_greedy_rows_equal_generation_of_single_prompts(model):

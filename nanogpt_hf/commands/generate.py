@@ -164,8 +164,9 @@ def run_chat(arguments: Namespace) -> None:
     go to stdout, all other output to stderr.
     """
     from nanogpt_hf.data.chat_template import ChatFormat
+    from nanogpt_hf.data.chat_window import encode_chat
     from nanogpt_hf.distributed.accelerator import build_evaluation_accelerator
-    from nanogpt_hf.generate import TextStream, answer_end_ids, encode_chat, generate_tokens
+    from nanogpt_hf.generate import TextStream, answer_end_ids, generate_tokens
 
     accelerator = build_evaluation_accelerator(arguments.mesh)
     model, tokenizer = open_model(arguments.model)

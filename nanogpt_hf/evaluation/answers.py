@@ -22,7 +22,6 @@ from nanogpt_hf.evaluation.loss import eval_mode
 from nanogpt_hf.generate import (
     Completions,
     answer_end_ids,
-    encode_messages,
     end_ids_of,
     generate_completions,
 )
@@ -81,7 +80,7 @@ def encode_question(
     chat template refuses it.
     """
     if chat:
-        return encode_messages(chat, question.messages, question.tools)
+        return chat.prompt_ids(question.messages, question.tools)
     if question.tools or len(list(fields_of(question.messages))) > len(question.messages):
         raise UserError(
             f"the question {question.prompt!r:.60} has tools or other fields, and the model "

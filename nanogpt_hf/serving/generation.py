@@ -1,4 +1,4 @@
-"""What the server generates: the model it serves, and the texts of a request as they arrive."""
+"""The model that the server serves, and the texts of a request as they are generated."""
 
 import asyncio
 import copy
@@ -11,18 +11,10 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from nanogpt_hf.data.chat_template import ChatFormat
+from nanogpt_hf.data.chat_window import TooManyTokensError, encode_chat
 from nanogpt_hf.data.tokenizer import prompt_ids
 from nanogpt_hf.errors import DataError
-from nanogpt_hf.generate import (
-    StopText,
-    TextStream,
-    TooManyTokensError,
-    answer_end_ids,
-    encode_chat,
-    encode_messages,
-    end_ids_of,
-    generate_tokens,
-)
+from nanogpt_hf.generate import TextStream, answer_end_ids, end_ids_of, generate_tokens
 from nanogpt_hf.serving.requests import ApiError, Request
 
 ACTIVE = 8  # requests that take turns, each with a key-value cache; the others wait in their order
@@ -41,7 +33,9 @@ class Served:
         tokenizer: PreTrainedTokenizerBase,
         precision: Callable[[], AbstractContextManager],
     ):
-        self.name, self.model, self.tokenizer = name, model, tokenizer
+        self.name = name
+        self.model = model
+        self.tokenizer = tokenizer
         # A tokenizer is not safe to use from two threads: the event loop decodes with one, the
         # other encodes.
         self._encoder = copy.deepcopy(tokenizer)
@@ -50,7 +44,7 @@ class Served:
         self.answer_end_ids = answer_end_ids(model, self.chat) if self.chat else set[int]()
         self.context = int(model.config.max_position_embeddings)
         self.created = int(time.time())
-        # autocast is a setting of a thread
+        # autocast is a setting of a thread, so the thread enters it as its first act.
         self.thread = ThreadPoolExecutor(1, "generation", initializer=precision().__enter__)
         self._encoding = ThreadPoolExecutor(1, "encoding")
         self.turns = asyncio.Semaphore(ACTIVE)
@@ -104,7 +98,7 @@ class Served:
             elif len(messages) >= self.context:  # a message has at least one token
                 raise _too_long(param, f"{len(messages)} messages", self.context)
             else:
-                ids = encode_messages(self.chat, messages, tools)
+                ids = self.chat.prompt_ids(messages, tools)
         except TooManyTokensError as error:
             message = (
                 f"{param}: without the oldest, {error}, what this model's context of "
@@ -126,19 +120,63 @@ def _too_long(param: str, size: str, context: int) -> ApiError:
     return ApiError(400, f"{message}shorten it", param, "context_length_exceeded")
 
 
+class StopText:
+    """Ends a text before the stop string that is complete first.
+
+    Holds back text that may be the beginning of one.
+    """
+
+    def __init__(self, stops: list[str]):
+        self._stops = stops
+        self._held = ""
+
+    def add(self, text: str) -> tuple[str, bool]:
+        """The text that may be shown after `text` was added, and whether a stop string has ended
+        it.
+        """
+        self._held += text
+        found = []  # (end, start) of each stop string in the text
+        for stop in self._stops:
+            start = self._held.find(stop)
+            if start >= 0:
+                found.append((start + len(stop), start))
+        if found:
+            return self._held[: min(found)[1]], True
+        kept = 0  # the characters at the end that may begin a stop string
+        for stop in self._stops:
+            for length in range(1, len(stop)):
+                if self._held.endswith(stop[:length]):
+                    kept = max(kept, length)
+        shown = self._held[: len(self._held) - kept]
+        self._held = self._held[len(shown) :]
+        return shown, False
+
+    def end(self) -> str:
+        """The text that was held back, after the last token."""
+        return self._held
+
+
 class Choice:
     """One text of a response."""
 
     def __init__(
         self, steps: Iterator[list[int | None]], limit: int, text: TextStream, stops: list[str]
     ):
-        self.steps, self.length, self.finish_reason = steps, 0, ""
-        self._limit, self._text, self._stop = limit, text, StopText(stops)
+        self.steps = steps
+        self.length = 0  # tokens
+        self.finish_reason = ""
+        self._limit = limit
+        self._text = text
+        self._stop = StopText(stops)
 
     def add(self, token: int | None) -> str:
         """The text that a token adds; None is the end."""
-        self.length += token is not None
-        text, stopped = self._stop.add(self._text.end() if token is None else self._text.add(token))
+        if token is not None:
+            self.length += 1
+            new = self._text.add(token)
+        else:
+            new = self._text.end()
+        text, stopped = self._stop.add(new)
         if token is None and not stopped:
             text += self._stop.end()
         if stopped or token is None:
@@ -162,8 +200,10 @@ class Generation:
     """
 
     def __init__(self, served: Served, request: Request, ids: list[int]):
-        self._served, self._prompt_tokens, self.choices = served, len(ids), list[Choice]()
-        # as in OpenAI's API: 16 tokens by default, and a chat may fill the context
+        self._served = served
+        self._prompt_tokens = len(ids)
+        self.choices = list[Choice]()
+        # As in OpenAI's API: 16 tokens by default, and a chat may fill the context.
         wanted = request.limit or (served.context if request.messages else 16)
         limit = min(wanted, served.context - len(ids))
         for i in range(request.n):
@@ -198,7 +238,8 @@ class Generation:
 
     async def _generate(self, pieces: asyncio.Queue[Piece | Exception | None]) -> None:
         """Put the pieces in a queue, then None or the error that ended them."""
-        loop, thread = asyncio.get_running_loop(), self._served.thread
+        loop = asyncio.get_running_loop()
+        thread = self._served.thread
         try:
             async with self._served.turns:
                 for index, choice in enumerate(self.choices):

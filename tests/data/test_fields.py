@@ -12,9 +12,9 @@ from transformers import AutoTokenizer
 from assertions import refusal
 from chat_templates import CHATML, MARKED, QWEN, QWEN3, SHAPES, byte_level
 from nanogpt_hf.data.chat_template import ChatFormat, chat_format
+from nanogpt_hf.data.chat_window import encode_chat
 from nanogpt_hf.data.conversations import Conversation, conversation_of, labeled_of, pair_of
 from nanogpt_hf.errors import DataError
-from nanogpt_hf.generate import encode_chat, encode_messages
 from nanogpt_hf.training.pairs import encode_answer
 
 # ChatML with tools, calls, results and thoughts, as Qwen's; and with marks.
@@ -505,7 +505,7 @@ def test_requests_of_a_client_have_the_tokens_of_training():
     assert "message 3: tool_calls" in refusal(ChatFormat(UNMARKED).prompt_ids, sent[:5])
     assert "tools: item 1" in refusal(ChatFormat(UNMARKED).prompt_ids, sent[:1], request.tools)
     # The oldest exchange is dropped with its calls and their results.
-    whole = len(encode_messages(chat, sent, request.tools))
+    whole = len(chat.prompt_ids(sent, request.tools))
     for room in range(whole, 0, -5):
         with contextlib.suppress(ValueError):
             ids, kept = encode_chat(chat, sent, room, request.tools)

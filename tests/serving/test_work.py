@@ -12,8 +12,8 @@ from transformers import AutoTokenizer
 from clients import post
 from nanogpt_hf.data import chat_template
 from nanogpt_hf.data.chat_template import ChatFormat
+from nanogpt_hf.data.chat_window import encode_chat
 from nanogpt_hf.errors import DataError
-from nanogpt_hf.generate import encode_chat, encode_messages
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def drop_one_by_one(chat, messages, max_tokens):
     system = messages[:1] if messages[0]["role"] == "system" else []
     others = messages[len(system) :]
     while True:
-        ids = encode_messages(chat, system + others)
+        ids = chat.prompt_ids(system + others)
         if len(ids) <= max_tokens:
             return ids, system + others
         if len(others) < 3:
