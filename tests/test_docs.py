@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = sorted(path for path in (ROOT / "docs").glob("*.md") if path.name != "log.md")
 TEXTS = {
     path.name: path.read_text(encoding="utf-8")
-    for path in [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+    for path in [*PAGES, *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SKILL.md"))]
 }
 all_pages = pytest.mark.parametrize("name", sorted(TEXTS))
 
@@ -146,3 +146,12 @@ def test_walks_name_functions_where_they_are():
                         if isinstance(part, ast.FunctionDef)
                     }
         assert function in names, f"{function} is not in {file}"
+
+
+def test_skill_has_what_coding_agents_read_first():
+    _, header, text = TEXTS["SKILL.md"].split("---\n", 2)
+    facts = yaml.safe_load(header)
+    # The bounds of the format that coding agents share (agentskills.io).
+    assert re.fullmatch(r"[a-z0-9-]{1,64}", facts["name"])
+    assert 0 < len(facts["description"]) <= 1024
+    assert len(text.splitlines()) < 500

@@ -15,7 +15,7 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("README.md", "CONTRIBUTING.md", "AGENTS.md", "tests/README.md")
+PAGES = ("README.md", "CONTRIBUTING.md", "AGENTS.md", "SKILL.md", "tests/README.md")
 FOLDERS = ("docs", "examples", "recipes", "accelerate_configs", "launch", "nanogpt_hf")
 # Their text is shown on a page; the language is the one of the highlighting.
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".sh": "bash", ".sbatch": "bash", "": "text"}
