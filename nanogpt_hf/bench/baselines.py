@@ -20,7 +20,6 @@ from transformers import (
 
 from nanogpt_hf.bench.clock import WARM_STEPS, Workload, synchronize, time_of
 from nanogpt_hf.config.sources import has_conversations
-from nanogpt_hf.distributed.accelerate_config import requested_machine
 from nanogpt_hf.distributed.accelerator import prepared_blocks
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.model.architecture import architecture_of
@@ -167,7 +166,7 @@ def pairs_with_trainer(work: Workload, windows: int, steps: int) -> list[Pair]:
             max_grad_norm=config.optim.max_grad_norm,
             bf16=accelerator.mixed_precision == "bf16",
             use_cpu=accelerator.device.type == "cpu",
-            torch_compile=requested_machine().compiles,
+            torch_compile=work.run.mesh.compiles,
             logging_strategy="no",
             save_strategy="no",
             logging_nan_inf_filter=False,  # it would read the loss of each step

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from dataclasses import replace as replace_fields
 from typing import Any, cast
 from unittest.mock import patch
 
@@ -35,6 +36,7 @@ from nanogpt_hf.data.prepared import PreparedData
 from nanogpt_hf.distributed import expert_parallel, pipeline
 from nanogpt_hf.distributed.accelerator import build_accelerator
 from nanogpt_hf.distributed.context_parallel import needs_ring
+from nanogpt_hf.distributed.launch import Launch
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.formatting import format_bytes
@@ -43,7 +45,6 @@ from nanogpt_hf.model.experts import shapes_only
 from nanogpt_hf.optim import muon
 from nanogpt_hf.planning.counts import GpuKernels
 from nanogpt_hf.planning.estimate import planned_model
-from nanogpt_hf.planning.placement import Placement
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.training import start
 from nanogpt_hf.training.step import train_step
@@ -163,38 +164,9 @@ class _Replica(nn.Module):
         self.syncs = True
 
 
-def launch_environment(place: Placement, rank: int) -> dict[str, str]:
-    """What a launcher would export to a process; compilation is left out."""
-    given = {
-        "ACCELERATE_MIXED_PRECISION": place.precision,
-        "FSDP_ACTIVATION_CHECKPOINTING": place.checkpointing or "false",
-    }
-    if place.processes == 1:
-        return given | {"ACCELERATE_USE_CPU": "true"}
-    local = min(place.per_machine, place.processes)
-    ranks = {"RANK": rank, "LOCAL_RANK": rank % local, "LOCAL_WORLD_SIZE": local}
-    ranks |= {"WORLD_SIZE": place.processes, "MASTER_PORT": 29500}
-    given |= {name: str(value) for name, value in ranks.items()}
-    given |= {"MASTER_ADDR": "127.0.0.1", "ACCELERATE_TORCH_DEVICE": "cpu"}
-    # stated sizes, since the mesh has to be made before the tensors lose their values
-    sizes = {"DP_REPLICATE": place.copies, "DP_SHARD": place.dp // place.copies, "TP": place.tp}
-    sizes |= {"PP": place.pp, "EP": place.ep, "CP": place.cp, "SP": 1}
-    if place.kind == "FSDP2" or place.tp * place.pp * place.ep > 1:
-        given |= {f"PARALLELISM_CONFIG_{name}_SIZE": str(size) for name, size in sizes.items()}
-        given |= {"ACCELERATE_USE_PARALLELISM_CONFIG": "true"}
-    if place.kind != "FSDP2":
-        return given
-    return given | {
-        "ACCELERATE_USE_FSDP": "true",
-        "FSDP_VERSION": "2",
-        "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
-        "FSDP_RESHARD_AFTER_FORWARD": str(place.reshard).lower(),
-    }
-
-
 @contextmanager
-def _faked(place: Placement, meter: _Meter, rank: int, sent: dict[type, Any]) -> Iterator[None]:
-    """The private interfaces, replaced: a launch of `place` without its other processes. `sent`:
+def _faked(launch: Launch, meter: _Meter, rank: int, sent: dict[type, Any]) -> Iterator[None]:
+    """The private interfaces, replaced: process `rank` of a launch without the others. `sent`:
     the shapes and dtypes of the previous stage's output.
     """
     resize = torch.UntypedStorage.resize_
@@ -227,7 +199,9 @@ def _faked(place: Placement, meter: _Meter, rank: int, sent: dict[type, Any]) ->
         return chosen.new_empty(size, num_experts // size), each, each[:1] * size
 
     with ExitStack() as replaced:
-        replaced.enter_context(patch.dict(os.environ, launch_environment(place, rank)))
+        # on the CPU, and not compiled, since the tensors have no values
+        here = Mesh.of(replace_fields(launch, device="cpu", compiles=False), rank)
+        replaced.enter_context(patch.dict(os.environ, here.environment()))
 
         def replace(where: Any, name: str, value: Any) -> None:
             replaced.enter_context(patch.object(where, name, value))
@@ -262,18 +236,18 @@ def _faked(place: Placement, meter: _Meter, rank: int, sent: dict[type, Any]) ->
             (DeviceMesh, "_concatenate"),
         ):
             replace(where, name, outside(getattr(where, name)))
-        if not place.on_cpu:  # which start.py would take for a CPU
+        if not launch.on_cpu:  # which start.py would take for a CPU
             replace(start, "write_out_attention", lambda model: None)
             chunk = loss_gpt.LOGITS_PER_CHUNK * loss_gpt.CHUNKS_OF_A_GPU
             replace(loss_gpt, "LOGITS_PER_CHUNK", chunk)
         # accelerate finds sharded parameters by it
         replace(FakeTensor, "data_ptr", lambda self: self.untyped_storage()._cdata)
-        if place.processes > 1:
+        if launch.world_size > 1:
             # accelerate has no FSDP2 on CPUs, and another name of the device for DDP
             backend = "gloo", DistributedType.MULTI_GPU
             replace(state.PartialState, "_prepare_backend", lambda self, *_, **__: backend)
             dist.init_process_group(
-                "fake", store=FakeStore(), rank=rank, world_size=place.processes
+                "fake", store=FakeStore(), rank=rank, world_size=launch.world_size
             )
             replaced.callback(dist.destroy_process_group)
             replaced.callback(debug._clear_sharding_prop_cache)  # it has the groups of a mesh
@@ -285,27 +259,29 @@ def _infer_shapes(schedule: Any, stages: list[Any], *_: Any) -> None:
         each._inference_mode = _STAGE.InferenceMode.DYNAMIC
 
 
-def rehearse(config: Config, place: Placement) -> Rehearsal:
-    """Build a run of `config` and take two steps of it as the first process of `place`; the second
+def rehearse(config: Config, launch: Launch) -> Rehearsal:
+    """Build a run of `config` and take two steps of it as the first process of `launch`; the second
     is measured. Of a pipeline it is the stage with the highest peak.
 
     Raises UserError for a layout that cannot be rehearsed, or if tensors on two devices meet.
     """
     if config.finetune.model:
         raise UserError("--rehearse: only a model from scratch can be rehearsed")
-    is_plain = place.precision != "fp16" and not place.compresses
-    if place.cp > 1 and needs_ring(planned_model(config).config, place.tp * place.cp):
+    is_plain = launch.precision != "fp16" and launch.compression == "no"
+    split = launch.tp_size * launch.cp_size
+    if launch.cp_size > 1 and needs_ring(planned_model(config).config, split):
         is_plain = False
-    if not is_plain or place.zero:
+    if not is_plain or launch.sharding == "zero":
         kinds = "DDP, FSDP2, HSDP, TP, CP without a ring, PP and EP"
-        raise UserError(f"--rehearse: {place} cannot be rehearsed; only {kinds} can")
+        raise UserError(f"--rehearse: {launch} cannot be rehearsed; only {kinds} can")
     size, block_size = config.train.min_micro_batch_size, config.data.block_size
-    each = size * block_size * place.dp
-    micro_batches = min(max(MICRO_BATCHES, place.pp + 1), config.train.tokens_per_step // each)
+    each = size * block_size * launch.dp_size
+    wanted = max(MICRO_BATCHES, launch.pp_size + 1)
+    micro_batches = min(wanted, config.train.tokens_per_step // each)
     knobs = {"train.micro_batch_size": size, "train.tokens_per_step": micro_batches * each}
     config, shapes = replace_knobs(config, knobs), {}
     try:
-        found = [_rehearse(config, place, index, shapes) for index in range(place.pp)]
+        found = [_rehearse(config, launch, index, shapes) for index in range(launch.pp_size)]
     except RuntimeError as error:
         # torch has a class for it from 2.13 on only
         if not re.search("two (different )?devices", str(error)):
@@ -315,14 +291,14 @@ def rehearse(config: Config, place: Placement) -> Rehearsal:
     return max(found, key=lambda rehearsal: rehearsal.peak)
 
 
-def _rehearse(config: Config, place: Placement, index: int, shapes: dict[type, Any]) -> Rehearsal:
-    meter, rank = _Meter(), index * place.processes // place.pp
-    with _faked(place, meter, rank, shapes):
+def _rehearse(config: Config, launch: Launch, index: int, shapes: dict[type, Any]) -> Rehearsal:
+    meter, rank = _Meter(), index * launch.world_size // launch.pp_size
+    with _faked(launch, meter, rank, shapes):
         mesh = Mesh.from_environment()
         accelerator = build_accelerator(config, RunFolder("runs"), mesh)
         cast(Any, accelerator.state).device = state.PartialState().device = _DEVICE
         data = cast(PreparedData, synthetic_data(config))
-        kernels = nullcontext() if place.on_cpu else GpuKernels()
+        kernels = nullcontext() if launch.on_cpu else GpuKernels()
         with FakeTensorMode(allow_non_fake_inputs=True), meter, kernels, shapes_only():
             run = start.build_unchecked(config, accelerator, data, None, None)
             train_step(run, 0, learning_rate=1e-4)
@@ -330,7 +306,7 @@ def _rehearse(config: Config, place: Placement, index: int, shapes: dict[type, A
             meter.waits.clear()
             sent = communicated_bytes(lambda: train_step(run, 1, learning_rate=1e-4))
     process = "the first process"
-    if place.pp > 1:
-        process += f" of stage {index + 1} of {place.pp}, which needs the most"
+    if launch.pp_size > 1:
+        process += f" of stage {index + 1} of {launch.pp_size}, which needs the most"
     micro_batches = accelerator.gradient_accumulation_steps
     return Rehearsal(process, micro_batches, before, meter.peak, sent, dict(meter.waits))

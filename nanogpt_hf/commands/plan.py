@@ -79,23 +79,25 @@ def run_estimate(arguments: Namespace, overrides: Overrides) -> None:
     # The imports below take seconds; mistakes above and --help should not wait for them.
     import torch
 
+    from nanogpt_hf.distributed.launch import Launch
+    from nanogpt_hf.planning.config_files import read_launch
     from nanogpt_hf.planning.estimate import estimate
     from nanogpt_hf.planning.estimate_lines import estimate_figures, estimate_lines, layout_lines
-    from nanogpt_hf.planning.placement import Placement, read_placement
 
     lines = [*dial_lines(config), *stage_lines(config)]
     config, proposal = largest_stage(config), None
     if arguments.gpus:
         proposal = _proposal(arguments, config, base)
-        place, size = proposal.layout.place, proposal.layout.micro_batch_size
+        launch = proposal.layout.launch
+        size = proposal.layout.micro_batch_size
         config = replace_knobs(config, {"train.micro_batch_size": size})
         lines += [*layout_lines(proposal, config), ""]
     elif arguments.config_file:
-        place = read_placement(arguments.config_file)
+        launch = read_launch(arguments.config_file)
     else:
-        place = Placement(on_cpu=not torch.accelerator.is_available())
-    result = estimate(config, place, base, mfu=arguments.mfu, memory=arguments.memory)
-    lines += [*estimate_lines(result, place), *filter(None, [result.useless])]
+        launch = Launch(device="cuda" if torch.accelerator.is_available() else "cpu")
+    result = estimate(config, launch, base, mfu=arguments.mfu, memory=arguments.memory)
+    lines += [*estimate_lines(result, launch), *filter(None, [result.useless])]
     for key in ("lora.quantize", "distill.teacher"):
         if get_value(config, key):
             lines.append(f"not counted: {key}")
@@ -104,7 +106,7 @@ def run_estimate(arguments: Namespace, overrides: Overrides) -> None:
     if arguments.rehearse:
         from nanogpt_hf.bench.rehearsal import rehearse
 
-        rehearsal = rehearse(config, place)
+        rehearsal = rehearse(config, launch)
         figures["rehearsal"] = dataclasses.asdict(rehearsal)
         lines += ["", *rehearsal.lines()]
     show(*lines, sep="\n")
@@ -142,9 +144,9 @@ def _check_options(arguments: Namespace) -> None:
 def _proposal(arguments: Namespace, config: Config, base: "PreTrainedConfig | None") -> "Proposal":
     """The layout over --gpus, written to --write-config."""
     from nanogpt_hf.planning.candidates import Cluster, propose
+    from nanogpt_hf.planning.config_files import config_text
     from nanogpt_hf.planning.estimate import planned_model
     from nanogpt_hf.planning.hardware import NETWORK, gpu_of
-    from nanogpt_hf.planning.placement import config_text
 
     name, gpu = gpu_of(arguments.gpu, arguments.memory)
     per_machine = min(arguments.per_machine, arguments.gpus)
@@ -157,7 +159,7 @@ def _proposal(arguments: Namespace, config: Config, base: "PreTrainedConfig | No
     )
     if arguments.write_config:
         with output_target(arguments.write_config) as target:
-            target.write_text(config_text(proposal.layout.place), encoding="utf-8")
+            target.write_text(config_text(proposal.layout.launch), encoding="utf-8")
     return proposal
 
 

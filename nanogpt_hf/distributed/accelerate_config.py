@@ -4,9 +4,11 @@ recipe.
 The only reader of ACCELERATE_* and FSDP_*.
 """
 
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import cast
 
@@ -16,15 +18,15 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from accelerate.utils import LoggerType
 
 from nanogpt_hf import cpu
-from nanogpt_hf.config.checks import accumulation_steps
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.distributed import deepspeed
-from nanogpt_hf.distributed.environment import check_environment
-from nanogpt_hf.distributed.layout import Machine, check_layout
-from nanogpt_hf.distributed.mesh import SIZE_VARIABLES, Mesh
+from nanogpt_hf.distributed.environment import SIZE_VARIABLES, check_environment, is_true
+from nanogpt_hf.distributed.layout import check_layout
+from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import UserError, did_you_mean, one_line
-from nanogpt_hf.model.recompute import level_of
+from nanogpt_hf.formatting import plural
 from nanogpt_hf.optim.optimizer import kind_of
+from nanogpt_hf.program import program
 
 # Without an accelerate config, a run of at least so many steps is compiled on a GPU. The number is
 # an assumption: how many steps pay for compilation there is not yet measured.
@@ -35,18 +37,16 @@ EMULATES_FP8 = False  # in float32, as the tests do on a CPU
 def check_launch(config: Config, mesh: Mesh) -> int:
     """Gradient accumulation steps of `config` on this launch's processes.
 
-    Raises UserError if the tokens per step do not divide, if the accelerate config sets another
-    accumulation, if DeepSpeed is needed but not installed, and if `check_config`, `check_layout`
-    or `check_recipe` does.
+    Raises UserError if the accelerate config sets another accumulation, if DeepSpeed is needed but
+    not installed, and if `check_config`, `check_sizes`, `check_layout` or `check_recipe` does.
     """
     check_config()
-    if chooses_for_one_gpu() and config.train.max_steps >= STEPS_WORTH_COMPILING:
-        os.environ.setdefault("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")
-    if requested("DEEPSPEED"):
+    mesh = settled(mesh, config)
+    if mesh.sharding == "zero":
         deepspeed.check_available()
-    check_layout(config, mesh, requested_machine())
+    check_sizes(mesh)
+    accumulation = check_layout(config, mesh)
     check_recipe(config)
-    accumulation = accumulation_steps(config, mesh.dp_size)
     stated = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "auto")
     if stated not in ("auto", str(accumulation)):
         raise UserError(
@@ -55,6 +55,50 @@ def check_launch(config: Config, mesh: Mesh) -> int:
             )
         )
     return accumulation
+
+
+def settled(mesh: Mesh, config: Config | None = None) -> Mesh:
+    """The mesh with what the accelerate config leaves to this machine: device, precision, and
+    whether a run of `config` is compiled.
+    """
+    if (
+        config is not None
+        and chooses_for_one_gpu()
+        and config.train.max_steps >= STEPS_WORTH_COMPILING
+    ):
+        # accelerate reads it when an Accelerator is built
+        os.environ.setdefault("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")
+    device = "cpu"
+    if not _on_the_cpu():
+        device = cast(torch.device, torch.accelerator.current_accelerator()).type
+    compiles = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no"
+    return replace(mesh, device=device, precision=requested_precision(), compiles=compiles)
+
+
+def check_sizes(mesh: Mesh) -> None:
+    """Raises UserError if the sizes that the accelerate config states do not multiply to the number
+    of processes.
+    """
+    # an empty variable is none
+    given = {name: value for name, value in os.environ.items() if value}
+    stated = {name: int(given[key]) for key, name in SIZE_VARIABLES.items() if key in given}
+    # ep_size divides the data-parallel size, which need not be stated
+    sizes = {name: size for name, size in stated.items() if name != "ep_size"}
+    product = math.prod(sizes.values())
+    shown = (
+        " × ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "every size 1"
+    )
+    # accelerate takes sizes that are all 1 for plain data parallelism, and leaves out pp_size,
+    # which it does not know
+    only_stages = sizes.keys() == {"pp_size"} and mesh.world_size % product == 0
+    unstated = product == 1 and "ep_size" in stated
+    if sizes and product != mesh.world_size and not (only_stages or unstated):
+        lost = f"; parallelism_config_pp_size reaches a run only by `{program()} launch`"
+        raise UserError(
+            f"parallelism_config: {shown} = {plural(product, 'process')}, but {mesh.world_size} "
+            "were started: set sizes whose product is num_processes"
+            f"{'' if 'pp_size' in sizes else lost}"
+        )
 
 
 def check_recipe(config: Config) -> None:
@@ -124,7 +168,8 @@ def check_config() -> None:
             "the accelerate config sets mixed_precision bf16, which this GPU of compute capability "
             f"{major}.{minor} only emulates: it needs 8.0 (Ampere or newer); set fp16"
         )
-    if precision == "fp16" and _on_the_cpu() and not requested("DEEPSPEED"):
+    is_zero = is_true(os.environ.get("ACCELERATE_USE_DEEPSPEED"))
+    if precision == "fp16" and _on_the_cpu() and not is_zero:
         raise UserError(
             "the accelerate config sets mixed_precision fp16, which accelerate ignores on a CPU; "
             "set bf16 or 'no'"
@@ -166,7 +211,10 @@ def check_device() -> None:
 
 
 def _on_the_cpu() -> bool:
-    stated = requested("CPU") or os.environ.get("ACCELERATE_TORCH_DEVICE") == "cpu"
+    stated = (
+        is_true(os.environ.get("ACCELERATE_USE_CPU"))
+        or os.environ.get("ACCELERATE_TORCH_DEVICE") == "cpu"
+    )
     return stated or not torch.accelerator.is_available()
 
 
@@ -187,36 +235,6 @@ def _started_alone() -> bool:
         return "MASTER_PORT" not in psutil.Process(os.getppid()).environ()
     except psutil.Error:
         return False
-
-
-def requested(kind: str) -> bool:
-    """Whether the accelerate config sets CPU, FSDP or DEEPSPEED."""
-    return os.environ.get(f"ACCELERATE_USE_{kind}", "false").lower() == "true"
-
-
-def requested_checkpointing() -> str:
-    """The level of activation checkpointing, of model/recompute.py, with FSDP2 or without; an empty
-    one for none.
-    """
-    return level_of(os.environ.get("FSDP_ACTIVATION_CHECKPOINTING"))
-
-
-def requested_machine() -> Machine:
-    """The settings of the accelerate config that a parallel layout has to fit."""
-    fsdp = requested("FSDP")
-    return Machine(
-        sharding="zero" if requested("DEEPSPEED") else "fsdp" if fsdp else "none",
-        precision=requested_precision(),
-        compiles=os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no",
-        device="cpu"
-        if _on_the_cpu()
-        else cast(torch.device, torch.accelerator.current_accelerator()).type,
-        compression=os.environ.get("PARALLELISM_CONFIG_DDP_COMM_HOOK") or "no",
-        checkpoints=requested_checkpointing(),
-        reshards=fsdp and os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() == "true",
-        sends_weights=fsdp
-        and os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING", "false").lower() == "true",
-    )
 
 
 @contextmanager

@@ -45,10 +45,7 @@ from nanogpt_hf.distributed.accelerate_config import (
     ignore_layout,
     lacks_bfloat16,
     one_line_of_accelerate,
-    requested,
-    requested_checkpointing,
-    requested_machine,
-    requested_precision,
+    settled,
 )
 from nanogpt_hf.distributed.deepspeed import is_zero
 from nanogpt_hf.distributed.mesh import Mesh, mesh_of
@@ -105,7 +102,7 @@ class _Accelerator(Accelerator):
     _prepare_ao = _prepare_tp  # nothing: `multiply_in_fp8` does it, before a model is split
 
 
-def _start(mesh: Mesh, precision: str, **options: Any) -> Accelerator:
+def _start(mesh: Mesh, **options: Any) -> Accelerator:
     """Start an Accelerator. Raises UserError if it sees other processes than the launcher
     started.
     """
@@ -115,7 +112,7 @@ def _start(mesh: Mesh, precision: str, **options: Any) -> Accelerator:
     own = patch_environment(fsdp_activation_checkpointing="false")
     with one_line_of_accelerate(), own:
         accelerator = _Accelerator(
-            mesh, mixed_precision=precision, kwargs_handlers=[timeout], **options
+            mesh, mixed_precision=mesh.precision, kwargs_handlers=[timeout], **options
         )
     if accelerator.num_processes != mesh.world_size:
         raise UserError(
@@ -135,10 +132,10 @@ def build_evaluation_accelerator(mesh: Mesh) -> Accelerator:
     """
     check_config()
     ignore_layout()
-    whole = replace(mesh, tp_size=1, cp_size=1, pp_size=1, ep_size=1, stated_sizes={})
+    whole = replace(settled(mesh), tp_size=1, cp_size=1, pp_size=1, ep_size=1)
     # Without a config figures are those of float32, also on a GPU.
-    precision = "no" if chooses_for_one_gpu() else requested_precision()
-    return _start(whole, precision.replace("fp8", "bf16"))
+    precision = "no" if chooses_for_one_gpu() else whole.precision.replace("fp8", "bf16")
+    return _start(replace(whole, precision=precision))
 
 
 def build_accelerator(
@@ -151,16 +148,16 @@ def build_accelerator(
     accelerate config sets.
     """
     accumulation = check_launch(config, mesh)
+    mesh = settled(mesh, config)
     hide_layout(mesh)
-    if requested("DEEPSPEED") and not torch.accelerator.is_available():
+    if mesh.sharding == "zero" and not torch.accelerator.is_available():
         deepspeed.reduce_with_gloo()
     # No dataloader is prepared, so none may end an accumulation early.
     plugin = GradientAccumulationPlugin(
-        num_steps=accumulation, sync_with_dataloader=False, sync_each_batch=requested("FSDP")
+        num_steps=accumulation, sync_with_dataloader=False, sync_each_batch=mesh.sharding == "fsdp"
     )
     accelerator = _start(
         mesh,
-        requested_precision(),
         gradient_accumulation_plugin=plugin,
         log_with=[*config.tracking.trackers, *trackers] or None,
         project_config=ProjectConfiguration(str(run.path), str(run.trackers)),
@@ -171,19 +168,19 @@ def build_accelerator(
             "run is in float32, which is faster here"
         )
     if chooses_for_one_gpu():
-        compiles = ", compiled" if requested_machine().compiles else ""
+        compiles = ", compiled" if mesh.compiles else ""
         logger.info(
             f"no accelerate config: {precision_of(accelerator)}{compiles}; `accelerate config`, or "
             "launch --config_file F, sets another precision and compiler"
         )
     provided = accelerator.distributed_type.value if torch.distributed.is_initialized() else "NO"
-    for kind in ("FSDP", "DEEPSPEED"):
-        if requested(kind) and provided != kind:
-            raise UserError(
-                f"the accelerate config sets {kind}, but this machine provides {provided} on "
-                f"{accelerator.device.type}; use a config without it, such as "
-                "accelerate_configs/cpu_ddp.yaml"
-            )
+    stated = {"fsdp": "FSDP", "zero": "DEEPSPEED"}.get(mesh.sharding, provided)
+    if provided != stated:
+        raise UserError(
+            f"the accelerate config sets {stated}, but this machine provides {provided} on "
+            f"{accelerator.device.type}; use a config without it, such as "
+            "accelerate_configs/cpu_ddp.yaml"
+        )
     fsdp = getattr(accelerator.state, "fsdp_plugin", None)
     if fsdp is not None:
         # what accelerate 1.15 does with a device mesh of several dimensions
@@ -326,8 +323,9 @@ def _is_one_graph(model: PreTrainedModel, accelerator: Accelerator) -> bool:
     of packed documents are known to work block by block.
     """
     attention = model.config._attn_implementation
-    is_plain = attention in ("sdpa", "eager") and not requested_checkpointing()
-    return is_plain and not is_sharded(accelerator) and mesh_of(accelerator).cp_size == 1
+    mesh = mesh_of(accelerator)
+    is_plain = attention in ("sdpa", "eager") and not mesh.checkpointing
+    return is_plain and not is_sharded(accelerator) and mesh.cp_size == 1
 
 
 @contextmanager
@@ -342,10 +340,11 @@ def prepared_blocks(
     each block is compiled, and one graph serves all blocks. Accelerate's checkpointing draws new
     dropout masks in the backward pass, which makes the gradient wrong.
     """
-    if (size := mesh_of(accelerator).tp_size) > 1:
-        cast(Any, model)._tp_size = size  # accelerate compares it with its config
-    if level := requested_checkpointing():
-        recompute_blocks(model, level)
+    mesh = mesh_of(accelerator)
+    if mesh.tp_size > 1:
+        cast(Any, model)._tp_size = mesh.tp_size  # accelerate compares it with its config
+    if mesh.checkpointing:
+        recompute_blocks(model, mesh.checkpointing)
     blocks = architecture_of(model).blocks(model)
     # what FSDP2 shards as one; transformers also names parts of other models
     cast(Any, model)._no_split_modules = sorted({type(block).__name__ for block in blocks})
@@ -366,11 +365,11 @@ def prepared_blocks(
         plugin.backend = backend
 
 
-def compress_gradients(model: torch.nn.Module) -> None:
+def compress_gradients(model: torch.nn.Module, accelerator: Accelerator) -> None:
     """Let DDP send the gradients of a prepared model in the precision that the accelerate config
     sets.
     """
-    kind = requested_machine().compression
+    kind = mesh_of(accelerator).compression
     if isinstance(model, DistributedDataParallel) and kind != "no":
         hook = getattr(default_hooks, f"{kind}_compress_hook")
         # not the hook itself: torch refuses the name of that for bf16 on gloo, which has its sum

@@ -20,6 +20,20 @@ SCHEDULES = ("1f1b", "zero_bubble")  # a pipeline's; the first is the default
 # for keys and values in ring attention; the first is the default
 ROTATIONS = ("allgather", "alltoall")
 
+# the sizes of a parallelism_config, as accelerate names them, by the variables that state them
+SIZE_VARIABLES = {
+    f"PARALLELISM_CONFIG_{name.upper()}": name
+    for name in (
+        "pp_size",
+        "dp_replicate_size",
+        "dp_shard_size",
+        "ep_size",
+        "cp_size",
+        "sp_size",
+        "tp_size",
+    )
+}
+
 # Patterns of values. Those that are no list of words are described by _WORDS.
 _COUNT, _INDEX = "[1-9][0-9]{0,8}", "[0-9]{1,9}"
 # up to 65535
@@ -121,6 +135,19 @@ _SECTIONS = {
     "fsdp_config": ("fsdp_", "FSDP_"),
     "parallelism_config": ("parallelism_config_", "PARALLELISM_CONFIG_"),
 }
+
+
+def is_true(stated: object) -> bool:
+    """Whether a setting says true, as YAML, accelerate and its launcher write it."""
+    return str(stated).lower() == "true"
+
+
+def level_of(stated: object) -> str:
+    """The level of activation checkpointing that a setting states, such as `true`; an empty one
+    for false or none.
+    """
+    level = str(stated).lower()
+    return "" if level in ("false", "none") else level
 
 
 def check_environment() -> None:

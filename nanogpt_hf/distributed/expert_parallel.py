@@ -24,26 +24,29 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from nanogpt_hf.config.checks import divisors
+from nanogpt_hf.distributed.launch import Launch
 from nanogpt_hf.distributed.mesh import Mesh, mesh_of
 from nanogpt_hf.model.experts import View, experts_of, products
 from nanogpt_hf.optim.state import local_part
 
 
-def experts_problem(model: PreTrainedModel, mesh: Mesh, is_sharded: bool) -> str | None:
+def experts_problem(model: PreTrainedModel, launch: Launch) -> str | None:
     """Why the processes cannot share the experts of a model, if they cannot."""
     for experts in experts_of(model):
         count = experts.num_experts
         if any(parameter.shape[0] != count for parameter in experts.parameters()):
-            return f"ep_size {mesh.ep_size}: experts of {model.config.model_type} share parameters"
-        sizes = divisors(math.gcd(mesh.dp_size, count))
-        if mesh.ep_size not in sizes:
             return (
-                f"ep_size is {mesh.ep_size}, which has to divide the {count} experts and the "
-                f"data-parallel size {mesh.dp_size}; set {' or '.join(map(str, sizes))}"
+                f"ep_size {launch.ep_size}: experts of {model.config.model_type} share parameters"
             )
-        if is_sharded and count < mesh.dp_size:
+        sizes = divisors(math.gcd(launch.dp_size, count))
+        if launch.ep_size not in sizes:
             return (
-                f"ep_size {mesh.ep_size} does not combine with FSDP2 over {mesh.dp_size} "
+                f"ep_size is {launch.ep_size}, which has to divide the {count} experts and the "
+                f"data-parallel size {launch.dp_size}; set {' or '.join(map(str, sizes))}"
+            )
+        if launch.sharding == "fsdp" and count < launch.dp_size:
+            return (
+                f"ep_size {launch.ep_size} does not combine with FSDP2 over {launch.dp_size} "
                 f"processes, more than the {count} experts; use accelerate_configs/ep.yaml"
             )
     return None

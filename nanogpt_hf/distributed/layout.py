@@ -1,13 +1,11 @@
 """Parallel layouts: which recipes run on which, and the split of a model."""
 
-import math
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from accelerate import Accelerator
 from transformers import PreTrainedModel
 
-from nanogpt_hf.config.checks import divisors
+from nanogpt_hf.config.checks import accumulation_steps, divisors
 from nanogpt_hf.config.compatibility import check_settings, recipe_settings
 from nanogpt_hf.config.schema import Config, ModelSection
 from nanogpt_hf.config.settings import Setting
@@ -18,7 +16,8 @@ from nanogpt_hf.distributed.context_parallel import (
     share_positions,
 )
 from nanogpt_hf.distributed.expert_parallel import experts_problem, split_experts
-from nanogpt_hf.distributed.mesh import Mesh, mesh_of
+from nanogpt_hf.distributed.launch import Launch
+from nanogpt_hf.distributed.mesh import mesh_of
 from nanogpt_hf.distributed.stages import stages_problem, tiny_model
 from nanogpt_hf.distributed.tensor_parallel import split_matrices, split_vocabulary
 from nanogpt_hf.errors import UserError
@@ -27,23 +26,8 @@ from nanogpt_hf.model.architecture import architecture_of
 from nanogpt_hf.model.build import check_causal, model_of_run
 from nanogpt_hf.model.experts import experts_of
 from nanogpt_hf.model.recompute import check_level
-from nanogpt_hf.program import program
 
 _PROBED: dict[str, bool] = {}  # by section: `estimate --gpus` asks for each layout
-
-
-@dataclass(frozen=True)
-class Machine:
-    """Settings of the accelerate config that a layout has to fit."""
-
-    sharding: Literal["none", "fsdp", "zero"] = "none"
-    precision: str = "no"
-    compiles: bool = False
-    device: str = "cpu"
-    compression: str = "no"  # of gradients under DDP: bf16 or fp16
-    checkpoints: str = ""  # level of activation checkpointing
-    reshards: bool = False  # FSDP2: weights after each forward pass
-    sends_weights: bool = False  # FSDP2: from the only process that reads them
 
 
 def split_model(model: PreTrainedModel, accelerator: Accelerator) -> None:
@@ -62,59 +46,56 @@ def split_model(model: PreTrainedModel, accelerator: Accelerator) -> None:
         share_positions(model, device_mesh["cp"], ring=ring, rotation=mesh.cp_rotation)
 
 
-def check_layout(
-    config: Config, mesh: Mesh, machine: Machine, model: PreTrainedModel | None = None
-) -> None:
-    """Raises UserError if the recipe cannot be trained on this machine with these sizes.
+def check_layout(config: Config, launch: Launch, model: PreTrainedModel | None = None) -> int:
+    """The gradient accumulation steps of a recipe on a launch.
 
-    The sizes that the accelerate config states have to multiply to the number of processes, too.
-    `model`: the recipe's, on any device, if there is one already.
+    Raises UserError if the recipe cannot be trained there, or if its tokens per step do not
+    divide. `model`: the recipe's, on any device, if there is one already.
     """
-    _check_product(mesh)
-    settings = recipe_settings(config) | machine_settings(mesh, machine)
+    settings = recipe_settings(config) | launch_settings(launch)
     check_settings(settings)
-    check_level(machine.checkpoints, config.model.n_layer)
-    if mesh.pp_size > 1:
-        if problem := _micro_batches_problem(config, mesh):
+    check_level(launch.checkpointing, config.model.n_layer)
+    if launch.pp_size > 1:
+        if problem := _micro_batches_problem(config, launch):
             raise UserError(problem)
         if problem := stages_problem(config.model):
             named = f"model.architecture {config.model.architecture} ({problem})"
             check_settings(settings | {Setting.BLOCKS_THAT_ARE_NO_STAGES: named})
-    if mesh.tp_size * mesh.cp_size * mesh.ep_size > 1:
+    if launch.tp_size * launch.cp_size * launch.ep_size > 1:
         model = model or model_of_run(config, vocab_size=256)
-        check_settings(settings | model_settings(config, model, mesh))
-        if problem := _sizes_problem(config, model, mesh, machine):
+        check_settings(settings | model_settings(config, model, launch))
+        if problem := _sizes_problem(config, model, launch):
             raise UserError(problem)
+    return accumulation_steps(config, launch.dp_size)
 
 
-def machine_settings(mesh: Mesh, machine: Machine) -> dict[Setting, str]:
+def launch_settings(launch: Launch) -> dict[Setting, str]:
     """The settings of the accelerate config, each with the words for it in messages."""
-    is_fsdp = machine.sharding == "fsdp"
-    is_unsharded = machine.sharding == "none"
-    copies = mesh.stated_sizes.get("dp_replicate_size", 1) if is_fsdp else 1
+    is_fsdp = launch.sharding == "fsdp"
+    is_unsharded = launch.sharding == "none"
     sizes = {
-        Setting.TENSOR_PARALLELISM: ("tp_size", mesh.tp_size),
-        Setting.CONTEXT_PARALLELISM: ("cp_size", mesh.cp_size),
-        Setting.PIPELINE_STAGES: ("pp_size", mesh.pp_size),
-        Setting.EXPERT_PARALLELISM: ("ep_size", mesh.ep_size),
-        Setting.HSDP: ("dp_replicate_size", copies),
+        Setting.TENSOR_PARALLELISM: ("tp_size", launch.tp_size),
+        Setting.CONTEXT_PARALLELISM: ("cp_size", launch.cp_size),
+        Setting.PIPELINE_STAGES: ("pp_size", launch.pp_size),
+        Setting.EXPERT_PARALLELISM: ("ep_size", launch.ep_size),
+        Setting.HSDP: ("dp_replicate_size", launch.dp_replicate_size),
     }
     switches = {
-        Setting.ZERO_BUBBLE: mesh.pp_size > 1 and mesh.pp_schedule == "zero_bubble",
-        Setting.DEEPSPEED: machine.sharding == "zero",
+        Setting.ZERO_BUBBLE: launch.pp_size > 1 and launch.pp_schedule == "zero_bubble",
+        Setting.DEEPSPEED: launch.sharding == "zero",
         Setting.FSDP2: is_fsdp,
-        Setting.FSDP2_IN_BF16: is_fsdp and machine.precision in ("bf16", "fp8"),
-        Setting.FSDP2_OVER_ONE_PROCESS: is_fsdp and mesh.dp_cp_size == 1,
+        Setting.FSDP2_IN_BF16: is_fsdp and launch.precision in ("bf16", "fp8"),
+        Setting.FSDP2_OVER_ONE_PROCESS: is_fsdp and launch.dp_cp_size == 1,
         Setting.UNSHARDED: is_unsharded,
-        Setting.DDP: is_unsharded and mesh.dp_size > 1 and mesh.pp_size == 1,
-        Setting.FP16: machine.precision == "fp16",
-        Setting.FP8: machine.precision == "fp8",
-        Setting.COMPILATION: machine.compiles,
-        Setting.ACTIVATION_CHECKPOINTING: bool(machine.checkpoints),
-        Setting.SELECTIVE_CHECKPOINTING: machine.checkpoints == "selective",
-        Setting.RESHARDING: machine.reshards,
-        Setting.SENT_WEIGHTS: machine.sends_weights,
-        Setting.CPU: machine.device == "cpu",
+        Setting.DDP: is_unsharded and launch.dp_size > 1 and launch.pp_size == 1,
+        Setting.FP16: launch.precision == "fp16",
+        Setting.FP8: launch.precision == "fp8",
+        Setting.COMPILATION: launch.compiles,
+        Setting.ACTIVATION_CHECKPOINTING: bool(launch.checkpointing),
+        Setting.SELECTIVE_CHECKPOINTING: launch.checkpointing == "selective",
+        Setting.RESHARDING: launch.reshards,
+        Setting.SENT_WEIGHTS: launch.sends_weights,
+        Setting.CPU: launch.on_cpu,
     }
     found = {
         setting: setting.describe(f"{name} {size}")
@@ -122,13 +103,13 @@ def machine_settings(mesh: Mesh, machine: Machine) -> dict[Setting, str]:
         if size > 1
     }
     found |= {setting: setting.describe() for setting, is_on in switches.items() if is_on}
-    if machine.compression != "no":
+    if launch.compression != "no":
         hook = Setting.GRADIENT_COMPRESSION
-        found[hook] = hook.describe(machine.compression)
+        found[hook] = hook.describe(launch.compression)
     return found
 
 
-def model_settings(config: Config, model: Any, mesh: Mesh) -> dict[Setting, str]:
+def model_settings(config: Config, model: Any, launch: Launch) -> dict[Setting, str]:
     """The settings of a model that matter for tensor, context and expert parallelism, each with
     the words for it in messages.
     """
@@ -136,7 +117,7 @@ def model_settings(config: Config, model: Any, mesh: Mesh) -> dict[Setting, str]
     found: dict[Setting, str] = {}
     architecture, fields = architecture_of(model), model.config.to_dict()
     window = fields.get("sliding_window") or fields.get("attention_chunk_size")
-    if mesh.tp_size > 1:
+    if launch.tp_size > 1:
         try:
             plans = map(architecture.tensor_parallel, architecture.blocks(model))
             if any("heads" in plan.values() for plan in plans):
@@ -154,45 +135,25 @@ def model_settings(config: Config, model: Any, mesh: Mesh) -> dict[Setting, str]
         or not {"index_topk", "keep_window_size"}.isdisjoint(fields)  # layers change the mask
     ):
         found[Setting.OTHER_ATTENTION] = f"the attention of {name}"
-    if mesh.cp_size > 1 and not _mixes_by_attention(config.model):
+    if launch.cp_size > 1 and not _mixes_by_attention(config.model):
         found[Setting.OTHER_ATTENTION] = f"what mixes tokens in {name}"
     if window is not None and window < config.data.block_size:
         found[Setting.WINDOW_OF_ATTENTION] = f"{name}'s window of {window} tokens"
-    if mesh.cp_size > 1 and needs_ring(model.config, mesh.tp_size * mesh.cp_size):
-        found[Setting.RING_ATTENTION] = Setting.RING_ATTENTION.describe(f"cp_size {mesh.cp_size}")
+    if launch.cp_size > 1 and needs_ring(model.config, launch.tp_size * launch.cp_size):
+        found[Setting.RING_ATTENTION] = Setting.RING_ATTENTION.describe(f"cp_size {launch.cp_size}")
     for knob, value in fields.items():
         if "drop" in knob and value:
             found[Setting.DROPOUT] = f"{knob} {value}"
     return found
 
 
-def _check_product(mesh: Mesh) -> None:
-    # ep_size divides the data-parallel size, which need not be stated
-    sizes = {name: size for name, size in mesh.stated_sizes.items() if name != "ep_size"}
-    product = math.prod(sizes.values())
-    shown = (
-        " × ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "every size 1"
-    )
-    # accelerate takes sizes that are all 1 for plain data parallelism, and leaves out pp_size,
-    # which it does not know
-    only_stages = sizes.keys() == {"pp_size"} and mesh.world_size % product == 0
-    unstated = product == 1 and "ep_size" in mesh.stated_sizes
-    if sizes and product != mesh.world_size and not (only_stages or unstated):
-        lost = f"; parallelism_config_pp_size reaches a run only by `{program()} launch`"
-        raise UserError(
-            f"parallelism_config: {shown} = {plural(product, 'process')}, but {mesh.world_size} "
-            "were started: set sizes whose product is num_processes"
-            f"{'' if 'pp_size' in sizes else lost}"
-        )
-
-
-def _sizes_problem(config: Config, model: Any, mesh: Mesh, machine: Machine) -> str | None:
+def _sizes_problem(config: Config, model: Any, launch: Launch) -> str | None:
     """Which size of a model its processes do not divide, if any."""
-    if mesh.ep_size > 1 and (problem := experts_problem(model, mesh, machine.sharding == "fsdp")):
+    if launch.ep_size > 1 and (problem := experts_problem(model, launch)):
         return problem
     heads, block_size = heads_of(model.config), config.data.block_size
     widths = dict(zip(("model.n_head", "model.n_kv_head"), heads, strict=True))
-    if mesh.tp_size > 1:
+    if launch.tp_size > 1:
         architecture = architecture_of(model)
         block: Any = architecture.blocks(model)[0]
         divided = widths | {
@@ -201,23 +162,23 @@ def _sizes_problem(config: Config, model: Any, mesh: Mesh, machine: Machine) -> 
             if split == "outputs"
         }
         for name, width in divided.items():
-            if width % mesh.tp_size:
-                return f"{name} is {width}, which {mesh.tp_size} processes do not divide"
-    if block_size % mesh.cp_size:
-        return f"data.block_size is {block_size}, which {mesh.cp_size} processes do not divide"
-    each = mesh.tp_size * mesh.cp_size
-    if mesh.cp_size == 1 or not needs_ring(model.config, each):
+            if width % launch.tp_size:
+                return f"{name} is {width}, which {launch.tp_size} processes do not divide"
+    if block_size % launch.cp_size:
+        return f"data.block_size is {block_size}, which {launch.cp_size} processes do not divide"
+    each = launch.tp_size * launch.cp_size
+    if launch.cp_size == 1 or not needs_ring(model.config, each):
         return None
-    if (machine.device, machine.precision) not in RING_MACHINES:
+    if (launch.device, launch.precision) not in RING_MACHINES:
         name, width = next((name, width) for name, width in widths.items() if width % each)
         return (
             f"{name} is {width}, which {each} processes do not divide, and ring attention, which "
             "needs no such sizes, runs only on CUDA GPUs (Ampere or newer) with mixed_precision "
             "bf16; set other sizes, or use them"
         )
-    if block_size % (2 * mesh.cp_size):
+    if block_size % (2 * launch.cp_size):
         return (
-            f"data.block_size is {block_size}, which does not divide into the 2 × {mesh.cp_size} "
+            f"data.block_size is {block_size}, which does not divide into the 2 × {launch.cp_size} "
             "equal parts of ring attention; set a multiple"
         )
     return None
@@ -237,22 +198,22 @@ def _mixes_by_attention(section: ModelSection) -> bool:
     return _PROBED[key]
 
 
-def _micro_batches_problem(config: Config, mesh: Mesh) -> str | None:
+def _micro_batches_problem(config: Config, launch: Launch) -> str | None:
     """Why the layers or the micro-batches of a step do not fill the stages, if they do not."""
-    if config.model.n_layer < mesh.pp_size:
-        return f"model.n_layer is {config.model.n_layer}, fewer than the {mesh.pp_size} stages"
+    if config.model.n_layer < launch.pp_size:
+        return f"model.n_layer is {config.model.n_layer}, fewer than the {launch.pp_size} stages"
     train, block_size = config.train, config.data.block_size
-    sequences = train.tokens_per_step // (block_size * mesh.dp_size)
+    sequences = train.tokens_per_step // (block_size * launch.dp_size)
     micro_batches = sequences // train.min_micro_batch_size
-    if mesh.fills_pipeline(micro_batches):
+    if launch.fills_pipeline(micro_batches):
         return None
     rule = "at least as many micro-batches as stages"
-    if mesh.pp_schedule == "zero_bubble":
+    if launch.pp_schedule == "zero_bubble":
         rule += ", in equal rounds of at least as many"
-    fitting = [size for size in divisors(sequences) if mesh.fills_pipeline(sequences // size)]
+    fitting = [size for size in divisors(sequences) if launch.fills_pipeline(sequences // size)]
     smaller = f"set train.micro_batch_size to {max(fitting)} or " if fitting else ""
     return (
         f"a step has {plural(sequences, 'sequence')} per pipeline, in micro-batches of "
-        f"{train.min_micro_batch_size}; pp_schedule {mesh.pp_schedule} takes {rule}; {smaller}"
+        f"{train.min_micro_batch_size}; pp_schedule {launch.pp_schedule} takes {rule}; {smaller}"
         "raise train.tokens_per_step"
     )

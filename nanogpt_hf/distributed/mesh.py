@@ -1,99 +1,156 @@
-"""Mesh: rank and size of this process in each kind of parallelism.
+"""Mesh: this process's place in a launch, its rank in each kind of parallelism.
 
-It is read from the environment once, where a command or a run begins, and passed on. Imports no
-torch, so that a command can use it before heavy imports.
+It is read from the environment once, where a command or a run begins. The Accelerator is built for
+it and has it from then on. Imports no torch, so that a command can use it before heavy imports.
 """
 
 import os
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
 
-from nanogpt_hf.distributed.environment import ROTATIONS, SCHEDULES
+from nanogpt_hf.distributed.environment import (
+    ROTATIONS,
+    SCHEDULES,
+    SIZE_VARIABLES,
+    is_true,
+    level_of,
+)
+from nanogpt_hf.distributed.launch import Launch
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-# sizes in the accelerate config's parallelism_config, as accelerate names them
-_SIZES = ("pp_size", "dp_replicate_size", "dp_shard_size", "ep_size", "cp_size", "sp_size")
-_SIZES += ("tp_size",)
-SIZE_VARIABLES = {f"PARALLELISM_CONFIG_{name.upper()}": name for name in _SIZES}
-
 
 @dataclass(frozen=True)
-class Mesh:
-    """Rank and size in each kind of parallelism. Without a launcher: rank 0 of 1.
+class Mesh(Launch):
+    """A launch as one of its processes sees it. Without a launcher: rank 0 of 1.
 
     Ranks are numbered as in accelerate's device mesh, pipeline stages outermost: (pp, dp, cp,
     tp), tp varies fastest. So the processes of a tensor-parallel group, which communicate most,
-    are neighbors on one machine.
+    are neighbors on one machine. For example pp 2 × dp 1 × tp 2: ranks 0 and 1 split the matrices
+    of the first half of the layers, ranks 2 and 3 those of the second half.
     """
 
     rank: int = 0
-    world_size: int = 1
     local_rank: int = 0  # within this machine
-    local_world_size: int = 1
-    tp_size: int = 1  # tensor parallelism: each matrix is split
-    cp_size: int = 1  # context parallelism: each sequence is split
-    pp_size: int = 1  # pipeline parallelism: the layers are split
-    ep_size: int = 1  # expert parallelism: data-parallel ranks that share one copy of the experts
-    pp_schedule: str = SCHEDULES[0]
-    cp_rotation: str = ROTATIONS[0]
-    # what the accelerate config states, by the names of SIZE_VARIABLES. The launcher passes on all
-    # but pp_size and ep_size, which only `nanogpt-hf launch` does, as it does pp_schedule.
-    stated_sizes: dict[str, int] = field(default_factory=dict, hash=False)
 
     @classmethod
-    def from_environment(cls) -> "Mesh":
-        """The ranks and sizes that `accelerate launch` or torchrun gave this process.
+    def of(cls, launch: Launch, rank: int) -> "Mesh":
+        """The place of process `rank` in a launch."""
+        values: dict[str, Any] = {each.name: getattr(launch, each.name) for each in fields(Launch)}
+        return cls(**values, rank=rank, local_rank=rank % launch.local_world_size)
 
-        `check_environment` has checked that they are numbers.
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> "Mesh":
+        """The launch that `accelerate launch` or torchrun passed to this process in variables.
+
+        `check_environment` has checked their values. Device, precision and compilation are what
+        the config states; distributed/accelerate_config.py settles them with what the machine has.
         """
         # an empty variable is none
-        given = {name: value for name, value in os.environ.items() if value}
-        stated = {name: int(given[key]) for key, name in SIZE_VARIABLES.items() if key in given}
+        given = {name: value for name, value in environment.items() if value}
+        sizes = {name: int(given[key]) for key, name in SIZE_VARIABLES.items() if key in given}
+        sharding: Any = "none"
+        if is_true(given.get("ACCELERATE_USE_FSDP")):
+            sharding = "fsdp"
+        if is_true(given.get("ACCELERATE_USE_DEEPSPEED")):
+            sharding = "zero"
+        is_fsdp = sharding == "fsdp"
+        on_cpu = is_true(given.get("ACCELERATE_USE_CPU"))
         return cls(
-            rank=int(given.get("RANK", 0)),
             world_size=int(given.get("WORLD_SIZE", 1)),
-            local_rank=int(given.get("LOCAL_RANK", 0)),
             local_world_size=int(given.get("LOCAL_WORLD_SIZE", 1)),
-            **{name: stated.get(name, 1) for name in ("tp_size", "cp_size", "pp_size", "ep_size")},
+            **{name: sizes.get(name, 1) for name in ("tp_size", "cp_size", "pp_size", "ep_size")},
+            dp_replicate_size=sizes.get("dp_replicate_size", 1) if is_fsdp else 1,
             pp_schedule=given.get("PARALLELISM_CONFIG_PP_SCHEDULE", SCHEDULES[0]),
             cp_rotation=given.get("PARALLELISM_CONFIG_CP_COMM_STRATEGY", ROTATIONS[0]),
-            stated_sizes=stated,
+            sharding=sharding,
+            zero_stage=int(given.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", 2)),
+            reshards=is_fsdp and is_true(given.get("FSDP_RESHARD_AFTER_FORWARD", "true")),
+            sends_weights=is_fsdp and is_true(given.get("FSDP_CPU_RAM_EFFICIENT_LOADING")),
+            compression=given.get("PARALLELISM_CONFIG_DDP_COMM_HOOK", "no"),
+            device="cpu" if on_cpu or given.get("ACCELERATE_TORCH_DEVICE") == "cpu" else "cuda",
+            precision=given.get("ACCELERATE_MIXED_PRECISION", "no"),
+            compiles=given.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no",
+            checkpointing=level_of(given.get("FSDP_ACTIVATION_CHECKPOINTING")),
+            rank=int(given.get("RANK", 0)),
+            local_rank=int(given.get("LOCAL_RANK", 0)),
         )
+
+    def environment(self) -> dict[str, str]:
+        """The variables that a launcher would pass to this process: `from_environment` reads the
+        same mesh from them.
+        """
+        given = {
+            "ACCELERATE_MIXED_PRECISION": self.precision,
+            "FSDP_ACTIVATION_CHECKPOINTING": self.checkpointing or "false",
+        }
+        if self.compiles:
+            given["ACCELERATE_DYNAMO_BACKEND"] = "INDUCTOR"
+        if self.world_size == 1:
+            return given | ({"ACCELERATE_USE_CPU": "true"} if self.on_cpu else {})
+        if self.on_cpu:
+            given["ACCELERATE_TORCH_DEVICE"] = "cpu"
+        ranks = {
+            "RANK": self.rank,
+            "WORLD_SIZE": self.world_size,
+            "LOCAL_RANK": self.local_rank,
+            "LOCAL_WORLD_SIZE": self.local_world_size,
+            "MASTER_PORT": 29500,
+        }
+        given |= {name: str(value) for name, value in ranks.items()}
+        given["MASTER_ADDR"] = "127.0.0.1"
+        if self.compression != "no":
+            given["PARALLELISM_CONFIG_DDP_COMM_HOOK"] = self.compression
+        if self.sharding == "fsdp" or self.tp_size * self.pp_size * self.ep_size > 1:
+            given |= self._sizes_environment()
+        if self.sharding == "zero":
+            given["ACCELERATE_USE_DEEPSPEED"] = "true"
+            given["ACCELERATE_DEEPSPEED_ZERO_STAGE"] = str(self.zero_stage)
+        if self.sharding == "fsdp":
+            given |= {
+                "ACCELERATE_USE_FSDP": "true",
+                "FSDP_VERSION": "2",
+                "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+                "FSDP_RESHARD_AFTER_FORWARD": str(self.reshards).lower(),
+                "FSDP_CPU_RAM_EFFICIENT_LOADING": str(self.sends_weights).lower(),
+            }
+        return given
+
+    def _sizes_environment(self) -> dict[str, str]:
+        """The variables of a parallelism_config that states every size."""
+        copies = min(self.copies, self.dp_size)
+        sizes = {
+            "DP_REPLICATE": copies,
+            "DP_SHARD": self.dp_size // copies,
+            "TP": self.tp_size,
+            "PP": self.pp_size,
+            "EP": self.ep_size,
+            "CP": self.cp_size,
+            "SP": 1,
+        }
+        return {
+            "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
+            "PARALLELISM_CONFIG_PP_SCHEDULE": self.pp_schedule,
+            "PARALLELISM_CONFIG_CP_COMM_STRATEGY": self.cp_rotation,
+        } | {f"PARALLELISM_CONFIG_{name}_SIZE": str(size) for name, size in sizes.items()}
 
     @property
     def is_main(self) -> bool:
         """Whether this process writes files and prints."""
         return self.rank == 0
 
-    @property
-    def dp_size(self) -> int:
-        """Data-parallel size: how many groups of processes have different sequences of a step,
-        sharded or not.
-        """
-        return self.world_size // (self.pp_size * self.cp_size * self.tp_size)
+    # rank = ((pp_rank · dp_size + dp_rank) · cp_size + cp_rank) · tp_size + tp_rank
 
     @property
-    def data_parallel(self) -> str:
-        """The data-parallel size in words."""
-        kind = "processes" if self.dp_size == self.world_size else "data-parallel ranks"
-        return f"{self.dp_size} {kind}"
+    def pp_rank(self) -> int:
+        """The pipeline stage of this process."""
+        return self.rank // (self.tp_size * self.cp_size * self.dp_size)
 
     @property
     def dp_rank(self) -> int:
         return self.rank // (self.tp_size * self.cp_size) % self.dp_size
-
-    @property
-    def dp_cp_size(self) -> int:
-        """How many groups of processes have different tokens of a step: their gradients are
-        averaged.
-        """
-        return self.dp_size * self.cp_size
-
-    @property
-    def dp_cp_rank(self) -> int:
-        return self.dp_rank * self.cp_size + self.cp_rank
 
     @property
     def cp_rank(self) -> int:
@@ -104,23 +161,13 @@ class Mesh:
         return self.rank % self.tp_size
 
     @property
-    def pp_rank(self) -> int:
-        """The pipeline stage of this process."""
-        return self.rank // (self.tp_size * self.cp_size * self.dp_size)
-
-    def fills_pipeline(self, micro_batches: int) -> bool:
-        """Whether the pipeline's schedule takes a step of so many micro-batches: at least as many
-        as stages.
-
-        torch's zero bubble also divides them into equal rounds, each of at least as many as stages.
-        """
-        rounds = micro_batches // self.pp_size
-        return rounds > 0 and (self.pp_schedule != "zero_bubble" or micro_batches % rounds == 0)
+    def dp_cp_rank(self) -> int:
+        return self.dp_rank * self.cp_size + self.cp_rank
 
 
 def mesh_of(accelerator: "Accelerator") -> Mesh:
-    """The mesh of the launch that an Accelerator was built for: its only place once there is one.
+    """The mesh that an Accelerator was built for.
 
-    A plain Accelerator, which `build_accelerator` did not build, is that of one process.
+    A plain Accelerator, which distributed/accelerator.py did not build, is one process.
     """
     return getattr(accelerator, "mesh", None) or Mesh()

@@ -37,7 +37,7 @@ class Pipeline(Links):
         self.index, self.count, self.dp_size = mesh.pp_rank, mesh.pp_size, mesh.dp_size
         self.schedule = mesh.pp_schedule
         self.is_sharded = accelerator.distributed_type == DistributedType.FSDP
-        copies = mesh.stated_sizes.get("dp_replicate_size", 1) if self.is_sharded else 1
+        copies = mesh.dp_replicate_size
         sizes = {"pp": mesh.pp_size, "copies": copies, "dp": mesh.dp_size // copies}
         sizes["tp"] = mesh.tp_size
         device_mesh = init_device_mesh(

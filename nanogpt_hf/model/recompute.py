@@ -25,12 +25,6 @@ _KEPT += tuple(f"_scaled_dot_product_{kind}_attention" for kind in ("flash", "ef
 _PACKETS = [getattr(torch.ops.aten, name) for name in _KEPT]
 
 
-def level_of(stated: object) -> str:
-    """The level that a setting states, such as true; an empty one for false or none."""
-    level = str(stated).lower()
-    return "" if level in ("false", "none") else level
-
-
 def interval(level: str) -> int:
     """One block of how many is computed again."""
     return int(level) if level.isdecimal() else 1

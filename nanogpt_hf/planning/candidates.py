@@ -12,6 +12,8 @@ from transformers import PreTrainedModel
 
 from nanogpt_hf.config.checks import divisors
 from nanogpt_hf.config.schema import Config, replace_knobs
+from nanogpt_hf.distributed.launch import Launch
+from nanogpt_hf.distributed.layout import check_layout
 from nanogpt_hf.distributed.stages import head_in_blocks, split_blocks
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.formatting import format_bytes
@@ -19,7 +21,6 @@ from nanogpt_hf.model.architecture import architecture_of
 from nanogpt_hf.model.experts import experts_of
 from nanogpt_hf.planning.footprint import Footprint, footprint
 from nanogpt_hf.planning.hardware import LINK_SHARE, USABLE_MEMORY, Gpu
-from nanogpt_hf.planning.placement import Placement
 from nanogpt_hf.planning.transfers import Transfer, transfers
 
 NEARLY = 1.03  # a simpler layout is proposed if its step is at most this many times as long
@@ -46,9 +47,9 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A placement with a micro-batch, and its estimated costs on one GPU."""
+    """A launch with a micro-batch, and its estimated costs on one GPU."""
 
-    place: Placement
+    launch: Launch
     micro_batch_size: int
     accumulation: int
     memory: Footprint
@@ -80,25 +81,26 @@ def candidates(
         config.train.tokens_per_step * per_token / (cluster.gpus * cluster.gpu.bf16_flops * mfu)
     )
     found = []
-    for place in _placements(config, model, cluster):
-        compute = seconds * (4 / 3 if place.checkpointing else 1)  # the forward pass is repeated
-        found += _costed(config, model, cluster, place, compute)
+    for launch in _launches(config, model, cluster):
+        compute = seconds * (4 / 3 if launch.checkpointing else 1)  # the forward pass is repeated
+        found += _costed(config, model, cluster, launch, compute)
     return found
 
 
-def _placements(config: Config, model: PreTrainedModel, cluster: Cluster) -> Iterator[Placement]:
-    """Every placement that the recipe can be trained on: docs/machines.md has what combines.
+def _launches(config: Config, model: PreTrainedModel, cluster: Cluster) -> Iterator[Launch]:
+    """Every launch that the recipe can be trained on: docs/machines.md has what combines.
 
     Tensor and context parallelism communicate most, and stay inside a machine.
     """
     gpus, per_machine = cluster.gpus, cluster.per_machine
     smallest = replace_knobs(config, {"train.micro_batch_size": 1})
     shares = divisors(math.gcd(gpus, *(experts.num_experts for experts in experts_of(model))))
-    one = Placement(gpus, precision="bf16", per_machine=per_machine)
+    local = min(gpus, per_machine)
+    one = Launch(gpus, local, precision="bf16")
 
-    def fits(place: Placement) -> bool:
+    def fits(launch: Launch) -> bool:
         try:
-            place.check(smallest, model)
+            check_layout(smallest, launch, model)
         except UserError:
             return False
         return True
@@ -107,41 +109,44 @@ def _placements(config: Config, model: PreTrainedModel, cluster: Cluster) -> Ite
         if gpus % (tp * cp * pp) or per_machine % (tp * cp):
             continue
         inside, plain = per_machine // tp, tp == cp == pp == 1
-        place = replace(one, tp=tp, cp=cp, pp=pp, compiles=plain)  # others compile with limits
-        ranks, kinds = place.dp * cp, [place]
+        # the other layouts compile with limits
+        whole = replace(one, tp_size=tp, cp_size=cp, pp_size=pp, compiles=plain)
+        ranks = whole.dp_cp_size
+        kinds = [whole]  # one process, or DDP
         if ranks > 1:
-            kinds = [replace(place, kind="FSDP2", shards=ranks)]
+            sharded = replace(whole, sharding="fsdp", reshards=True)
+            kinds = [sharded]
             if pp == 1 and ranks > inside > 1 and ranks % inside == 0 and inside % cp == 0:
-                kinds.insert(0, replace(place, kind="FSDP2", shards=inside))  # HSDP
+                kinds.insert(0, replace(sharded, dp_replicate_size=ranks // inside))  # HSDP
             if tp == cp == 1:
-                kinds.insert(0, replace(place, kind="DDP"))
+                kinds.insert(0, whole)
         if not fits(kinds[-1]):
             continue
         for ep, level, kind in itertools.product(shares if plain else [1], ("", "true"), kinds):
-            place = replace(kind, ep=ep, checkpointing=level)
-            if ep == 1 or fits(place):
-                yield place
+            launch = replace(kind, ep_size=ep, checkpointing=level)
+            if ep == 1 or fits(launch):
+                yield launch
 
 
 def _costed(
-    config: Config, model: PreTrainedModel, cluster: Cluster, place: Placement, compute: float
+    config: Config, model: PreTrainedModel, cluster: Cluster, launch: Launch, compute: float
 ) -> Iterator[Candidate]:
-    """The layouts of a placement: with the largest micro-batch that fits, or 1; in a pipeline
+    """The layouts of a launch: with the largest micro-batch that fits, or 1; in a pipeline
     with all that fit.
     """
     block_size = config.data.block_size
-    sequences = config.train.tokens_per_step // block_size // place.dp
+    sequences = config.train.tokens_per_step // block_size // launch.dp_size
     for size in reversed(divisors(sequences)):
         accumulation = sequences // size
         batch = {"micro_batch_size": size, "block_size": block_size}
-        memory = footprint(model, place, accumulation=accumulation, optim=config.optim, **batch)
-        if accumulation < place.pp or (size > 1 and memory.peak > cluster.usable_memory):
+        memory = footprint(model, launch, accumulation=accumulation, optim=config.optim, **batch)
+        if accumulation < launch.pp_size or (size > 1 and memory.peak > cluster.usable_memory):
             continue
-        moved = transfers(model, place, accumulation=accumulation, **batch)
-        waiting, bubble = waiting_seconds(moved, compute, cluster, place, accumulation)
-        bubble += compute * (_slowest_stage(model, place.pp) - 1)
-        yield Candidate(place, size, accumulation, memory, moved, compute, waiting, bubble)
-        if place.pp == 1:
+        moved = transfers(model, launch, accumulation=accumulation, **batch)
+        waiting, bubble = waiting_seconds(moved, compute, cluster, launch, accumulation)
+        bubble += compute * (_slowest_stage(model, launch.pp_size) - 1)
+        yield Candidate(launch, size, accumulation, memory, moved, compute, waiting, bubble)
+        if launch.pp_size == 1:
             return
 
 
@@ -155,7 +160,7 @@ def _slowest_stage(model: PreTrainedModel, stages: int) -> float:
 
 
 def waiting_seconds(
-    moved: list[Transfer], compute: float, cluster: Cluster, place: Placement, accumulation: int
+    moved: list[Transfer], compute: float, cluster: Cluster, launch: Launch, accumulation: int
 ) -> tuple[float, float]:
     """Seconds per step that a GPU waits for communication, and for other stages of its pipeline.
 
@@ -170,7 +175,7 @@ def waiting_seconds(
         rate = min(cluster.gpu.link, cluster.network * transfer.neighbors or cluster.gpu.link)
         seconds[transfer.overlaps] += transfer.size / (LINK_SHARE * rate)
     waiting = seconds[""] + max(0.0, seconds["computation"] - compute)
-    bubble = (place.pp - 1) / accumulation * (compute + waiting)
+    bubble = (launch.pp_size - 1) / accumulation * (compute + waiting)
     last = seconds["the last backward pass"] - 2 / 3 * compute / accumulation
     return waiting + max(0.0, last), bubble
 
@@ -190,16 +195,23 @@ def propose(config: Config, model: PreTrainedModel, cluster: Cluster, mfu: float
     """
     found = candidates(config, model, cluster, mfu)
     by_cost = sorted(found, key=lambda one: (cluster.lacks(one), one.step_seconds), reverse=True)
-    best = {candidate.place.family: candidate for candidate in by_cost}
+    best = {candidate.launch.family: candidate for candidate in by_cost}
     fitting = [candidate for candidate in by_cost if not cluster.lacks(candidate)]
     if not fitting:
         raise UserError(_misfit(config, cluster, found))
     limit = NEARLY * fitting[-1].step_seconds
     nearly = [candidate for candidate in fitting if candidate.step_seconds <= limit]
-    chosen = min(nearly, key=lambda one: (one.place.complexity, one.step_seconds))
-    best[chosen.place.family] = chosen
-    listed = sorted(best.values(), key=lambda one: one.place.complexity)
+    chosen = min(nearly, key=lambda one: (_complexity(one.launch), one.step_seconds))
+    best[chosen.launch.family] = chosen
+    listed = sorted(best.values(), key=lambda one: _complexity(one.launch))
     return Proposal(cluster, chosen, listed)
+
+
+def _complexity(launch: Launch) -> tuple[int, str]:
+    """A key that sorts the simplest launch first."""
+    kinds = ["one process", "DDP", "FSDP2"].index(launch.kind) + ("HSDP" in launch.sizes)
+    several = launch.sizes.keys() & {"PP", "CP", "TP", "EP"}
+    return 10 * len(several) + kinds, launch.checkpointing
 
 
 def _misfit(config: Config, cluster: Cluster, found: list[Candidate]) -> str:
@@ -213,7 +225,7 @@ def _misfit(config: Config, cluster: Cluster, found: list[Candidate]) -> str:
     smallest = min(found, key=lambda candidate: candidate.memory.peak)
     return (
         f"no layout over {cluster.gpus} × {cluster.name} fits: the smallest, "
-        f"{smallest.place.name} with micro-batches of {smallest.micro_batch_size}, needs "
+        f"{smallest.launch.name} with micro-batches of {smallest.micro_batch_size}, needs "
         f"{format_bytes(smallest.memory.peak)} of each GPU, and "
         f"{format_bytes(cluster.usable_memory)} are usable; take more GPUs, a shorter "
         "data.block_size or a smaller model"

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
+from nanogpt_hf.distributed.launch import Launch
 from nanogpt_hf.distributed.stages import head_in_blocks, split_blocks
 from nanogpt_hf.distributed.tensor_parallel import splits_vocabulary
 from nanogpt_hf.errors import UserError
@@ -25,7 +26,6 @@ from nanogpt_hf.model.architecture import architecture_of
 from nanogpt_hf.model.attention import write_out_attention
 from nanogpt_hf.model.experts import experts_of, shapes_only
 from nanogpt_hf.model.recompute import is_kept
-from nanogpt_hf.planning.placement import Placement
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class StageShare:
     in_flight: int = 1  # micro-batches whose activations are held
 
 
-def stages_of(model: PreTrainedModel, place: Placement) -> list[StageShare]:
+def stages_of(model: PreTrainedModel, launch: Launch) -> list[StageShare]:
     """The first, one of the largest in the middle, and the last stage, if there are as many.
 
     Under 1F1B the first holds the most activations, and the last the loss.
@@ -46,12 +46,13 @@ def stages_of(model: PreTrainedModel, place: Placement) -> list[StageShare]:
     are stages from it on.
     """
     blocks = model.config.num_hidden_layers
-    if place.pp == 1:
+    if launch.pp_size == 1:
         return [StageShare(blocks)]
-    split = [len(part) for part in split_blocks(blocks, head_in_blocks(model), place.pp)]
-    middle = StageShare(split[-2], has_embedding=False, has_head=False, in_flight=place.pp - 1)
-    first = StageShare(split[0], has_head=False, in_flight=place.pp)
-    return [first, *[middle] * (place.pp > 2), StageShare(split[-1], has_embedding=False)]
+    split = [len(part) for part in split_blocks(blocks, head_in_blocks(model), launch.pp_size)]
+    in_middle = launch.pp_size - 1
+    middle = StageShare(split[-2], has_embedding=False, has_head=False, in_flight=in_middle)
+    first = StageShare(split[0], has_head=False, in_flight=launch.pp_size)
+    return [first, *[middle] * (launch.pp_size > 2), StageShare(split[-1], has_embedding=False)]
 
 
 @dataclass(frozen=True)
@@ -201,15 +202,15 @@ class GpuKernels(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def block_bytes(model: PreTrainedModel, block_size: int, place: Placement) -> tuple[float, float]:
+def block_bytes(model: PreTrainedModel, block_size: int, launch: Launch) -> tuple[float, float]:
     """Bytes per token that autograd saves of a block of a model on the meta device, and what
     selective checkpointing keeps beside the block's input. The mean if there are several kinds.
 
     The difference of two batches leaves out what does not grow with the batch: weights and their
     casts, tables of angles.
     """
-    half, written_out = place.residual_bytes == 2, place.writes_out_attention
-    key = place.tp, place.autocast, half, written_out, place.on_cpu
+    half, written_out = launch.residual_bytes == 2, launch.writes_out_attention
+    key = launch.tp_size, launch.autocast, half, written_out, launch.on_cpu
     return _block_bytes(model, block_size, *key)
 
 

@@ -11,19 +11,20 @@ from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from nanogpt_hf.config.checks import accumulation_steps, divisors
+from nanogpt_hf.config.checks import divisors
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.config.sources import sources_of
 from nanogpt_hf.config.stages import planned_tokens, stages_of, tokens_by_source
 from nanogpt_hf.data.manifest import Manifest, find_manifest
 from nanogpt_hf.data.tokenizer import known_vocab_size
+from nanogpt_hf.distributed.launch import Launch
+from nanogpt_hf.distributed.layout import check_layout
 from nanogpt_hf.errors import DataError, UserError
 from nanogpt_hf.model.architecture import architecture_of, padding_rows, part_of
 from nanogpt_hf.model.build import build_config, check_balance, meta_model
 from nanogpt_hf.optim.optimizer import kind_of
 from nanogpt_hf.planning.footprint import Footprint, footprint, useless_checkpointing
 from nanogpt_hf.planning.hardware import GPUS, USABLE_MEMORY
-from nanogpt_hf.planning.placement import Placement
 
 CHINCHILLA = 20  # compute-optimal tokens per parameter: arXiv:2203.15556, table 3
 
@@ -67,7 +68,7 @@ class Estimate:
 
 def estimate(
     config: Config,
-    place: Placement,
+    launch: Launch,
     base: PreTrainedConfig | None = None,
     *,
     mfu: float = 0.4,
@@ -80,11 +81,10 @@ def estimate(
     steps do not divide by the processes, if the size of the vocabulary is unknown, and for what
     does not combine with ZeRO or FSDP2.
     """
-    place.check(config)
+    accumulation = check_layout(config, launch)
     manifest = find_manifest(config.data)
     model, vocabulary = _meta_model(config, base, manifest)
     check_balance(config, model.config)
-    accumulation = accumulation_steps(config, place.dp)
     block_size = config.data.block_size
     stages, tokens = stages_of(config), planned_tokens(config)
     micro = config.train.min_micro_batch_size
@@ -99,21 +99,23 @@ def estimate(
     step: dict[str, Any] = {"block_size": block_size, "optim": config.optim}
 
     @cache
-    def footprint_of(size: int, place: Placement) -> Footprint:
+    def footprint_of(size: int, launch: Launch) -> Footprint:
         accumulation = sequences // size
-        return footprint(model, place, micro_batch_size=size, accumulation=accumulation, **step)
+        return footprint(model, launch, micro_batch_size=size, accumulation=accumulation, **step)
 
-    def largest_micro_batch(memory: float, place: Placement) -> int | None:
+    def largest_micro_batch(memory: float, launch: Launch) -> int | None:
         usable = USABLE_MEMORY * memory
-        fitting = (n for n in divisors(sequences) if footprint_of(n, place).peak <= usable)
+        fitting = (n for n in divisors(sequences) if footprint_of(n, launch).peak <= usable)
         return max(fitting, default=None)
 
     devices = []
     if memory:
-        devices.append(Device("this much memory", memory, largest_micro_batch(memory, place), None))
-    on_gpu = dataclasses.replace(place, on_cpu=False)
+        devices.append(
+            Device("this much memory", memory, largest_micro_batch(memory, launch), None)
+        )
+    on_gpu = dataclasses.replace(launch, device="cuda")
     for name, gpu in GPUS.items():
-        seconds = tokens * flops_per_token / (gpu.bf16_flops * mfu * place.processes)
+        seconds = tokens * flops_per_token / (gpu.bf16_flops * mfu * launch.world_size)
         devices.append(Device(name, gpu.memory, largest_micro_batch(gpu.memory, on_gpu), seconds))
 
     # Padding of the vocabulary takes memory and disk, but does not count as parameters of the
@@ -131,7 +133,7 @@ def estimate(
     active = total - padding - architecture.idle_parameters(model.config)
     return Estimate(
         recipe=config.name,
-        machine=str(place),
+        machine=str(launch),
         vocabulary=vocabulary,
         parameters=total - padding,
         active=active,
@@ -140,9 +142,9 @@ def estimate(
         micro_batch_size=micro,
         block_size=block_size,
         accumulation=accumulation,
-        memory=footprint_of(micro, place),
+        memory=footprint_of(micro, launch),
         useless=useless_checkpointing(
-            model, place, micro_batch_size=micro, accumulation=accumulation, **step
+            model, launch, micro_batch_size=micro, accumulation=accumulation, **step
         ),
         flops_per_token=flops_per_token,
         flops=flops_per_token * tokens + optimizer.update_flops(model) * config.train.max_steps,

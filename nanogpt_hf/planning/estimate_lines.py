@@ -3,10 +3,10 @@
 import dataclasses
 
 from nanogpt_hf.config.schema import Config
+from nanogpt_hf.distributed.launch import Launch
 from nanogpt_hf.formatting import align, format_bytes, format_duration
 from nanogpt_hf.planning.candidates import NEARLY, Proposal
 from nanogpt_hf.planning.estimate import Estimate
-from nanogpt_hf.planning.placement import Placement
 
 
 def layout_lines(proposal: Proposal, config: Config) -> list[str]:
@@ -30,17 +30,18 @@ def layout_lines(proposal: Proposal, config: Config) -> list[str]:
         sent = (format_bytes(other.bytes_sent(between)) for between in (False, True))
         rows.append(
             [
-                f"{mark} {other.place.name}{', checkpointing' * bool(other.place.checkpointing)}",
+                f"{mark} {other.launch.name}{', checkpointing' * bool(other.launch.checkpointing)}",
                 str(other.micro_batch_size),
                 format_bytes(other.memory.peak),
                 *sent,
                 *(["does not fit", "", "", ""] if cluster.lacks(other) else times),
             ]
         )
+    checkpointing = ", activation checkpointing" if layout.launch.checkpointing else ""
     return [
         f"layout over {cluster.gpus} × {cluster.name}{machines}: "
         f"{format_bytes(cluster.gpu.memory)}, {rates}",
-        f"  {layout.place.name}{', activation checkpointing' * bool(layout.place.checkpointing)}; "
+        f"  {layout.launch.name}{checkpointing}; "
         f"micro-batches of {layout.micro_batch_size} × {config.data.block_size:,} tokens, {step}",
         f"  the simplest that fits into {format_bytes(cluster.usable_memory)} of each GPU and "
         f"takes up to {NEARLY} of the fastest's time",
@@ -62,17 +63,17 @@ def estimate_figures(estimate: Estimate, proposal: Proposal | None) -> dict:
     values["memory"] = memory | values["memory"]
     if proposal:
         layout = proposal.layout
-        costs = {"name": layout.place.name, "step_seconds": layout.step_seconds}
+        costs = {"name": layout.launch.name, "step_seconds": layout.step_seconds}
         values["layout"] = dataclasses.asdict(layout) | costs
     return values
 
 
-def estimate_lines(estimate: Estimate, place: Placement) -> list[str]:
+def estimate_lines(estimate: Estimate, launch: Launch) -> list[str]:
     """Model, memory, devices, tokens and disk, with an empty line after each."""
     parts = (
         _model(estimate),
-        _memory(estimate, place),
-        _devices(estimate, place),
+        _memory(estimate, launch),
+        _devices(estimate, launch),
         _tokens(estimate),
         _disk(estimate),
     )
@@ -96,7 +97,7 @@ def _model(estimate: Estimate) -> list[str]:
     ]
 
 
-def _memory(estimate: Estimate, place: Placement) -> list[str]:
+def _memory(estimate: Estimate, launch: Launch) -> list[str]:
     memory, phases = estimate.memory, estimate.memory.phases
     unit, name = (1e9, "GB") if memory.peak >= 1e9 else (1e6, "MB")
     rows = [[name, *phases]]
@@ -118,13 +119,13 @@ def _memory(estimate: Estimate, place: Placement) -> list[str]:
         lines.append(
             f"  and {low} to {high} of host memory per machine, for the copy of a checkpoint"
         )
-    if place.compiles:
+    if launch.compiles:
         lines.append("  compiled blocks save fewer activations than this")
     return lines
 
 
-def _devices(estimate: Estimate, place: Placement) -> list[str]:
-    gpus = f"{place.processes} GPUs" if place.processes > 1 else "one GPU"
+def _devices(estimate: Estimate, launch: Launch) -> list[str]:
+    gpus = f"{launch.world_size} GPUs" if launch.world_size > 1 else "one GPU"
     rows = [["", "memory", "largest micro-batch", f"time at {estimate.mfu:g} of the peak"]]
     for device in estimate.devices:
         fits = str(device.micro_batch_size) if device.micro_batch_size else "not even 1"

@@ -13,13 +13,13 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from nanogpt_hf.config.schema import OptimSection
+from nanogpt_hf.distributed.launch import Launch
 from nanogpt_hf.distributed.tensor_parallel import splits_vocabulary
 from nanogpt_hf.model.architecture import architecture_of
 from nanogpt_hf.model.loss_gpt import rows_of_a_chunk
 from nanogpt_hf.model.recompute import SELECTIVE, interval
 from nanogpt_hf.optim.optimizer import kind_of
 from nanogpt_hf.planning.counts import Counts, StageShare, block_bytes, one_rank_of, stages_of
-from nanogpt_hf.planning.placement import Placement
 
 CHECKPOINT = "checkpoint"  # the copy that is written in the background, kept from one to the next
 PARTS = ("weights", "optimizer", "gradients", "copies", "activations", "logits", CHECKPOINT)
@@ -55,7 +55,7 @@ class Footprint:
 
 def footprint(
     model: PreTrainedModel,
-    place: Placement,
+    launch: Launch,
     *,
     micro_batch_size: int,
     block_size: int,
@@ -69,49 +69,49 @@ def footprint(
     peak, of other kinds of parallelism any device.
     """
     step = micro_batch_size, block_size, accumulation, optim or OptimSection()
-    footprints = [_footprint(model, place, stage, *step) for stage in stages_of(model, place)]
+    footprints = [_footprint(model, launch, stage, *step) for stage in stages_of(model, launch)]
     return max(footprints, key=lambda estimated: estimated.peak)
 
 
-def useless_checkpointing(model: PreTrainedModel, place: Placement, **step: Any) -> str | None:
+def useless_checkpointing(model: PreTrainedModel, launch: Launch, **step: Any) -> str | None:
     """A line if activation checkpointing does not lower the peak of a step, else nothing."""
-    if not place.checkpointing:
+    if not launch.checkpointing:
         return None
     ours, plain = (
-        footprint(model, each, **step) for each in (place, replace(place, checkpointing=""))
+        footprint(model, each, **step) for each in (launch, replace(launch, checkpointing=""))
     )
     if ours.peak < plain.peak:
         return None
     return (
-        f"fsdp_activation_checkpointing {place.checkpointing} saves no memory here: "
+        f"fsdp_activation_checkpointing {launch.checkpointing} saves no memory here: "
         f"{ours.peak_phase} needs the most, and no less with it"
     )
 
 
 def _footprint(
     model: PreTrainedModel,
-    place: Placement,
+    launch: Launch,
     stage: StageShare,
     micro_batch_size: int,
     block_size: int,
     accumulation: int,
     optim: OptimSection,
 ) -> Footprint:
-    config, value = model.config, place.compute_bytes
-    counts = Counts.of(model, place.tp, stage, place.ep)
+    config, value = model.config, launch.compute_bytes
+    counts = Counts.of(model, launch.tp_size, stage, launch.ep_size)
     # what is sharded or held: FSDP2 shards the copies of experts
-    ep = 1 if place.kind == "FSDP2" else place.ep
-    held = Counts.of(model, place.tp, stage, ep)
-    rows = micro_batch_size * block_size // place.cp
-    residual = place.residual_bytes * rows * config.hidden_size
-    full_block = rows * block_bytes(model, block_size, place)[0]
-    kept_block = rows * _kept_bytes(model, block_size, place)  # of a block computed again
-    frozen = config.num_hidden_layers - counts.backward_blocks if place.pp == 1 else 0
+    ep = 1 if launch.sharding == "fsdp" else launch.ep_size
+    held = Counts.of(model, launch.tp_size, stage, ep)
+    rows = micro_batch_size * block_size // launch.cp_size
+    residual = launch.residual_bytes * rows * config.hidden_size
+    full_block = rows * block_bytes(model, block_size, launch)[0]
+    kept_block = rows * _kept_bytes(model, block_size, launch)  # of a block computed again
+    frozen = config.num_hidden_layers - counts.backward_blocks if launch.pp_size == 1 else 0
 
     def again(blocks: int) -> int:
         """How many of the lowest blocks that have a backward pass are computed again."""
-        every = interval(place.checkpointing)
-        return -((-frozen - blocks) // every) + -frozen // every if place.checkpointing else 0
+        every = interval(launch.checkpointing)
+        return -((-frozen - blocks) // every) + -frozen // every if launch.checkpointing else 0
 
     def saved(blocks: int) -> float:
         """Bytes of activations held of them."""
@@ -124,32 +124,32 @@ def _footprint(
     # an adapter has a gradient of its own
     copies_of_input = 1 + any(hasattr(layer, "lora_A") for layer in last)
     inner = architecture.inner_width(block, config)
-    passing = residual + value * rows * (inner // place.tp * copies_of_input)
-    rank = one_rank_of(model, place.tp, ep)
+    passing = residual + value * rows * (inner // launch.tp_size * copies_of_input)
+    rank = one_rank_of(model, launch.tp_size, ep)
     share = held.trainable / Counts.of(rank).trainable
     optimizer, checkpoint = (
-        share * _optimizer_bytes(rank, place.shards, optim.name, state)
+        share * _optimizer_bytes(rank, launch.shards, optim.name, state)
         for state in (optim.state, "float32")
     )
-    state = _state(held, place, optimizer)
-    checkpoint += 4 * held.total / place.shards
+    state = _state(held, launch, optimizer)
+    checkpoint += 4 * held.total / launch.shards
     # processes of a machine: of copies one is saved
-    savers = min(place.per_machine, max(place.ep, place.processes // place.copies))
+    savers = min(launch.local_world_size, max(launch.ep_size, launch.world_size // launch.copies))
     whole = 4 * Counts.of(model).total + _optimizer_bytes(model, 1, optim.name, "float32")
-    host_copy = 0 if place.on_cpu else min(savers * checkpoint, whole)
-    state[CHECKPOINT] = checkpoint if place.on_cpu else 0.0
+    host_copy = 0 if launch.on_cpu else min(savers * checkpoint, whole)
+    state[CHECKPOINT] = checkpoint if launch.on_cpu else 0.0
     gradients = state.pop("gradients")
     accumulated = gradients if accumulation > 1 else 0
     head = 0  # a gradient of the head, not yet reduced
     if counts.head_is_trainable:
-        head = counts.head * (value if place.kind == "FSDP2" else 4)
+        head = counts.head * (value if launch.sharding == "fsdp" else 4)
     is_tied = config.tie_word_embeddings
     logits, head_gradient, row_gradients = (
-        _loss(model, counts, place, rows) if stage.has_head else (0.0, 0.0, 0.0)
+        _loss(model, counts, launch, rows) if stage.has_head else (0.0, 0.0, 0.0)
     )
     # activations and cast weights of other micro-batches
     left = counts.backward_blocks
-    cast = 2 * place.autocast * counts.block * (left - again(left))
+    cast = 2 * launch.autocast * counts.block * (left - again(left))
     waiting = (stage.in_flight - 1) * (saved(left) + cast)
     # torch receives each micro-batch of a step into a buffer of its own: the input of a stage, for
     # which it also keeps the gradient, and the gradient of its output
@@ -165,7 +165,7 @@ def _footprint(
             + saved(left)
             + is_again * (residual + full_block - kept_block)
             + passing,
-            "copies": _copies(counts, place, left - again(left) + is_again, done),
+            "copies": _copies(counts, launch, left - again(left) + is_again, done),
         }
 
     phases = {
@@ -174,7 +174,7 @@ def _footprint(
             # with input and output of the last LayerNorm
             "activations": waiting + saved(counts.backward_blocks) + 2 * residual + row_gradients,
             "logits": logits,
-            "copies": _copies(counts, place, left - again(left)),
+            "copies": _copies(counts, launch, left - again(left)),
         },
         TOP: in_block(0),
         BOTTOM: in_block(counts.backward_blocks - 1),
@@ -183,30 +183,30 @@ def _footprint(
         EMBEDDING: {
             "gradients": gradients + head * ((2 if is_tied else 0) + (accumulation > 1)),
             "activations": waiting + 2 * residual,
-            "copies": _copies(counts, place, 0, left),
+            "copies": _copies(counts, launch, 0, left),
         },
     }
     if kind_of(optim).update_bytes:
-        shards = place.shards * Counts.of(model).trainable / held.trainable
+        shards = launch.shards * Counts.of(model).trainable / held.trainable
         kind = optim.name, optim.state
-        copies = _update_bytes(model, place.on_cpu, shards, place.processes, *kind)
+        copies = _update_bytes(model, launch.on_cpu, shards, launch.world_size, *kind)
         phases[UPDATE] = {"gradients": gradients, "copies": copies}
     phases = {name: dict.fromkeys(PARTS, 0.0) | state | parts for name, parts in phases.items()}
     return Footprint(phases, host_copy)
 
 
 def _loss(
-    model: PreTrainedModel, counts: Counts, place: Placement, rows: int
+    model: PreTrainedModel, counts: Counts, launch: Launch, rows: int
 ) -> tuple[float, float, float]:
     """Bytes of the logits and tensors of their size, and of the loss's gradients of the head and of
     its input rows.
 
     If all logits are computed at once, both gradients are allocated when the activations are freed.
     """
-    vocabulary, value = model.config.vocab_size, place.compute_bytes
-    if is_split := place.tp > 1 and splits_vocabulary(model):  # always as chunks
-        vocabulary = -(-vocabulary // place.tp)
-    chunk = rows_of_a_chunk(rows, vocabulary, "cpu" if place.on_cpu else "cuda")
+    vocabulary, value = model.config.vocab_size, launch.compute_bytes
+    if is_split := launch.tp_size > 1 and splits_vocabulary(model):  # always as chunks
+        vocabulary = -(-vocabulary // launch.tp_size)
+    chunk = rows_of_a_chunk(rows, vocabulary, "cpu" if launch.on_cpu else "cuda")
     logits = chunk * vocabulary
     if chunk == rows and not is_split:  # log-softmax, with a gradient before and after it
         return 3 * 4 * logits, 0.0, 0.0
@@ -219,18 +219,18 @@ def _loss(
     return (
         max(bytes_per_logit * logits, product),
         4.0 * trainable_head,
-        float(place.residual_bytes * rows * model.config.hidden_size),
+        float(launch.residual_bytes * rows * model.config.hidden_size),
     )
 
 
-def _kept_bytes(model: PreTrainedModel, block_size: int, place: Placement) -> float:
+def _kept_bytes(model: PreTrainedModel, block_size: int, launch: Launch) -> float:
     """Bytes per token that are held of a block whose activations are computed again: its input, and
     selected results.
     """
     width = model.config.hidden_size
-    if place.checkpointing != SELECTIVE:
-        return place.residual_bytes * width
-    return place.residual_bytes * width + block_bytes(model, block_size, place)[1]
+    if launch.checkpointing != SELECTIVE:
+        return launch.residual_bytes * width
+    return launch.residual_bytes * width + block_bytes(model, block_size, launch)[1]
 
 
 @lru_cache(maxsize=256)  # layouts share them
@@ -248,42 +248,43 @@ def _update_bytes(
     return update_bytes(model, on_cpu, shards, processes) if update_bytes else 0.0
 
 
-def _state(counts: Counts, place: Placement, optimizer_bytes: float) -> dict[str, float]:
+def _state(counts: Counts, launch: Launch, optimizer_bytes: float) -> dict[str, float]:
     """Bytes of weights, gradients and optimizer state on a device."""
     state = {
-        "weights": 4 * counts.total / place.shards,
-        "gradients": 4 * counts.trainable / place.shards,
+        "weights": 4 * counts.total / launch.shards,
+        "gradients": 4 * counts.trainable / launch.shards,
         "optimizer": optimizer_bytes,
     }
-    if place.zero:  # weights in the compute precision, and a float32 copy in the optimizer
+    if launch.sharding == "zero":
+        # weights in the compute precision, and a float32 copy in the optimizer
         state["weights"] = (
-            place.compute_bytes * counts.total / (place.shards if place.kind == "ZeRO-3" else 1)
+            launch.compute_bytes * counts.total / (launch.shards if launch.kind == "ZeRO-3" else 1)
         )
-        state["optimizer"] += 4 * counts.trainable / place.shards
-    if place.pp > 1:
+        state["optimizer"] += 4 * counts.trainable / launch.shards
+    if launch.pp_size > 1:
         # torch's pipelines reduce them after the last backward pass of a step
-        state["gradients"] *= place.shards
+        state["gradients"] *= launch.shards
     return state
 
 
-def _copies(counts: Counts, place: Placement, blocks: int, done: int | None = None) -> float:
+def _copies(counts: Counts, launch: Launch, blocks: int, done: int | None = None) -> float:
     """Bytes of temporary weights and gradients: cast, gathered, or in communication buckets.
 
     `blocks`: the number of blocks whose 16-bit weights the autograd graph holds. `done`: that of
     blocks that had their backward pass; None before it.
     """
-    value = place.compute_bytes
-    if place.kind == "FSDP2":  # this block and the next; gradients in 16 bits and float32
+    value = launch.compute_bytes
+    if launch.sharding == "fsdp":  # this block and the next; gradients in 16 bits and float32
         gathered = counts.total - counts.outside
-        if place.reshard:  # torch's pipelines keep them from a backward to the next forward pass
-            kept = (done or 0) * (place.pp > 1)
+        if launch.reshards:  # torch's pipelines keep them from a backward to the next forward pass
+            kept = (done or 0) * (launch.pp_size > 1)
             gathered = min(gathered, (2 + kept) * counts.block)
         gradients = 0 if done is None else (value + 4) * counts.block
         return value * (counts.outside - counts.gathered_alone + gathered) + gradients
-    if place.zero:
-        live = min(counts.total, _ZERO_3_LIVE) if place.kind == "ZeRO-3" else 0
+    if launch.sharding == "zero":
+        live = min(counts.total, _ZERO_3_LIVE) if launch.kind == "ZeRO-3" else 0
         bucket = 0 if done is None else min(counts.trainable, _ZERO_BUCKET)
         return value * (live + bucket)
-    cast = 2 * (counts.head + counts.block * blocks) if place.autocast else 0
-    has_buckets = place.kind == "DDP" and place.pp == 1
+    cast = 2 * (counts.head + counts.block * blocks) if launch.autocast else 0
+    has_buckets = launch.kind == "DDP" and launch.pp_size == 1
     return cast + has_buckets * 4 * (counts.trainable - counts.trainable_experts)

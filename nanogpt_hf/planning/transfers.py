@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from transformers import PreTrainedModel
 
 from nanogpt_hf.distributed.context_parallel import heads_of, needs_ring
+from nanogpt_hf.distributed.launch import Launch
 from nanogpt_hf.model.config_fields import active_experts
 from nanogpt_hf.model.experts import experts_of
 from nanogpt_hf.model.recompute import interval
 from nanogpt_hf.planning.counts import Counts, stages_of
-from nanogpt_hf.planning.placement import Placement
 
 
 def all_reduce_bytes(whole: float, size: int) -> float:
@@ -46,7 +46,7 @@ class Transfer:
 
 def transfers(
     model: PreTrainedModel,
-    place: Placement,
+    launch: Launch,
     *,
     micro_batch_size: int,
     block_size: int,
@@ -68,80 +68,81 @@ def transfers(
     float32 around to where they came from. A stage of a pipeline sends activations on and their
     gradients back.
     """
-    config, value, stages = model.config, place.compute_bytes, stages_of(model, place)
-    shares = [Counts.of(model, place.tp, stage, place.ep) for stage in stages]
+    config, value, stages = model.config, launch.compute_bytes, stages_of(model, launch)
+    shares = [Counts.of(model, launch.tp_size, stage, launch.ep_size) for stage in stages]
     counts = max(shares, key=lambda counts: counts.total)
     blocks = max(stage.blocks for stage in stages)
     # for a layer, per step
-    values = micro_batch_size * block_size // place.cp * config.hidden_size * accumulation
+    values = micro_batch_size * block_size // launch.cp_size * config.hidden_size * accumulation
     # a second forward pass of the blocks
-    again = 1 / interval(place.checkpointing) if place.checkpointing else 0
-    stages_apart = place.processes // place.pp
-    copies = place.dp // place.ep  # of experts
+    again = 1 / interval(launch.checkpointing) if launch.checkpointing else 0
+    stages_apart = launch.world_size // launch.pp_size
+    copies = launch.dp_size // launch.ep_size  # of experts
     others, trainable = counts.total - counts.experts, counts.trainable - counts.trainable_experts
+    tp = launch.tp_size
+    ep = launch.ep_size
     found = []
 
     def add(name: str, size: float, group: int, stride: int, overlaps: str = "") -> None:
         """A group of devices whose ranks differ by `stride`."""
-        neighbors = max(1, place.per_machine // stride) if group * stride > place.per_machine else 0
+        local = launch.local_world_size
+        neighbors = max(1, local // stride) if group * stride > local else 0
         if size:
             found.append(Transfer(name, size, neighbors, overlaps))
 
-    if place.kind == "FSDP2":
+    if launch.sharding == "fsdp":
         # The head, and a tied embedding, stay gathered between the passes. A pipeline gathers them
         # once per step, keeps the blocks' weights from a backward to the next forward pass, and
         # their whole gradients to the end of the step.
         once = counts.outside - counts.gathered_alone
-        times, passes = accumulation, accumulation * (1 + place.reshard)
-        if place.pp > 1:
-            once, times, passes = counts.outside, 1, 1 + place.reshard * accumulation
+        times, passes = accumulation, accumulation * (1 + launch.reshards)
+        if launch.pp_size > 1:
+            once, times, passes = counts.outside, 1, 1 + launch.reshards * accumulation
         for whose, gathered, scattered, shards, stride in (
-            ("", passes * (others - once) + times * once, trainable, place.shards, place.tp),
-            (" of experts", passes * counts.experts, counts.trainable_experts, copies, place.ep),
+            ("", passes * (others - once) + times * once, trainable, launch.shards, tp),
+            (" of experts", passes * counts.experts, counts.trainable_experts, copies, ep),
         ):
             size = all_gather_bytes(value * gathered, shards)
             add(f"gathers of weights{whose}", size, shards, stride, "computation")
             size = all_gather_bytes(4 * scattered * times, shards)
             add(f"reduce-scatters of gradients{whose}", size, shards, stride, "computation")
-    if place.kind in ("DDP", "FSDP2"):
-        each = 2 if place.compresses else 4
-        gradients = all_reduce_bytes(each * trainable / place.shards, place.copies)
-        stride = place.shards * place.tp
+    if launch.kind in ("DDP", "FSDP2"):
+        each = 2 if launch.compression != "no" else 4
+        gradients = all_reduce_bytes(each * trainable / launch.shards, launch.copies)
+        stride = launch.shards * launch.tp_size
         overlaps = "the last backward pass"
-        add("all-reduce of gradients", gradients, place.copies, stride, overlaps)
-    if place.kind == "DDP":
+        add("all-reduce of gradients", gradients, launch.copies, stride, overlaps)
+    if launch.kind == "DDP":
         size = all_reduce_bytes(4 * counts.trainable_experts, copies)
-        add("all-reduce of experts' gradients", size, copies, place.ep)
-    if place.ep > 1:
+        add("all-reduce of experts' gradients", size, copies, launch.ep_size)
+    if launch.ep_size > 1:
         rows = len(experts_of(model)) * active_experts(config) * value * values
-        size = all_gather_bytes((4 + 2 * again) * rows, place.ep)
-        add("exchanges with experts", size, place.ep, 1)
-    if place.tp > 1:
-        ends = 2 if place.pp == 1 else 1  # embedding and head
+        size = all_gather_bytes((4 + 2 * again) * rows, launch.ep_size)
+        add("exchanges with experts", size, launch.ep_size, 1)
+    if launch.tp_size > 1:
+        ends = 2 if launch.pp_size == 1 else 1  # embedding and head
         # gradients of a norm's output, which autocast leaves in float32, and the embedding's output
-        sums = (2 + 2 * again) * blocks * value + (2 * blocks + ends) * place.residual_bytes
-        size = all_reduce_bytes(sums * values, place.tp)
-        add("tensor-parallel all-reduces", size, place.tp, 1)
-    if place.cp > 1:
+        sums = (2 + 2 * again) * blocks * value + (2 * blocks + ends) * launch.residual_bytes
+        size = all_reduce_bytes(sums * values, launch.tp_size)
+        add("tensor-parallel all-reduces", size, launch.tp_size, 1)
+    if launch.cp_size > 1:
         heads, kv_heads = heads_of(config)
-        if needs_ring(config, place.tp * place.cp):
-            around = (2 + again) * (place.cp - 1) * value + place.cp * 4
-            size = blocks * 2 * kv_heads / heads / place.tp * values * around
+        if needs_ring(config, launch.tp_size * launch.cp_size):
+            around = (2 + again) * (launch.cp_size - 1) * value + launch.cp_size * 4
+            size = blocks * 2 * kv_heads / heads / launch.tp_size * values * around
         else:
-            exchanged = (
-                (2 + again) * blocks * 2 * (heads + kv_heads) / heads / place.tp * value * values
-            )
-            size = all_gather_bytes(exchanged, place.cp)
-        add("context-parallel exchanges", size, place.cp, place.tp)
-    if place.pp > 1:
+            exchanged = (2 + again) * blocks * 2 * (heads + kv_heads) / heads / tp * value * values
+            size = all_gather_bytes(exchanged, launch.cp_size)
+        add("context-parallel exchanges", size, launch.cp_size, launch.tp_size)
+    if launch.pp_size > 1:
         add(
             "activations between stages",
-            min(2, place.pp - 1) * place.residual_bytes * values,
-            place.pp,
+            min(2, launch.pp_size - 1) * launch.residual_bytes * values,
+            launch.pp_size,
             stages_apart,
         )
         if config.tie_word_embeddings:
             head = next(model.get_input_embeddings().parameters())
-            size = 4 * head.numel() / place.tp / place.shards
-            add("gradients of the tied head", size, place.pp, stages_apart)
+            size = 4 * head.numel() / launch.tp_size / launch.shards
+            add("gradients of the tied head", size, launch.pp_size, stages_apart)
     return found

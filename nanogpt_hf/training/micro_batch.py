@@ -21,17 +21,17 @@ from nanogpt_hf.config.checks import divisors
 from nanogpt_hf.config.schema import Config, replace_knobs
 from nanogpt_hf.data.batches import Batches, blocks_read
 from nanogpt_hf.data.blocks import Blocks
-from nanogpt_hf.distributed.accelerate_config import requested_checkpointing, requested_precision
+from nanogpt_hf.distributed.accelerate_config import requested_precision
 from nanogpt_hf.distributed.accelerator import is_sharded, micro_batches_not_counted
 from nanogpt_hf.distributed.full_state import reset_optimizer_state
-from nanogpt_hf.distributed.mesh import mesh_of
+from nanogpt_hf.distributed.launch import Launch
+from nanogpt_hf.distributed.mesh import Mesh, mesh_of
 from nanogpt_hf.errors import NotEnoughMemoryError, UserError, is_out_of_memory
 from nanogpt_hf.formatting import format_bytes
 from nanogpt_hf.model.build import model_of_run
 from nanogpt_hf.optim.state import local_part
 from nanogpt_hf.planning.footprint import footprint, useless_checkpointing
 from nanogpt_hf.planning.hardware import USABLE_MEMORY, free_memory
-from nanogpt_hf.planning.placement import Placement
 from nanogpt_hf.program import program
 from nanogpt_hf.training.run import Run
 from nanogpt_hf.training.step import train_step
@@ -129,17 +129,17 @@ def _estimate_of(run: Run) -> Callable[[int], float]:
 
     A sharded model is taken as whole, so that the first trial is rather too small.
     """
-    place = Placement(
+    launch = Launch(
+        device=run.accelerator.device.type,
         precision=str(run.accelerator.mixed_precision),
-        on_cpu=run.accelerator.device.type == "cpu",
-        checkpointing=requested_checkpointing(),
+        checkpointing=run.mesh.checkpointing,
     )
     model = model_of_run(run.config, run.data.vocab_size)
     step = _one_micro_batch(run.config)
 
     def estimated(size: int) -> float:
         step["micro_batch_size"] = size
-        return footprint(model, place, **step).peak
+        return footprint(model, launch, **step).peak
 
     return estimated
 
@@ -153,17 +153,20 @@ def check_memory(config: Config, accelerator: Accelerator, vocab_size: int) -> N
     """
     model = model_of_run(config, vocab_size)
     on_cpu = accelerator.device.type == "cpu"
-    precision, checkpointing = str(accelerator.mixed_precision), requested_checkpointing()
-    place = Placement(precision=precision, on_cpu=on_cpu, checkpointing=checkpointing)
+    launch = Launch(
+        device=accelerator.device.type,
+        precision=str(accelerator.mixed_precision),
+        checkpointing=mesh_of(accelerator).checkpointing,
+    )
     step = _one_micro_batch(config)
-    if accelerator.is_main_process and (line := useless_checkpointing(model, place, **step)):
+    if accelerator.is_main_process and (line := useless_checkpointing(model, launch, **step)):
         logger.warning(line)
     # whose frozen weights are not counted in 8 bits
     if not on_cpu or config.lora.quantize:
         return
     needed = 4.0 * model.num_parameters()  # a sharded model, too, is built whole in each process
     if not is_sharded(accelerator):
-        needed = footprint(model, place, **step).peak
+        needed = footprint(model, launch, **step).peak
     processes = mesh_of(accelerator).local_world_size
     free = min(_gather(accelerator, (free_memory() + psutil.swap_memory().free) // processes))
     if needed > free:
@@ -171,7 +174,7 @@ def check_memory(config: Config, accelerator: Accelerator, vocab_size: int) -> N
         raise UserError(
             f"the run needs about {format_bytes(needed)} of memory and {format_bytes(free)} are "
             f"free{each}; train a smaller model, or on a machine with more memory: "
-            f"{memory_advice(config, vocab_size, place)}"
+            f"{memory_advice(config, vocab_size, launch)}"
         )
 
 
@@ -315,19 +318,20 @@ def one_line_for_too_little_memory(config: Config, vocab_size: int) -> Iterator[
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        place = Placement(precision=requested_precision(), checkpointing=requested_checkpointing())
-        advice = memory_advice(config, vocab_size, place)
+        stated = Mesh.from_environment()
+        launch = Launch(precision=requested_precision(), checkpointing=stated.checkpointing)
+        advice = memory_advice(config, vocab_size, launch)
         raise NotEnoughMemoryError(f"out of memory: {advice}") from error
 
 
-def memory_advice(config: Config, vocab_size: int, place: Placement) -> str:
+def memory_advice(config: Config, vocab_size: int, launch: Launch) -> str:
     """What takes the memory of a step, as estimated, and knobs that reduce it."""
     model = model_of_run(config, vocab_size)
-    needed = footprint(model, place, **_one_micro_batch(config))
+    needed = footprint(model, launch, **_one_micro_batch(config))
     parts = needed.phases[needed.peak_phase].items()
     sizes = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts if size)
     remedies = ["an accelerate config that shards the model over devices"]
-    if not place.checkpointing:
+    if not launch.checkpointing:
         remedies.insert(0, "fsdp_activation_checkpointing in the accelerate config")
     if config.optim.name == "adamw" and config.optim.state != "8bit":
         remedies.insert(0, "optim.state 8bit")

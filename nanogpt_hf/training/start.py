@@ -36,7 +36,7 @@ from nanogpt_hf.config.stages import config_at, naming, stages_of
 from nanogpt_hf.cpu import share_threads
 from nanogpt_hf.data.manifest import find_manifest, identity
 from nanogpt_hf.data.prepared import PreparedData, load_prepared
-from nanogpt_hf.distributed.accelerate_config import check_launch, requested_machine
+from nanogpt_hf.distributed.accelerate_config import check_launch
 from nanogpt_hf.distributed.accelerator import (
     build_accelerator,
     choose_kernels,
@@ -303,7 +303,7 @@ def start_again(run: Run) -> None:
     is skipped.
     """
     before, accelerator = run.state, run.accelerator
-    if requested_machine().compiles:
+    if run.mesh.compiles:
         torch.compiler.reset()  # other shapes would share a graph, unlike those of a resumed run
     # two models at once need not fit
     run.model, run.optimizer = accelerator.free_memory(run.model, run.optimizer)
@@ -347,7 +347,7 @@ def build_unchecked(
     if accelerator.mixed_precision == "fp8":
         multiply_in_fp8(model, mesh)
     # compiled blocks would be compiled again for all lengths of documents
-    if packs(config) and not (accelerator.device.type == "cpu" and requested_machine().compiles):
+    if packs(config) and not (accelerator.device.type == "cpu" and mesh.compiles):
         attend_apart(model)
     _record_end_ids(model, data.end_of_turn_id)
     if config.finetune.model:
@@ -364,7 +364,7 @@ def build_unchecked(
             optimizer: Any = accelerator.prepare_optimizer(bare, device_placement=False)
         else:
             prepared, optimizer = accelerator.prepare(model, bare)
-            compress_gradients(prepared)
+            compress_gradients(prepared, accelerator)
     # FSDP2 replaces parameters; the whole ones would stay in memory
     bare.in_model_order = [p for p in prepared.parameters() if p.requires_grad]
     if config.train.gradient_groups:

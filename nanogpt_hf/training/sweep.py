@@ -27,12 +27,14 @@ from nanogpt_hf.config.values import convert, parse_flow_list
 from nanogpt_hf.data.manifest import DECIDING_KNOBS, read_manifest
 from nanogpt_hf.data.source import check_source
 from nanogpt_hf.distributed.accelerate_config import check_launch, check_recipe
+from nanogpt_hf.distributed.launch import Launch
+from nanogpt_hf.distributed.layout import check_layout
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.distributed.signals import StopRequest, stop_on_signals
 from nanogpt_hf.errors import EXIT_STOPPED, RunFolderError, UserError
 from nanogpt_hf.formatting import align, format_duration
+from nanogpt_hf.planning.config_files import NotEstimated, read_launch
 from nanogpt_hf.planning.estimate import estimate
-from nanogpt_hf.planning.placement import NotEstimated, Placement, read_placement
 from nanogpt_hf.program import program
 from nanogpt_hf.reports.comparison import diverged_at
 from nanogpt_hf.reports.curves import draw_curves
@@ -76,7 +78,7 @@ class Sweep:
 @cache
 def _planned(run: GridRun, started: bool) -> Row:
     """The row of a run, estimated once before and once after its data is prepared."""
-    sizes = estimate(run.config, Placement(on_cpu=True))
+    sizes = estimate(run.config, Launch(device="cpu"))
     row = {"run": run.name, "status": "planned", "steps": run.config.train.max_steps} | run.values
     return row | {name: getattr(sizes, name) for name in ("parameters", "tokens", "flops")}
 
@@ -141,7 +143,7 @@ def check_runs(sweep: Sweep) -> None:
         raise RunFolderError(f"{whole.path}: is a file; give another --sweep-dir")
     if whole.recipe.exists() or whole.checkpoints.exists():
         raise RunFolderError(f"{whole.path}: holds a run itself; give another --sweep-dir")
-    place = read_machine(sweep.machine) if sweep.machine else None
+    launch = read_machine(sweep.machine) if sweep.machine else None
     mesh = Mesh.from_environment()
 
     def check_machine(config: Config) -> None:
@@ -149,8 +151,8 @@ def check_runs(sweep: Sweep) -> None:
             check_launch(config, mesh)
             return
         check_recipe(config)
-        if place:
-            place.check(config)
+        if launch:
+            check_layout(config, launch)
 
     for run in sweep.runs:
         try:
@@ -169,13 +171,13 @@ def _of_sweep(error: UserError) -> str:
     return str(error).replace("--run-dir", "--sweep-dir")
 
 
-def read_machine(path: str) -> Placement | None:
-    """The placement of an accelerate config; None if only its own launch can check the layout.
+def read_machine(path: str) -> Launch | None:
+    """The launch of an accelerate config; None if only its own launch can check the layout.
 
     Raises UserError if it is no such config.
     """
     try:
-        return read_placement(path)
+        return read_launch(path)
     except NotEstimated:
         return None
 

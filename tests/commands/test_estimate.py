@@ -13,9 +13,9 @@ from nanogpt_hf.bench.rehearsal import rehearse
 from nanogpt_hf.commands import main
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.schema import replace_knobs
+from nanogpt_hf.distributed.launch import Launch
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.planning.estimate import estimate, run_bytes
-from nanogpt_hf.planning.placement import Placement
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.training import step
 
@@ -102,10 +102,10 @@ def test_a_rehearsal_finds_a_tensor_on_the_wrong_device(tmp_path, write_recipe, 
         return own_positions(batch, *arguments) | {"position_ids": on_cpu}
 
     config = load_config(write_recipe())
-    assert rehearse(config, Placement()).waits == {}
+    assert rehearse(config, Launch()).waits == {}
     monkeypatch.setattr(step, "own_positions", planted)
     with pytest.raises(UserError, match=r"^--rehearse: .* meet: model/modeling_gpt\.py:\d+ .*wpe"):
-        rehearse(config, Placement())
+        rehearse(config, Launch())
 
 
 ON_GPUS = {
@@ -141,11 +141,11 @@ def test_estimate_finds_largest_micro_batch_that_fits(tmp_path, write_recipe):
     peak = {}
     for size in (1, 2, 3, 4, 6, 12):
         config = replace_knobs(config, {"train.micro_batch_size": size})
-        peak[size] = estimate(config, Placement()).memory.peak
+        peak[size] = estimate(config, Launch()).memory.peak
     config = replace_knobs(config, {"train.micro_batch_size": "auto"})
 
     def largest(memory):
-        return estimate(config, Placement(), memory=memory).devices[0].micro_batch_size
+        return estimate(config, Launch(), memory=memory).devices[0].micro_batch_size
 
     assert [largest(peak[size] / 0.9 * 1.0001) for size in peak] == list(peak)
     assert largest(peak[12] / 0.9 * 0.9999) == 6
@@ -157,11 +157,11 @@ def test_estimated_run_folder_size_is_right(tmp_path, write_recipe):
     recipe = write_recipe(checkpoint__keep=1, model__n_embd=128, train__max_steps=2, eval__every=2)
     run = RunFolder(tmp_path / "run")
     config = load_config(recipe)
-    before = estimate(config, Placement())
+    before = estimate(config, Launch())
     assert before.vocabulary.startswith("128, assumed")
     assert before.data_bytes is None
     assert main(argv("pretrain {} --run-dir {}", recipe, run.path)) == 0
-    figures = estimate(config, Placement())
+    figures = estimate(config, Launch())
     weights = run_bytes(figures.parameters, 8 * figures.trainable, keep=1)
     on_disk = sum(path.stat().st_size for path in run.path.rglob("*.safetensors"))
     # one of three checkpoints, best/ and final/: 12 + 4 + 4 of 48 bytes per parameter

@@ -7,8 +7,8 @@ from nanogpt_hf.config.compatibility import RULES
 from nanogpt_hf.config.schema import KNOBS, kind_options
 from nanogpt_hf.config.settings import KnobSetting, Rule, Setting
 from nanogpt_hf.config.values import convert
-from nanogpt_hf.distributed.layout import Machine, machine_settings
-from nanogpt_hf.distributed.mesh import Mesh
+from nanogpt_hf.distributed.launch import Launch
+from nanogpt_hf.distributed.layout import launch_settings
 from nanogpt_hf.optim.optimizer import OPTIMIZERS
 
 # found in a recipe, a model, a tokenizer and on the command line
@@ -33,15 +33,22 @@ OF_NO_MACHINE = {
 
 
 def test_every_setting_is_one_that_a_run_can_have_and_a_rule_names():
-    whole = {"pp_size": 2, "pp_schedule": "zero_bubble", "stated_sizes": {"dp_replicate_size": 4}}
-    copied = Machine("none", "fp16", compiles=True, checkpoints="selective", reshards=True)
-    of_machine = machine_settings(Mesh(0, 8, **whole), Machine("fsdp", "bf16")).keys()
-    of_machine |= machine_settings(Mesh(0, 2), Machine("zero", "fp8", compression="bf16")).keys()
-    of_machine |= machine_settings(Mesh(0, 2), copied).keys()
-    of_machine |= machine_settings(Mesh(0, 4, cp_size=2, tp_size=2), Machine("fsdp")).keys()
-    of_machine |= machine_settings(Mesh(0, 2, tp_size=2), Machine("fsdp")).keys()
-    sends = Machine("fsdp", sends_weights=True)
-    of_machine |= machine_settings(Mesh(0, 2, ep_size=2), sends).keys()
+    several = [
+        Launch(
+            8,
+            pp_size=2,
+            pp_schedule="zero_bubble",
+            sharding="fsdp",
+            dp_replicate_size=4,
+            precision="bf16",
+        ),
+        Launch(2, sharding="zero", precision="fp8", compression="bf16"),
+        Launch(2, precision="fp16", compiles=True, checkpointing="selective", reshards=True),
+        Launch(4, cp_size=2, tp_size=2, sharding="fsdp"),
+        Launch(2, tp_size=2, sharding="fsdp", device="cpu"),
+        Launch(2, ep_size=2, sharding="fsdp", sends_weights=True),
+    ]
+    of_machine = {setting for launch in several for setting in launch_settings(launch)}
     assert of_machine | OF_NO_MACHINE == set(Setting)
     named = {setting for rule in RULES for setting in (rule.a, rule.b)}
     assert {setting for setting in named if isinstance(setting, Setting)} == set(Setting)

@@ -1,17 +1,21 @@
 """Context parallelism: what it refuses."""
 
+from typing import Any
+
 import pytest
 from decoder_types import tiny_section
 
 from nanogpt_hf.config.load import load_config
-from nanogpt_hf.distributed.layout import Machine, check_layout
-from nanogpt_hf.distributed.mesh import Mesh
+from nanogpt_hf.distributed.launch import Launch
+from nanogpt_hf.distributed.layout import check_layout
 from nanogpt_hf.errors import UserError
 
-GPU = Machine("fsdp", "bf16", device="cuda")
+TWO: Any = {"world_size": 2, "cp_size": 2, "sharding": "fsdp"}
+GPU = Launch(**TWO, precision="bf16")
+CPU = Launch(**TWO, precision="bf16", device="cpu")
 
 
-def check(machine: Machine, **knobs) -> None:
+def check(launch: Launch, **knobs) -> None:
     values = {"model.n_head": 3, "model.n_embd": 24, "model.n_positions": 16, "data.block_size": 16}
     values |= {
         "train.micro_batch_size": 1,
@@ -25,19 +29,19 @@ def check(machine: Machine, **knobs) -> None:
         values | {name.replace("__", "."): value for name, value in knobs.items()},
         name="tiny",
     )
-    check_layout(config, Mesh(world_size=2, cp_size=2, stated_sizes={"cp_size": 2}), machine)
+    check_layout(config, launch)
 
 
 @pytest.mark.parametrize(
-    ("machine", "knobs", "message"),
+    ("launch", "knobs", "message"),
     [
         (
-            Machine("fsdp", "bf16"),
+            CPU,
             {},
             "model.n_head is 3, which 2 processes do not divide, and ring attention",
         ),
         (
-            Machine("fsdp", "no", device="cuda"),
+            Launch(**TWO),
             {},
             r"CUDA GPUs \(Ampere or newer\) with mixed_precision bf16; set other sizes",
         ),
@@ -50,9 +54,9 @@ def check(machine: Machine, **knobs) -> None:
         (GPU, {"data__mask": "documents"}, "data.mask documents does not combine with ring att"),
     ],
 )
-def test_ring_attention_refuses(machine, knobs, message):
+def test_ring_attention_refuses(launch, knobs, message):
     with pytest.raises(UserError, match=message):
-        check(machine, **knobs)
+        check(launch, **knobs)
 
 
 @pytest.mark.parametrize("name", ["doge", "deepseek_v32", "llama4_text"])
@@ -61,10 +65,10 @@ def test_masks_that_layers_change_are_refused(name):
     section = tiny_section(name)
     knobs = {f"model__{knob}": value for knob, value in vars(section).items()}
     with pytest.raises(UserError, match="only whole causal attention is shared"):
-        check(Machine("fsdp", "no"), **knobs)
+        check(Launch(**TWO, device="cpu"), **knobs)
 
 
 def test_ring_attention_needs_no_sizes_of_heads_on_a_gpu():
     check(GPU)
     # heads are exchanged
-    check(Machine("fsdp", "bf16"), model__n_head=4, data__block_size=14, model__dropout=0.1)
+    check(CPU, model__n_head=4, data__block_size=14, model__dropout=0.1)

@@ -31,7 +31,7 @@ from nanogpt_hf.data.prepare import prepare
 from nanogpt_hf.data.prepared import load_prepared
 from nanogpt_hf.distributed import accelerate_config
 from nanogpt_hf.distributed import layout as layouts
-from nanogpt_hf.distributed.accelerate_config import requested_machine
+from nanogpt_hf.distributed.accelerate_config import check_sizes, settled
 from nanogpt_hf.distributed.accelerator import build_accelerator, sum_over_ranks
 from nanogpt_hf.distributed.full_state import full_weights
 from nanogpt_hf.distributed.layout import check_layout
@@ -280,7 +280,9 @@ def check(layout: str, config: Config, feature: str) -> None:
             patch.setenv(name, value)
         if layout == RING:
             take_ring(patch)
-        check_layout(config, Mesh.from_environment(), requested_machine())
+        mesh = settled(Mesh.from_environment(), config)
+        check_sizes(mesh)
+        check_layout(config, mesh)
 
 
 def take_ring(patch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,8 @@ from nanogpt_hf.distributed.accelerate_config import (
     STEPS_WORTH_COMPILING,
     check_config,
     check_launch,
-    requested_machine,
     requested_precision,
+    settled,
 )
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import UserError
@@ -42,7 +42,7 @@ def test_precision_without_a_config_is_that_of_the_card(card, capability, precis
     card(*capability)
     assert requested_precision() == precision
     check_config()
-    assert requested_machine().precision == precision
+    assert settled(Mesh()).precision == precision
 
 
 @pytest.mark.parametrize(
@@ -64,14 +64,14 @@ def test_long_run_is_compiled(card, write_recipe, steps, compiles):
     card(8, 9)
     config = load_config(write_recipe(train__max_steps=steps))
     check_launch(config, Mesh())
-    assert requested_machine().compiles == compiles
+    assert settled(Mesh()).compiles == compiles
 
 
 def test_stated_compiler_stays(card, write_recipe, monkeypatch):
     card(8, 9)
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "no")
     check_launch(load_config(write_recipe(train__max_steps=10_000)), Mesh())
-    assert not requested_machine().compiles
+    assert not settled(Mesh()).compiles
 
 
 def test_emulated_bfloat16_is_refused(card, monkeypatch):

@@ -17,6 +17,7 @@ from transformers.integrations import flex_attention as integration
 
 from nanogpt_hf.config.schema import ModelSection
 from nanogpt_hf.distributed.context_parallel import own_positions, share_positions
+from nanogpt_hf.distributed.launch import Launch
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.distributed.tensor_parallel import split_matrices, split_vocabulary
 from nanogpt_hf.model import attention
@@ -97,7 +98,8 @@ def train_rank(rank: int, port: int, layout: str, folder) -> None:
     processes, cp_size = LAYOUTS[layout]
     address = f"tcp://127.0.0.1:{port}"
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=processes)
-    mesh = Mesh(rank, processes, cp_size=cp_size, tp_size=2 if layout == "TP" else 1)
+    launch = Launch(processes, cp_size=cp_size, tp_size=2 if layout == "TP" else 1)
+    mesh = Mesh.of(launch, rank)
     patch, masks = pytest.MonkeyPatch(), []
     patch.setattr(flex_attention, "_validate_device", lambda *tensors: None)
     # torch's kernels for CPUs have no backward pass: its reference for every operation

@@ -4,6 +4,7 @@ import dataclasses
 import gc
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from nanogpt_hf.checkpoint.writer import CheckpointWriter
 from nanogpt_hf.config.schema import Config, LoraSection, ModelSection, OptimSection
 from nanogpt_hf.data.batches import Batches
 from nanogpt_hf.data.blocks import TokenBlocks
+from nanogpt_hf.distributed.launch import Launch
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM, loss_gpt
 from nanogpt_hf.model.architecture import architecture_of, next_token_loss
 from nanogpt_hf.model.attention import write_out_attention
@@ -34,7 +36,6 @@ from nanogpt_hf.planning.footprint import (
     UPDATE,
     footprint,
 )
-from nanogpt_hf.planning.placement import Placement
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.state import TrainState
 from nanogpt_hf.training.run import Run
@@ -49,7 +50,7 @@ SIZE = {
     "bias": False,
     "dropout": 0.0,
 }
-FOUR = {"processes": 4, "shards": 4}
+FOUR: Any = {"world_size": 4, "local_world_size": 4}
 NAMES = {"activation_function": "gelu", "bos_token_id": None, "eos_token_id": None}
 
 
@@ -172,16 +173,16 @@ SLOW = (
 
 
 def estimated(case: Case):
-    placement = Placement(
+    launch = Launch(
         precision=case.precision,
-        on_cpu=True,
+        device="cpu",
         checkpointing=case.model.get("checkpointing", ""),
     )
     with torch.device("meta"):
         model = build(**case.model)
     return footprint(
         model,
-        placement,
+        launch,
         micro_batch_size=case.micro_batch_size,
         block_size=model.config.max_position_embeddings,
         accumulation=case.accumulation,
@@ -228,41 +229,41 @@ def test_footprint_equals_the_cpu_allocators_peak(case, monkeypatch, tmp_path):
     [
         ({}, 0.0, 64),
         ({"precision": "bf16"}, 0.0, 40),
-        ({"precision": "bf16", "kind": "ZeRO-2", "processes": 2, "shards": 2}, 0.0, 32),
+        ({"precision": "bf16", "sharding": "zero", "world_size": 2}, 0.0, 32),
         # the inputs and outputs of norms are not split
-        ({"tp": 2, "processes": 2}, 0.0, 16 + 48 / 2),
+        ({"tp_size": 2, "world_size": 2}, 0.0, 16 + 48 / 2),
         ({}, 0.1, 64 + 2),  # bool masks
         # on a CPU factors of the masks, and three matrices for each of 4 heads
-        ({"on_cpu": True}, 0.1, 64 + 2 * 4 + 3 * 4 * 4 * 64 / 128),
+        ({"device": "cpu"}, 0.1, 64 + 2 * 4 + 3 * 4 * 4 * 64 / 128),
     ],
 )
 def test_bytes_of_a_block(options, dropout, bytes_each):
     with torch.device("meta"):
         model = build(dropout=dropout)
-    found, _ = block_bytes(model, 64, Placement(**options))
+    found, _ = block_bytes(model, 64, Launch(**options))
     # and a few for statistics of norms and of attention
     assert found / SIZE["n_embd"] == pytest.approx(bytes_each, rel=0.01)
 
 
 @pytest.mark.parametrize(
-    ("placement", "state", "copied"),
+    ("launch", "state", "copied"),
     [
-        (Placement(), (4, 4, 8), (0, 12)),
+        (Launch(), (4, 4, 8), (0, 12)),
         # one process saves
-        (Placement(kind="DDP", processes=16, per_machine=8), (4, 4, 8), (0, 12)),
-        (Placement(kind="FSDP2", **FOUR), (1, 1, 2), (0, 12)),
-        (Placement(kind="FSDP2", **FOUR, on_cpu=True), (1, 1, 2), (3, 0)),
+        (Launch(16, 8), (4, 4, 8), (0, 12)),
+        (Launch(**FOUR, sharding="fsdp", reshards=True), (1, 1, 2), (0, 12)),
+        (Launch(**FOUR, sharding="fsdp", reshards=True, device="cpu"), (1, 1, 2), (3, 0)),
         # those of one machine
-        (Placement(kind="FSDP2", processes=16, shards=16), (0.25, 0.25, 0.5), (0, 6)),
+        (Launch(16, 8, sharding="fsdp", reshards=True), (0.25, 0.25, 0.5), (0, 6)),
         # ZeRO keeps float32 weights with the optimizer state
-        (Placement(kind="ZeRO-2", precision="bf16", **FOUR), (2, 1, 3), (0, 12)),
-        (Placement(kind="ZeRO-3", precision="bf16", **FOUR), (0.5, 1, 3), (0, 12)),
+        (Launch(**FOUR, sharding="zero", precision="bf16"), (2, 1, 3), (0, 12)),
+        (Launch(**FOUR, sharding="zero", zero_stage=3, precision="bf16"), (0.5, 1, 3), (0, 12)),
     ],
 )
-def test_bytes_per_parameter(placement, state, copied):
+def test_bytes_per_parameter(launch, state, copied):
     with torch.device("meta"):
         model = build()
-    estimate = footprint(model, placement, micro_batch_size=1, block_size=64, accumulation=2)
+    estimate = footprint(model, launch, micro_batch_size=1, block_size=64, accumulation=2)
     copies = {phase[CHECKPOINT] for phase in estimate.phases.values()}
     parts = estimate.phases[LOSS]
     found = [parts[part] for part in ("weights", "gradients", "optimizer")]
@@ -278,5 +279,5 @@ def test_checkpoint_copy_has_float32_state_of_trainable_parameters():
     assert trainable < model.num_parameters()
     for state in ("float32", "8bit"):
         options = {"micro_batch_size": 1, "block_size": 64, "accumulation": 1}
-        copied = footprint(model, Placement(), **options, optim=OptimSection(state=state)).host_copy
+        copied = footprint(model, Launch(), **options, optim=OptimSection(state=state)).host_copy
         assert copied == pytest.approx(4 * model.num_parameters() + 8 * trainable)

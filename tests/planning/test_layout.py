@@ -10,10 +10,10 @@ import pytest
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.planning.candidates import Cluster, candidates, propose
+from nanogpt_hf.planning.config_files import config_text, read_launch
 from nanogpt_hf.planning.estimate import planned_model
 from nanogpt_hf.planning.footprint import LOSS
 from nanogpt_hf.planning.hardware import GPUS, gpu_of
-from nanogpt_hf.planning.placement import config_text, read_placement
 from nanogpt_hf.planning.transfers import all_gather_bytes, all_reduce_bytes
 
 ROOT = Path(__file__).parents[2]
@@ -63,8 +63,8 @@ def bytes_of_shards(model, shards) -> float:
 def test_gpt2_1558m_on_8_gpus_of_24_gb_is_sharded():
     config, model = gpt2_1558m()
     found = propose(config, model, cluster(8, None, 24e9), mfu=0.4)
-    layout, families = found.layout, {other.place.family: other for other in found.best}
-    assert (found.cluster.name, layout.place.name) == ("RTX 4090", "FSDP2 8")
+    layout, families = found.layout, {other.launch.family: other for other in found.best}
+    assert (found.cluster.name, layout.launch.name) == ("RTX 4090", "FSDP2 8")
     state = layout.memory.phases[LOSS]
     assert state["weights"] == pytest.approx(bytes_of_shards(model, 8), rel=1e-3)
     assert state["optimizer"] == 2 * state["weights"]
@@ -89,18 +89,18 @@ def test_gpt2_1558m_on_8_gpus_of_24_gb_is_sharded():
 def test_70b_on_64_gpus_of_80_gb_needs_every_gpu_and_checkpointing():
     _, model, found = proposal_for(LLAMA_70B, cluster(64))
     layout = found.layout
-    assert (layout.place.name, layout.place.checkpointing) == ("FSDP2 64", "true")
+    assert (layout.launch.name, layout.launch.checkpointing) == ("FSDP2 64", "true")
     weights = layout.memory.phases[LOSS]["weights"]
     assert weights == pytest.approx(bytes_of_shards(model, 64), rel=1e-3)
-    by_family = {other.place.family: other for other in found.best}
+    by_family = {other.launch.family: other for other in found.best}
     assert by_family.keys() >= {"DDP", "FSDP2", "TP × FSDP2", "CP × FSDP2", "PP × FSDP2"}
     assert by_family["HSDP"].memory.peak > 16 * model.num_parameters() / 8 > 80e9
     # with a slow network only activations should cross it, but torch's pipelines hold buffers for
     # all micro-batches of a step
     _, _, slow = proposal_for(LLAMA_70B, cluster(64, gigabits=10.0))
-    pipeline = next(other for other in slow.best if other.place.family == "PP × FSDP2")
-    assert pipeline.place.pp > 1
-    assert slow.layout.place.family == "FSDP2"
+    pipeline = next(other for other in slow.best if other.launch.family == "PP × FSDP2")
+    assert pipeline.launch.pp_size > 1
+    assert slow.layout.launch.family == "FSDP2"
 
 
 @pytest.mark.long
@@ -108,7 +108,7 @@ def test_tensor_parallel_memory_is_that_of_split_matrices():
     config = load_config(None, FOUR_LAYERS, name="example")
     model = planned_model(config)
     layout = next(
-        x for x in candidates(config, model, cluster(8), 0.4) if x.place.name == "TP 4 × FSDP2 2"
+        x for x in candidates(config, model, cluster(8), 0.4) if x.launch.name == "TP 4 × FSDP2 2"
     )
     norms = sum(p.numel() for name, p in model.named_parameters() if "norm" in name)
     matrices = model.num_parameters() - norms
@@ -131,7 +131,7 @@ def test_simplest_layout_that_is_nearly_as_fast_is_proposed(values, where, name)
     sizes = {"model.n_layer": 12, "model.n_head": 16, "model.n_embd": 768, "data.block_size": 256}
     small = {key: LLAMA_7B[key] for key in ("data.source", "data.tokenizer", "data.dir")}
     _, _, found = proposal_for(small | sizes | {"train.tokens_per_step": 256 * 960} | values, where)
-    assert found.layout.place.name == name
+    assert found.layout.launch.name == name
 
 
 @pytest.mark.slow
@@ -139,8 +139,8 @@ def test_hsdp_is_proposed_if_a_machine_holds_the_model_and_the_network_is_slow()
     _, _, found = proposal_for(
         LLAMA_7B | {"train.tokens_per_step": 4096 * 128}, cluster(16, gigabits=50.0)
     )
-    assert found.layout.place.name == "HSDP 2×8"
-    whole = next(other for other in found.best if other.place.family == "FSDP2")
+    assert found.layout.launch.name == "HSDP 2×8"
+    whole = next(other for other in found.best if other.launch.family == "FSDP2")
     assert 4 * found.layout.bytes_sent(between_machines=True) < whole.bytes_sent(True)
 
 
@@ -154,7 +154,7 @@ def test_experts_are_shared_if_no_gpu_holds_those_of_two_layers():
     values |= {"train.tokens_per_step": 4096 * 32}
     _, model, found = proposal_for(values, cluster(16))
     layout = found.layout
-    assert layout.place.name == "EP 16 × DDP 16"
+    assert layout.launch.name == "EP 16 × DDP 16"
     experts = 4 * 64 * 3 * 4096 * 11008
     others = model.num_parameters() - experts
     weights = layout.memory.phases[LOSS]["weights"]
@@ -165,7 +165,7 @@ def test_experts_are_shared_if_no_gpu_holds_those_of_two_layers():
         "all-reduce of gradients": 2 * 15 / 16 * 4 * others,
         "exchanges with experts": 4 * 4 * 2 * 15 / 16 * 2 * 2 * 4096 * 4096,
     }
-    families = {other.place.family: other for other in found.best}
+    families = {other.launch.family: other for other in found.best}
     assert found.cluster.lacks(families["FSDP2"])  # the gathered experts of two layers
     shared = families["EP × FSDP2"]
     held = shared.memory.phases[LOSS]["weights"]
@@ -181,7 +181,7 @@ def test_experts_are_shared_if_no_gpu_holds_those_of_two_layers():
 def test_no_layout_is_proposed_that_the_recipe_refuses_or_that_does_not_fit():
     config = load_config(None, FOUR_LAYERS | {"optim.state": "8bit"}, name="example")
     found = candidates(config, planned_model(config), cluster(8), 0.4)
-    assert {layout.place.pp for layout in found} == {1}
+    assert {layout.launch.pp_size for layout in found} == {1}
     with pytest.raises(UserError, match=r"2 × L4.*21\.6 GB"):
         proposal_for(LLAMA_7B | {"model.n_layer": 16}, cluster(2, "L4"))
 
@@ -198,7 +198,7 @@ def test_ring_bytes_are_those_of_a_ring_passed_around_by_hand():
 
 
 @pytest.mark.long
-def test_written_config_is_read_as_the_proposed_placement(tmp_path):
+def test_written_config_is_read_as_the_proposed_launch(tmp_path):
     seen = set()
     config = load_config(None, FOUR_LAYERS | {"train.tokens_per_step": 4096 * 64}, name="example")
     model = planned_model(config)
@@ -210,11 +210,11 @@ def test_written_config_is_read_as_the_proposed_placement(tmp_path):
         found += candidates(config, model, where, 0.4)
     for layout in found:
         path = tmp_path / "machine.yaml"
-        path.write_text(config_text(layout.place))
-        assert read_placement(str(path)) == layout.place
-        assert layout.place.dp * layout.micro_batch_size * layout.accumulation == 64
-        assert layout.accumulation >= layout.place.pp
-        seen.add(layout.place.family)
+        path.write_text(config_text(layout.launch))
+        assert read_launch(str(path)) == layout.launch
+        assert layout.launch.dp_size * layout.micro_batch_size * layout.accumulation == 64
+        assert layout.accumulation >= layout.launch.pp_size
+        seen.add(layout.launch.family)
     assert seen >= {"one process", "DDP", "FSDP2", "HSDP", "TP", "TP × FSDP2", "CP × FSDP2"}
     assert seen >= {"PP", "PP × DDP", "PP × FSDP2", "EP × DDP", "EP × FSDP2"}
 

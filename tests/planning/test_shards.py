@@ -7,8 +7,8 @@ import multiprocessing
 import os
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,15 +20,14 @@ from torch._subclasses.fake_tensor import is_fake
 from allocations import peak_allocation
 from cpu_ring import allow_cpu_ring
 from nanogpt_hf.bench.clock import communicated_bytes, synthetic_data
-from nanogpt_hf.bench.rehearsal import launch_environment
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.distributed.accelerator import build_accelerator
+from nanogpt_hf.distributed.launch import Launch
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.model.architecture import next_token_loss
 from nanogpt_hf.planning.estimate import planned_model
 from nanogpt_hf.planning.footprint import LOSS, footprint
-from nanogpt_hf.planning.placement import Placement
 from nanogpt_hf.planning.transfers import transfers
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.training.start import build_run
@@ -51,31 +50,31 @@ VALUES = {
 }
 
 
-def on_cpus(processes: int, **options: Any) -> Placement:
-    return Placement(processes=processes, on_cpu=True, **options)
+def on_cpus(processes: int, **sizes: int) -> Launch:
+    return Launch(processes, processes, device="cpu", **sizes)
 
 
-def sharded(processes: int, shards: int, **options: Any) -> Placement:
-    return on_cpus(processes, kind="FSDP2", shards=shards, **options)
+def sharded(processes: int, **sizes: int) -> Launch:
+    return replace(on_cpus(processes, **sizes), sharding="fsdp", reshards=True)
 
 
 LAYOUTS = {
-    "DDP": on_cpus(2, kind="DDP"),
-    "DDP in bf16": on_cpus(2, kind="DDP", compresses=True),
-    "PP × TP": on_cpus(4, pp=2, tp=2),
-    "FSDP2": sharded(2, 2),
-    "HSDP": sharded(4, 2),
-    "TP": on_cpus(2, tp=2),
-    "TP × FSDP2": sharded(4, 2, tp=2),
-    "TP of gemma2": on_cpus(2, tp=2),
-    "TP in bf16": on_cpus(2, tp=2, precision="bf16"),
-    "CP": sharded(2, 2, cp=2),
-    "CP by ring": sharded(2, 2, cp=2),
-    "PP": on_cpus(2, pp=2),
-    "PP × FSDP2": sharded(4, 2, pp=2),
-    "EP": on_cpus(2, kind="DDP", ep=2),
-    "EP × DDP": on_cpus(4, kind="DDP", ep=2),
-    "EP × FSDP2": sharded(4, 4, ep=2),
+    "DDP": on_cpus(2),
+    "DDP in bf16": replace(on_cpus(2), compression="bf16"),
+    "PP × TP": on_cpus(4, pp_size=2, tp_size=2),
+    "FSDP2": sharded(2),
+    "HSDP": sharded(4, dp_replicate_size=2),
+    "TP": on_cpus(2, tp_size=2),
+    "TP × FSDP2": sharded(4, tp_size=2),
+    "TP of gemma2": on_cpus(2, tp_size=2),
+    "TP in bf16": replace(on_cpus(2, tp_size=2), precision="bf16"),
+    "CP": sharded(2, cp_size=2),
+    "CP by ring": sharded(2, cp_size=2),
+    "PP": on_cpus(2, pp_size=2),
+    "PP × FSDP2": sharded(4, pp_size=2),
+    "EP": on_cpus(2, ep_size=2),
+    "EP × DDP": on_cpus(4, ep_size=2),
+    "EP × FSDP2": sharded(4, ep_size=2),
 }
 REHEARSED = ("HSDP", "CP", "TP × FSDP2", "PP", "PP × FSDP2", "EP")
 SLOW = ("CP", "HSDP", "EP ×", "DDP in bf16", "TP in bf16", "TP of gemma2", "TP ×", "PP ×")
@@ -91,7 +90,7 @@ def config_of(kind: str) -> Config:
     heads = {"model.n_head": 1} if kind == "CP by ring" else EXPERTS if "EP" in kind else {}
     if "gemma2" in kind:  # with a scaled embedding
         heads = {"model.architecture": "gemma2"}
-    tokens = 16 * 2 * ACCUMULATION * max(2, LAYOUTS[kind].dp)
+    tokens = 16 * 2 * ACCUMULATION * max(2, LAYOUTS[kind].dp_size)
     return load_config(None, VALUES | heads | {"train.tokens_per_step": tokens}, name="tiny")
 
 
@@ -116,9 +115,7 @@ def on_rank(rank: int, port: int, kind: str, file: Path) -> None:
     torch.set_num_threads(1)
     # accelerate slices its mesh in a way that torch will not support for ever
     warnings.simplefilter("ignore")
-    os.environ.update(launch_environment(LAYOUTS[kind], rank), MASTER_PORT=str(port))
-    if LAYOUTS[kind].compresses:
-        os.environ["PARALLELISM_CONFIG_DDP_COMM_HOOK"] = "bf16"
+    os.environ.update(Mesh.of(LAYOUTS[kind], rank).environment(), MASTER_PORT=str(port))
     os.environ["ACCELERATE_USE_CPU"] = str(LAYOUTS[kind].kind != "FSDP2")
     if LAYOUTS[kind].kind == "FSDP2":  # which accelerate has not on CPUs
         backend = "gloo", DistributedType.MULTI_GPU
@@ -177,7 +174,7 @@ def measured(request, tmp_path_factory):
         pytest.skip("needs fork")
     folder, kind = tmp_path_factory.mktemp("shards"), request.param
     port, files = get_free_port(), [folder / f"{rank}.json" for rank in range(4)]
-    tasks = [(on_rank, rank, port, kind, files[rank]) for rank in range(LAYOUTS[kind].processes)]
+    tasks = [(on_rank, rank, port, kind, files[rank]) for rank in range(LAYOUTS[kind].world_size)]
     in_processes(*tasks)
     return kind, [json.loads(file.read_text()) for *_, file in tasks]
 
@@ -203,10 +200,10 @@ pytestmark = [
 
 def test_processes_hold_the_estimated_bytes(measured):
     kind, ranks = measured
-    place = LAYOUTS[kind]
+    launch = LAYOUTS[kind]
     step = {"micro_batch_size": 2, "block_size": 16, "accumulation": 2 * ACCUMULATION}
-    phase = footprint(planned_model(config_of(kind)), place, **step).phases[LOSS]
-    of_peak = ranks[-1:] if place.pp > 1 else ranks  # here the last stage, which has the loss
+    phase = footprint(planned_model(config_of(kind)), launch, **step).phases[LOSS]
+    of_peak = ranks[-1:] if launch.pp_size > 1 else ranks  # here the last stage, which has the loss
     for part in ("weights", "optimizer"):  # a row of odd matrices more on some processes
         assert max(held[part] for held in of_peak) == pytest.approx(phase[part], rel=1e-3), part
         assert min(held[part] for held in of_peak) == pytest.approx(phase[part], rel=2e-3)
@@ -215,17 +212,17 @@ def test_processes_hold_the_estimated_bytes(measured):
     for held in ranks:
         accumulated = [phase["weights"]] * (len(held["gradients"]) // 2 - 1)
         # micro-batches of stages overlap; HSDP keeps partial sums outside of the parameters
-        if place.pp == 1 and not (place.kind == "FSDP2" and place.copies > 1):
+        if launch.pp_size == 1 and not (launch.kind == "FSDP2" and launch.copies > 1):
             assert held["gradients"] == pytest.approx([0, *accumulated] * 2, rel=2e-3)
         assert not any(held["whole gradients"])
 
 
 def test_processes_send_the_estimated_bytes(measured):
     kind, ranks = measured
-    place = LAYOUTS[kind]
+    launch = LAYOUTS[kind]
     model = planned_model(config_of(kind))
-    accumulation = config_of(kind).train.tokens_per_step // (2 * 16 * place.dp)
-    moved = transfers(model, place, micro_batch_size=2, block_size=16, accumulation=accumulation)
+    accumulation = config_of(kind).train.tokens_per_step // (2 * 16 * launch.dp_size)
+    moved = transfers(model, launch, micro_batch_size=2, block_size=16, accumulation=accumulation)
     assert sum(transfer.size for transfer in moved) == pytest.approx(
         sum(ranks[0]["sent"].values()), rel=0.01
     )
@@ -243,7 +240,7 @@ def test_a_rehearsal_needs_and_sends_what_processes_do(measured, tmp_path):
     kind, ranks = measured
     in_processes((rehearsed, kind, tmp_path / "rehearsal.json"))
     found = json.loads((tmp_path / "rehearsal.json").read_text())
-    if LAYOUTS[kind].pp > 1:  # the stage that needs the most
+    if LAYOUTS[kind].pp_size > 1:  # the stage that needs the most
         half = len(ranks) // 2
         ranks = ranks[half:] if "stage 2" in found["process"] else ranks[:half]
     # without the single numbers that processes agree on

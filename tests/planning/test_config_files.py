@@ -1,4 +1,4 @@
-"""Placements of accelerate configs, and refused files."""
+"""Launches of accelerate configs, and refused files."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import pytest
 
 from assertions import refusal
 from nanogpt_hf.errors import UserError
-from nanogpt_hf.planning.placement import read_placement
+from nanogpt_hf.planning.config_files import read_launch
 
 CONFIGS = Path(__file__).parents[2] / "accelerate_configs"
 BF16 = "bf16 with float32 weights"
@@ -35,14 +35,14 @@ SHIPPED = {
 }
 
 
-def test_read_placement_of_shipped_configs():
-    places = {path.stem: read_placement(str(path)) for path in CONFIGS.glob("*.yaml")}
-    assert {name: str(place) for name, place in places.items()} == SHIPPED
-    assert (places["ep"].ep, places["deepspeed_zero3"].shards, places["hsdp"].per_machine) == (
-        8,
-    ) * 3
-    assert places["fsdp2"].compiles
-    assert not places["tp"].compiles
+def test_read_launch_of_shipped_configs():
+    launches = {path.stem: read_launch(str(path)) for path in CONFIGS.glob("*.yaml")}
+    assert {name: str(launch) for name, launch in launches.items()} == SHIPPED
+    assert launches["ep"].ep_size == 8
+    assert launches["deepspeed_zero3"].shards == 8
+    assert launches["hsdp"].local_world_size == 8
+    assert launches["fsdp2"].compiles
+    assert not launches["tp"].compiles
 
 
 @pytest.mark.parametrize(
@@ -56,19 +56,19 @@ def test_read_placement_of_shipped_configs():
         (("num_processes: 16", "num_processes: [1"), ""),
     ],
 )
-def test_read_placement_refuses_unsupported_settings(tmp_path, edit, complaint):
+def test_read_launch_refuses_unsupported_settings(tmp_path, edit, complaint):
     text = (CONFIGS / "hsdp.yaml").read_text()
     assert edit[0] in text
     path = tmp_path / "config.yaml"
     path.write_text(text.replace(*edit))
-    message = refusal(read_placement, str(path), error=UserError)
+    message = refusal(read_launch, str(path), error=UserError)
     assert str(path) in message
     assert complaint in message
 
 
-def test_read_placement_refuses_missing_files_and_recipes(tmp_path):
+def test_read_launch_refuses_missing_files_and_recipes(tmp_path):
     for path in (tmp_path / "none.yaml", CONFIGS.parent / "recipes" / "quickstart.yaml"):
-        assert str(path) in refusal(read_placement, str(path), error=UserError)
+        assert str(path) in refusal(read_launch, str(path), error=UserError)
 
 
 @pytest.mark.parametrize("size", [3, 4, 99])
@@ -94,4 +94,4 @@ def test_processes_that_machines_do_not_divide_are_refused(tmp_path, machines):
         f"distributed_type: MULTI_GPU\nnum_processes: 3\nnum_machines: {machines}\n"
     )
     with pytest.raises(UserError, match=f"num_processes 3 .* num_machines {machines}; set a mult"):
-        read_placement(str(tmp_path / "m.yaml"))
+        read_launch(str(tmp_path / "m.yaml"))
