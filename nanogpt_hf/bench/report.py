@@ -17,9 +17,8 @@ from nanogpt_hf.bench.clock import (
 from nanogpt_hf.distributed.accelerator import describe_machine
 from nanogpt_hf.formatting import format_bytes, plural
 from nanogpt_hf.model.architecture import architecture_of, count_parameters
-from nanogpt_hf.planning.hardware import peak_flops
+from nanogpt_hf.planning.hardware import peak_flops, peak_memory
 from nanogpt_hf.runs.files import written_whole
-from nanogpt_hf.training.micro_batch import peak_memory
 
 _TRACED_STEPS = 5
 

@@ -7,6 +7,7 @@ types of its layers. Another architecture is a subclass, as our GPT-2 in gpt2.py
 """
 
 import copy
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable
@@ -535,6 +536,12 @@ class Architecture(ConfigFields):
             if heads := getattr(block, "num_attention_heads", 0):
                 width += heads * (getattr(block, "head_dim", None) or block.hidden_size // heads)
         return 6 * parameters + 12 * width * block_size
+
+    def memory_bound(self, model: Any, tokens: int, block_size: int) -> float:
+        """Bytes that a training step of so many tokens on a CPU never needs; infinite if no sum
+        tells, as for layers whose state is larger than their inputs.
+        """
+        return math.inf
 
     def count_parameters(self, config: PreTrainedConfig) -> int:
         """Parameters of the model as it is saved: padded vocabulary rows are not counted, a tied

@@ -46,6 +46,18 @@ class GPT2Architecture(Architecture):
         self.check_fields(config)
         return []  # its loss gives all parameters gradients
 
+    def memory_bound(self, model: Any, tokens: int, block_size: int) -> float:
+        # In float32 a parameter has a weight, a gradient and two averages of AdamW; a checkpoint's
+        # copy has three of these, and the rest is for casts, buffers of an update and the
+        # gradients of a tied head.
+        state = 12 * model.num_parameters()
+        # A matrix reads a vector per token and writes one. Autograd keeps both, and what lies
+        # between two matrices: norms, activation functions and dropout.
+        vectors = sum(sum(matrix.shape) for matrix in model.parameters() if matrix.dim() == 2)
+        # Attention with dropout, or in bf16, keeps matrices of (heads, T, T).
+        heads = model.config.n_layer * model.config.n_head
+        return 4.0 * (state + 4 * tokens * (vectors + heads * block_size))
+
     def recipe_knobs(self, config: GPTConfig) -> dict[str, Any]:
         """The knobs `model.*` that describe a model, without dropout.
 

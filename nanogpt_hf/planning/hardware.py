@@ -1,9 +1,10 @@
-"""GPUs by name: dense bf16 peak, memory and link; the network between machines; free host
-memory.
+"""GPUs by name: dense bf16 peak, memory and link; the network between machines; free and used
+memory of this machine.
 """
 
 import math
 import re
+import resource
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -96,6 +97,20 @@ def _below_limit(cgroup: Path) -> float:
             limit = min(limit, stat.get("hierarchical_memory_limit", limit))
             return max(0, limit - int((cgroup / used_file).read_text()) + cached)
     return math.inf
+
+
+def peak_memory(device: torch.device) -> int:
+    """Peak bytes of this process: tensors on a GPU, else RAM; on MPS the bytes in use now."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if device.type == "mps":
+        return torch.mps.driver_allocated_memory()
+    # A Mac has no /proc. The resource module's number, which is all that it has, also counts the
+    # process that started this one.
+    with suppress(OSError, IndexError):
+        status = Path("/proc/self/status").read_text()
+        return 1024 * int(status.partition("VmHWM:")[2].split()[0])
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def gpu_of(name: str | None, memory: float | None) -> tuple[str, Gpu]:

@@ -23,8 +23,8 @@ from nanogpt_hf.distributed.pipeline import merged_over_stages, pipeline_of
 from nanogpt_hf.errors import DivergedError, UserError
 from nanogpt_hf.model.architecture import architecture_of
 from nanogpt_hf.optim.state import total_norm
+from nanogpt_hf.planning.hardware import peak_memory
 from nanogpt_hf.runs.state import TrainState
-from nanogpt_hf.training.micro_batch import peak_memory
 
 # abort after this many non-finite steps; fp16 skips a few while its loss scale settles
 BAD_STEPS_IN_A_ROW = 10

@@ -67,12 +67,13 @@ from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.origin import needed_at_resume, origin_of
 from nanogpt_hf.runs.provenance import continue_on
 from nanogpt_hf.runs.state import TrainState, record_knobs, run_identity
+from nanogpt_hf.training.auto_size import choose_micro_batch
 from nanogpt_hf.training.finetuning import learned_ids
 from nanogpt_hf.training.methods import ON_TEXT, method_of
 from nanogpt_hf.training.micro_batch import (
     build_batches,
     check_memory,
-    choose_micro_batch,
+    dry_run_step,
     one_line_for_too_little_memory,
 )
 from nanogpt_hf.training.preferences import lost_reference, raise_on_all_ranks
@@ -383,7 +384,10 @@ def build_unchecked(
         state=TrainState(),
         run_folder=folder,
     )
-    choose_micro_batch(run, resume=checkpoint is not None)
+    if config.train.micro_batch_size == "auto":
+        choose_micro_batch(run, resume=checkpoint is not None)
+    else:
+        dry_run_step(run, config.train.micro_batch_size)
     if checkpoint:
         run.state = load_checkpoint(accelerator, prepared, optimizer, checkpoint)
     record_knobs(run.state, run.config)

@@ -14,9 +14,9 @@ from arguments import argv
 from assertions import copy_at, same_weights, series
 from nanogpt_hf.commands import main
 from nanogpt_hf.config.load import load_config
+from nanogpt_hf.planning.hardware import peak_memory
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.training import loop
-from nanogpt_hf.training.micro_batch import peak_memory
 from nanogpt_hf.training.start import prepare_run
 
 GPU = os.environ.get("DEVICE", "cpu") == "cuda"

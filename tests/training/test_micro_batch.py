@@ -11,9 +11,14 @@ from accelerate import Accelerator
 from assertions import same_weights
 from nanogpt_hf.config.checks import divisors
 from nanogpt_hf.config.load import load_config
+from nanogpt_hf.config.schema import OptimSection
+from nanogpt_hf.distributed.launch import Launch
 from nanogpt_hf.errors import UserError
-from nanogpt_hf.training import micro_batch, step
-from nanogpt_hf.training.micro_batch import largest_micro_batch
+from nanogpt_hf.model import GPTConfig, GPTForCausalLM
+from nanogpt_hf.model.architecture import architecture_of
+from nanogpt_hf.planning.footprint import footprint
+from nanogpt_hf.training import auto_size, micro_batch, step
+from nanogpt_hf.training.auto_size import largest_micro_batch
 from nanogpt_hf.training.start import prepare_run
 
 
@@ -46,15 +51,15 @@ def test_at_most_three_dry_runs_find_largest_micro_batch(
     def estimated(size: int) -> float:
         return error * (100 + 10 * size)
 
-    monkeypatch.setattr(micro_batch, "available_memory", lambda accelerator: room)
-    monkeypatch.setattr(micro_batch, "reset_peak_memory", lambda accelerator: None)
-    monkeypatch.setattr(micro_batch, "peak_memory", lambda device: 100 + 10 * sizes[-1])
+    monkeypatch.setattr(auto_size, "available_memory", lambda accelerator: room)
+    monkeypatch.setattr(auto_size, "reset_peak_memory", lambda accelerator: None)
+    monkeypatch.setattr(auto_size, "peak_memory", lambda device: 100 + 10 * sizes[-1])
     caplog.set_level("INFO")
     found = largest_micro_batch(Accelerator(), divisors(480), dry_run, estimated, reserved)
     fitting = [size for size in tried if not max_size or size <= max_size]
     assert (found, sizes) == (max(fitting), tried)
     lines = [line for line in caplog.messages if line.startswith("micro_batch_size auto: trial")]
-    assert len(lines) == len(tried) <= micro_batch.MAX_TRIALS
+    assert len(lines) == len(tried) <= auto_size.MAX_TRIALS
 
 
 def test_one_gpu_begins_with_all_of_its_memory():
@@ -62,7 +67,7 @@ def test_one_gpu_begins_with_all_of_its_memory():
         return 100.0 + 10 * size
 
     def first(share: float, failed: list[int]) -> int | None:
-        return micro_batch.next_size(divisors(480), {}, failed, 1000, estimated, share)
+        return auto_size.next_size(divisors(480), {}, failed, 1000, estimated, share)
 
     assert first(1.0, []) == 80
     assert first(0.5, []) == 40
@@ -72,7 +77,7 @@ def test_one_gpu_begins_with_all_of_its_memory():
 
 def test_unmeasurable_memory_is_one_line(monkeypatch):
     monkeypatch.setattr(
-        micro_batch.Path, "write_text", lambda *_: (_ for _ in ()).throw(PermissionError())
+        auto_size.Path, "write_text", lambda *_: (_ for _ in ()).throw(PermissionError())
     )
     with pytest.raises(
         UserError, match="auto cannot measure memory on this machine's cpu; set a number"
@@ -91,10 +96,10 @@ def test_peak_memory_is_measured():
     accelerator, size = Accelerator(), 64 * 2**20
 
     def peak() -> int:
-        return micro_batch.peak_memory(accelerator.device)
+        return auto_size.peak_memory(accelerator.device)
 
     def measure() -> None:
-        micro_batch.reset_peak_memory(accelerator)
+        auto_size.reset_peak_memory(accelerator)
         before = peak()
         # new pages; an allocator may reuse those that an earlier test freed
         memory = mmap.mmap(-1, size)
@@ -104,7 +109,7 @@ def test_peak_memory_is_measured():
         assert 0.9 * size < peak() - before < 1.5 * size
         memory.close()
         assert peak() - before > 0.9 * size
-        micro_batch.reset_peak_memory(accelerator)
+        auto_size.reset_peak_memory(accelerator)
         assert peak() - before < 0.5 * size
 
     # since other threads of this process may free memory at any time
@@ -112,6 +117,35 @@ def test_peak_memory_is_measured():
     child.start()
     child.join()
     assert child.exitcode == 0
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize(
+    ("size", "optimizer", "micro_batch_size", "block_size"),
+    [
+        ({}, "adamw", 8, 64),
+        ({"vocab_size": 9000}, "adamw", 1, 8),
+        ({"dropout": 0.1, "n_head": 16}, "adamw", 2, 256),
+        ({"bias": False, "n_layer": 6}, "muon", 1, 8),
+        ({"n_layer": 12, "n_inner": 64}, "muon", 4, 64),
+    ],
+)
+def test_memory_bound_is_not_below_the_estimate(
+    size, optimizer, micro_batch_size, block_size, precision
+):
+    values = {"vocab_size": 500, "n_embd": 64, "n_layer": 2, "n_head": 4, "dropout": 0.0}
+    with torch.device("meta"):
+        model = GPTForCausalLM(GPTConfig(**values | {"n_positions": block_size} | size))
+    step = {
+        "micro_batch_size": micro_batch_size,
+        "block_size": block_size,
+        "accumulation": 1,
+        "optim": OptimSection(name=optimizer),
+    }
+    launch = Launch(device="cpu", precision=precision)
+    estimate = footprint(model, launch, **step).peak
+    bound = architecture_of(model).memory_bound(model, micro_batch_size * block_size, block_size)
+    assert estimate < bound < 8 * estimate
 
 
 @pytest.fixture
@@ -146,11 +180,11 @@ def test_dry_run_step_leaves_no_trace(run, monkeypatch, fails):
 def test_auto_equals_the_size_found_and_resume_keeps_it(start, monkeypatch):
     def take(size: int) -> None:
         monkeypatch.setattr(
-            micro_batch, "next_size", lambda sizes, needed, *_: None if size in needed else size
+            auto_size, "next_size", lambda sizes, needed, *_: None if size in needed else size
         )
 
     knobs = {"model__dropout": 0.1, "checkpoint__keep": 9}  # 8 sequences per step
-    monkeypatch.setattr(micro_batch, "peak_memory", lambda device: 0)
+    monkeypatch.setattr(auto_size, "peak_memory", lambda device: 0)
     take(4)
     auto = start("auto", train__micro_batch_size="auto", **knobs)
     assert load_config(auto.recipe).train.micro_batch_size == 4
