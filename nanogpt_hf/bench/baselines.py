@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from nanogpt_hf.bench.clock import WARM_STEPS, Workload, synchronize, time_of
-from nanogpt_hf.config.sources import has_conversations
+from nanogpt_hf.config.sources import learns_parts
 from nanogpt_hf.distributed.accelerator import prepared_blocks
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.model.architecture import architecture_of
@@ -40,7 +40,7 @@ def check_comparable(work: Workload, baselines: list[str]) -> None:
         raise UserError(
             f"--against: needs float32 or bf16, not mixed_precision {accelerator.mixed_precision}"
         )
-    if config.finetune.model or has_conversations(config.data):
+    if config.finetune.model or learns_parts(config.data):
         raise UserError(
             "--against compares pretraining on text; use a recipe without finetune.model"
         )

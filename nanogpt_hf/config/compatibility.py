@@ -9,6 +9,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from nanogpt_hf.config import optimizers
+from nanogpt_hf.config.formats import FORMATS, rules_of
 from nanogpt_hf.config.schema import KNOBS, Config, get_value
 from nanogpt_hf.config.settings import (
     FSDP2,
@@ -21,7 +22,7 @@ from nanogpt_hf.config.settings import (
     given,
     rules,
 )
-from nanogpt_hf.config.sources import has_conversations, is_mixture, sources_of
+from nanogpt_hf.config.sources import is_mixture, sources_of
 from nanogpt_hf.errors import UserError
 
 RULES = [
@@ -31,12 +32,6 @@ RULES = [
         Setting.SEVERAL_SOURCES,
         "it is made from one text",
         "use gpt2 or a tokenizer's folder, such as data/NAME/tokenizer of another prepared text",
-    ),
-    *rules(
-        choice("data.tokenizer", "char", "bpe"),
-        choice("data.format", "datatrove"),
-        "it is made from text, and datatrove has made the tokens",
-        "name the tokenizer that it used",
     ),
     *rules(
         given("data.streaming", "data.max_tokens"),
@@ -50,36 +45,7 @@ RULES = [
         "streaming reads whole splits",
         "set data.max_tokens to read the first documents only",
     ),
-    *rules(
-        given("data.max_bad_rows"),
-        choice("data.format", "datatrove"),
-        "its tokens have no rows",
-        "leave it out",
-    ),
-    *rules(
-        choice("data.format", "datatrove"),
-        given("align.loss"),
-        "pairs are rows of text or messages",
-        "leave it out",
-    ),
-    *rules(
-        choice("data.tokenizer", "char"),
-        choice("data.format", "chat"),
-        "no token ends an answer",
-        "use gpt2",
-    ),
-    *rules(
-        choice("data.source", "python-docs"),
-        choice("data.format", "chat"),
-        "it is text",
-        "name a file of conversations",
-    ),
-    *rules(
-        choice("data.order", "random"),
-        choice("data.format", "chat"),
-        "it would cut conversations",
-        "use shuffled",
-    ),
+    *(rule for name, row in FORMATS.items() for rule in rules_of(name, row)),
     *rules(
         choice("data.order", "random"),
         choice("data.packing", "documents"),
@@ -88,7 +54,7 @@ RULES = [
     ),
     *rules(
         choice("data.packing", "documents") + given("data.mask"),
-        choice("data.format", "chat", "datatrove") + given("rl.task", "align.loss"),
+        given("rl.task", "align.loss"),
         "only rows of text are documents there",
         "leave it out",
     ),
@@ -145,8 +111,8 @@ RULES = [
     ),
     *rules(
         given("data.streaming", "data.max_tokens"),
-        choice("data.format", "datatrove") + given("rl.task", "align.loss"),
-        "tokens of datatrove, questions and pairs are read whole",
+        given("rl.task", "align.loss"),
+        "questions and pairs are read whole",
         "leave it out",
     ),
     *rules(
@@ -323,7 +289,7 @@ RULES = [
         FSDP2,
     ),
     *rules(
-        choice("data.format", "chat") + given("data.mask"),
+        given("data.mask"),
         Setting.RING_ATTENTION,
         "its kernels take no masks",
         "set a cp_size that divides the heads, or " + FSDP2,
@@ -442,8 +408,10 @@ def recipe_settings(config: Config) -> Settings:
     finetune = config.finetune
     if config.train.stages is not None:
         settings[KnobSetting("train.stages")] = "train.stages"  # without the list
-    if has_conversations(data):
-        settings[KnobSetting("data.format", "chat")] = "data.format chat"
+    for source in sources_of(data):  # a mixture has the settings of each format with a mask
+        if FORMATS[source.data.format].learned:
+            setting = KnobSetting("data.format", source.data.format)
+            settings[setting] = setting.describe()
     if is_mixture(data):
         settings[Setting.SEVERAL_SOURCES] = "data.source of several texts"
     for key in ("split", "validation_split"):

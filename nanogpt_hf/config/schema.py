@@ -14,6 +14,7 @@ from itertools import groupby
 from types import NoneType
 from typing import Any, Literal
 
+from nanogpt_hf.config.formats import FORMATS
 from nanogpt_hf.config.optimizers import OPTIMIZERS
 
 LARGEST = 10**15  # upper bound of an integer knob that states none; far beyond any count of a run
@@ -83,8 +84,8 @@ class DataSection:
     max_epochs: float | None = knob(
         None, "warn before a run that reads a source more often (default: never)", 0
     )
-    format: Literal["text", "chat", "datatrove"] = knob(
-        "text", "text; conversations, whose answers alone are learned; token files of datatrove"
+    format: Literal[tuple(FORMATS)] = knob(  # pyright: ignore[reportInvalidTypeForm]
+        "text", "; ".join(row.meaning for row in FORMATS.values())
     )
     sha256: str | None = knob(None, "expected sha256 of the file at a URL")
     config: str | None = knob(None, "configuration of a Hub data set")

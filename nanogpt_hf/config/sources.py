@@ -10,6 +10,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from nanogpt_hf.config.formats import FORMATS
 from nanogpt_hf.config.schema import KNOBS, Config, DataSection, Knob, get_value
 from nanogpt_hf.config.values import convert_entries
 
@@ -84,20 +85,24 @@ def is_mixture(data: DataSection) -> bool:
     return isinstance(data.source, list)
 
 
-def has_conversations(data: DataSection) -> bool:
-    """Whether a source is conversations."""
-    return any(source.data.format == "chat" for source in sources_of(data))
+def chats(data: DataSection) -> bool:
+    """Whether a model that is trained on the sources is prompted by messages."""
+    return any(FORMATS[source.data.format].chats for source in sources_of(data))
+
+
+def learns_parts(data: DataSection) -> bool:
+    """Whether a source has documents of which only a part is learned, such as answers."""
+    return any(FORMATS[source.data.format].learned for source in sources_of(data))
 
 
 def packs(config: Config) -> bool:
-    """Whether blocks hold several documents or conversations, which must not attend to each
-    other.
-    """
-    is_text = not (config.rl.task or config.align.loss)
-    return is_text and any(
-        source.data.mask or (source.data.format, source.data.packing) == ("chat", "packed")
-        for source in sources_of(config.data)
-    )
+    """Whether blocks hold several documents that must not attend to each other."""
+    if config.rl.task or config.align.loss:  # these have blocks of their own
+        return False
+    for source in sources_of(config.data):
+        if source.data.mask or source.data.packing in FORMATS[source.data.format].apart:
+            return True
+    return False
 
 
 def sources_of(data: DataSection) -> list[Source]:

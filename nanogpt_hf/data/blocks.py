@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow
 import torch
 
+from nanogpt_hf.data.manifest import Manifest
 from nanogpt_hf.errors import DamagedFileError, DataError
 from nanogpt_hf.own_files import read_json, reading
 
@@ -100,6 +101,30 @@ class TokenStream:
                 f"{self.vocab_size:,} tokens: it is damaged; remove it to prepare it again"
             )
         return out
+
+
+def open_tokens(
+    folder: Path, split: str, manifest: Manifest, column: str = "input_ids"
+) -> TokenStream:
+    """The tokens of a split of prepared data, or another column, which may hold any number.
+
+    Ids are checked against the vocabulary when they are read, and all bytes by `check_prepared`.
+    Raises DataError if the tokens are elsewhere, cannot be read, or are not as many as the
+    manifest says, such as shards of another split.
+    """
+    facts = getattr(manifest, split)
+    if facts.shards is None:
+        raise DataError(
+            f"{folder}: holds no tokens: they are in the .ds files that datatrove wrote"
+        )
+    largest = manifest.vocab_size if column == "input_ids" else None
+    stream = TokenStream.open(folder / split, largest, column)
+    if len(stream) != facts.tokens:
+        raise DataError(
+            f"{folder / split}: holds {len(stream):,} tokens in {column}, and manifest.json says "
+            f"{facts.tokens:,}; copy it again, or remove {folder} to prepare it again"
+        )
+    return stream
 
 
 class Blocks(Protocol):

@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from nanogpt_hf.data.blocks import Blocks, TokenStream, read_column
+from nanogpt_hf.config.schema import DataSection
+from nanogpt_hf.data.blocks import Blocks, TokenStream, open_tokens, read_column
 from nanogpt_hf.data.manifest import Manifest
 
 
@@ -95,6 +96,17 @@ class Examples(Blocks):
         """The tokens of answers, or of documents, in the blocks at `indices`."""
         numbers = (number for block in indices.tolist() for number in self.blocks[block])
         return sum(int(self._targets_of(number)[1].sum()) for number in numbers)
+
+
+def masked_blocks(folder: Path, split: str, manifest: Manifest, data: DataSection) -> Examples:
+    """The blocks of a format whose encoder gives a mask: whole examples, by data.packing."""
+    return Examples(
+        open_tokens(folder, split, manifest),
+        open_tokens(folder, split, manifest, "assistant_mask"),
+        row_lengths(folder / split),
+        block_size=data.block_size,
+        packing=data.packing,
+    )
 
 
 def pack(lengths: np.ndarray, size: int) -> list[list[int]]:

@@ -9,7 +9,8 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,9 @@ from nanogpt_hf.config.schema import Config, DataSection
 from nanogpt_hf.config.seeds import derive_seed
 from nanogpt_hf.config.sources import is_mixture, sources_of
 from nanogpt_hf.cpu import allowed_cores
-from nanogpt_hf.data.conversations import Conversation, texts_of
 from nanogpt_hf.data.encode import Encode, Row, ShardWriter, Spool, encoded
 from nanogpt_hf.data.files import file_digest, file_state
-from nanogpt_hf.data.formats import FORMATS, Document, describe_token_files, local_files
+from nanogpt_hf.data.formats import format_of, local_files
 from nanogpt_hf.data.manifest import (
     DECIDING_KNOBS,
     MANIFEST,
@@ -43,6 +43,7 @@ from nanogpt_hf.place import make_once
 
 logger = logging.getLogger(__name__)
 _SECONDS_BETWEEN_LINES = 60  # of the log
+_KEPT_CHARACTERS = 100_000_000  # of documents that are kept in memory for the next reading
 
 
 def prepare(config: Config) -> tuple[Manifest, bool]:
@@ -83,35 +84,43 @@ def _prepare_source(data: DataSection) -> tuple[Manifest, bool]:
 
 
 def _prepare_in(folder: Path, data: DataSection) -> Manifest:
-    form = FORMATS[data.format]
+    form = format_of(data)
     if data.num_threads:  # of the library tokenizers; it reads this when it starts them
         os.environ.setdefault("RAYON_NUM_THREADS", str(data.num_threads))
-    if form.encoder is None:
+    if form.describe is not None:  # the source holds tokens, which stay where they are
         tokenizer = build_tokenizer(data.tokenizer, ())
-        end_of_text_id, facts = describe_token_files(data, tokenizer)
+        end_of_text_id, facts = form.describe(data, tokenizer)
         revision = f"sha256:{file_digest(local_files(data))}"
         return write_facts(folder, data, tokenizer, revision, end_of_text_id, facts)
     scratch = folder / "scratch"
     scratch.mkdir()
-    documents = load_documents(data, scratch)
-    held, several, left_out = None, True, 0
+    source = load_documents(data, scratch)
+    # A tokenizer that is made from the documents reads them before they are encoded.
+    is_made = data.tokenizer in ("char", "bpe")
     is_trained = data.tokenizer == "bpe"
+    assert form.texts is not None
+    assert form.encoder is not None
+    train = Reading(source.train, form.texts if is_made else None)
+    documents = replace(source, train=train)
+    held = None
+    several = True
+    left_out = 0
     if documents.validation is None and not data.streaming and data.max_tokens is None:
-        first = list(itertools.islice(documents.train(), 2))
+        first = train.first(2)
         if not first:
             documents.bad_rows["train"].left_out(0)
             raise DataError(f"data.source: {data.one_source}: empty; there is no text to train on")
-        if len(first) == 1 and data.format == "text":
-            several, text = False, str(first[0] or "")
-            cut = int(len(text) * (1 - data.validation_fraction))
+        if len(first) == 1 and form.cut is not None:
+            several = False
             left_out = documents.bad_rows["train"].left_out(1)
-            documents = Documents(lambda: [text[:cut]], lambda: [text[cut:]], documents.revision)
+            parts = form.cut(first[0], data.validation_fraction)
+            documents = Documents(lambda: parts[:1], lambda: parts[1:], documents.revision)
         elif documents.count or is_trained:
             # `bpe` learns from the training split alone, so the documents are counted first. Else
             # they are counted when they are encoded.
-            counted = _bar(documents.train(), "counting")
-            held = held_out(documents.count or sum(1 for _ in counted), data)
-    texts = _texts(documents, held, is_trained)
+            count = documents.count or sum(1 for _ in _bar(documents.train(), "counting"))
+            held = held_out(count, data, documents.noun)
+    texts = _texts(documents, held, is_trained, form.texts)
     tokenizer = build_tokenizer(data.tokenizer, texts, data.vocab_size, data.bpe_pattern)
     # A single document needs no end-of-text token (nor does the cut through it).
     end_of_text_id = tokenizer.end_of_text_id if several else None
@@ -123,16 +132,56 @@ def _prepare_in(folder: Path, data: DataSection) -> Manifest:
     )
 
 
-def held_out(count: int, data: DataSection) -> np.ndarray:
+class Reading:
+    """The documents of a split, as often as they are asked for, with few openings of the source.
+
+    The first documents that `first` has read are part of the next reading. If `texts` is given,
+    documents whose texts fit into memory are kept, and later readings open nothing.
+    """
+
+    def __init__(
+        self, read: Callable[[], Iterable[Any]], texts: Callable[[Any], Iterable[str]] | None
+    ):
+        self._read = read
+        self._texts = texts
+        self._begun: Iterator[Any] | None = None
+        self._kept: list[Any] | None = None
+
+    def first(self, number: int) -> list[Any]:
+        """Up to `number` documents from the beginning."""
+        reading = iter(self())
+        first = list(itertools.islice(reading, number))
+        self._begun = itertools.chain(first, reading)
+        return first
+
+    def __call__(self) -> Iterable[Any]:
+        if self._begun is not None:
+            begun = self._begun
+            self._begun = None
+            return begun
+        return self._open() if self._kept is None else self._kept
+
+    def _open(self) -> Iterator[Any]:
+        kept = []
+        size = 0
+        for document in self._read():
+            if self._texts is not None and size <= _KEPT_CHARACTERS:
+                kept.append(document)
+                size += sum(map(len, self._texts(document)))
+            yield document
+        if self._texts is not None and size <= _KEPT_CHARACTERS:
+            self._kept = kept
+
+
+def held_out(count: int, data: DataSection, noun: str) -> np.ndarray:
     """Which of `count` documents are held out for validation, drawn by `data.validation_seed`.
 
     Raises DataError if there are too few.
     """
     if count < 2:
-        what = "conversation" if data.format == "chat" else "document"
         limited = "raise data.max_tokens, or " if data.max_tokens is not None else ""
         raise DataError(
-            f"data.source: {data.one_source}: {plural(count, what)} is too few to "
+            f"data.source: {data.one_source}: {plural(count, noun)} is too few to "
             f"hold some out for validation; {limited}give two at least"
         )
     number = max(1, round(count * data.validation_fraction))
@@ -148,15 +197,20 @@ def split_documents(documents: Documents, data: DataSection) -> tuple[list[Any],
     train = documents.read()
     if documents.validation is not None:
         return train, documents.read("validation")
-    held = held_out(len(train), data)
+    held = held_out(len(train), data, documents.noun)
     splits = [], []
     for document, is_held in zip(train, held, strict=True):
         splits[int(is_held)].append(document)
     return splits
 
 
-def _texts(documents: Documents, held: np.ndarray | None, is_trained: bool) -> Iterator[str]:
-    """Every text, and of conversations every message, that the tokenizer is made from."""
+def _texts(
+    documents: Documents,
+    held: np.ndarray | None,
+    is_trained: bool,
+    texts_of: Callable[[Any], Iterable[str]],
+) -> Iterator[str]:
+    """Every text of the documents that the tokenizer is made from."""
     chosen = documents.train()
     # `char` has to know the characters of both splits; `bpe` learns from the training split alone.
     if held is not None and is_trained:
@@ -164,13 +218,10 @@ def _texts(documents: Documents, held: np.ndarray | None, is_trained: bool) -> I
     elif documents.validation is not None and not is_trained:
         chosen = itertools.chain(chosen, documents.validation())
     for document in chosen:
-        if isinstance(document, Conversation):
-            yield from texts_of(document)
-        else:
-            yield document or ""
+        yield from texts_of(document)
 
 
-def _bar(documents: Iterable[Document], what: str, total: int | None = None) -> Any:
+def _bar(documents: Iterable[Any], what: str, total: int | None = None) -> Any:
     return tqdm(documents, what, total, unit=" documents", disable=not shows_bars())
 
 
@@ -178,7 +229,8 @@ def _write_splits(
     folder: Path, data: DataSection, documents: Documents, held: np.ndarray | None, encode: Encode
 ) -> tuple[dict[str, SplitFacts], int]:
     """The facts of both splits, and the number of rows that were left out."""
-    threads = (data.num_threads or allowed_cores()) if FORMATS[data.format].in_threads else 1
+    in_threads = format_of(data).in_threads
+    threads = (data.num_threads or allowed_cores()) if in_threads else 1
     left_out = 0
 
     def encoded_split(split: str) -> Iterator[tuple[int, list[Row]]]:
@@ -186,8 +238,8 @@ def _write_splits(
         logged, count = time.monotonic(), 0
         bar = _bar(getattr(documents, split)(), "tokenizing", documents.count)
         bad = documents.bad_rows[split]
-        # The threads of an encoder of text would find bad documents in any order; it has none.
-        in_order = _without_bad_rows(encode, bad) if data.format == "chat" else encode
+        # Threads would find the documents that cannot be encoded in any order.
+        in_order = encode if in_threads else _without_bad_rows(encode, bad)
         for count, rows in encoded(bar, in_order, threads, data.max_tokens):
             if time.monotonic() > logged + _SECONDS_BETWEEN_LINES:
                 logged = time.monotonic()
@@ -205,7 +257,7 @@ def _write_splits(
             batches = (rows for _, rows in encoded_split("train"))
             if held is None:  # the number of documents is known when all are encoded
                 batches = Spool(file, encoded_split("train"))
-                held = held_out(batches.documents, data)
+                held = held_out(batches.documents, data, documents.noun)
             for rows in batches:
                 writers["train"].write([row for row in rows if not held[row.document]])
                 writers["validation"].write([row for row in rows if held[row.document]])
@@ -248,6 +300,7 @@ def write_facts(
     """Write tokenizer and manifest, the end of every preparation; return the manifest."""
     save_tokenizer(tokenizer.hf, folder / TOKENIZER)
     local = local_files(data)
+    form = format_of(data)
     manifest = Manifest(
         recipe={knob: getattr(data, knob) for knob in DECIDING_KNOBS},
         revision=revision,
@@ -257,7 +310,7 @@ def write_facts(
         end_of_text_id=end_of_text_id,
         train=facts["train"],
         validation=facts["validation"],
-        start_of_text_id=tokenizer.start_of_text_id if data.format == "text" else None,
+        start_of_text_id=tokenizer.start_of_text_id if form.starts_documents else None,
         left_out=left_out,
     )
     open_blocks(folder, manifest, data)  # a text too short for a block is refused here

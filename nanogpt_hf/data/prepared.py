@@ -10,15 +10,16 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from nanogpt_hf.config.formats import FORMATS, FormatRow
 from nanogpt_hf.config.schema import Config, DataSection
 from nanogpt_hf.config.sources import is_mixture, sources_of
 from nanogpt_hf.config.stages import config_at, planned_tokens, tokens_by_source
 from nanogpt_hf.data.batches import blocks_read
 from nanogpt_hf.data.blocks import Blocks, MixedBlocks
-from nanogpt_hf.data.chat_template import ChatFormat, chat_of
+from nanogpt_hf.data.chat_template import chat_of
 from nanogpt_hf.data.examples import Examples
 from nanogpt_hf.data.files import file_digest, file_state, is_url
-from nanogpt_hf.data.formats import FORMATS, local_files
+from nanogpt_hf.data.formats import format_of, local_files
 from nanogpt_hf.data.manifest import (
     SPLITS,
     Manifest,
@@ -69,7 +70,7 @@ def in_memory(
     counts = documents or (len(train), len(validation))
     splits = (SplitFacts(documents=count, tokens=0, bytes=0) for count in counts)
     manifest = Manifest(
-        recipe={"source": source, "format": "chat"},
+        recipe={"source": source},
         revision=revision,
         tokenizer_hash=vocabulary_hash(tokenizer),
         vocab_size=len(tokenizer),
@@ -107,9 +108,7 @@ def _load_source(data: DataSection) -> PreparedData:
     check_fits(manifest, data)
     tokenizer = open_tokenizer(folder, manifest)
     train, validation = open_blocks(folder, manifest, data)
-    end_of_turn_id = None
-    if manifest.train.assistant_tokens is not None:
-        end_of_turn_id = ChatFormat(tokenizer).end_of_turn_id()
+    end_of_turn_id = format_of(data).end_of_turn(tokenizer)
     return PreparedData(train, validation, tokenizer, manifest, end_of_turn_id)
 
 
@@ -118,7 +117,7 @@ def open_blocks(folder: Path, manifest: Manifest, data: DataSection) -> list[Blo
 
     Raises DataError if a split is too short for one.
     """
-    opened = [FORMATS[data.format].blocks(folder, split, manifest, data) for split in SPLITS]
+    opened = [format_of(data).blocks(folder, split, manifest, data) for split in SPLITS]
     for split, of_split in zip(SPLITS, opened, strict=True):
         if not len(of_split):
             raise DataError(
@@ -156,7 +155,7 @@ def check_fits(manifest: Manifest, data: DataSection) -> None:
         try:
             files = local_files(data)
         except DataError:
-            if FORMATS[data.format].encoder is None:  # its tokens are read where they are
+            if FORMATS[data.format].has_tokens:  # they are read where they are
                 raise
             return  # the text is on the machine that prepared it
         if not files or (state := file_state(files)) == manifest.file_state:
@@ -195,7 +194,7 @@ def check_prepared(data: DataSection) -> None:
             for split in SPLITS
             for name, facts in (getattr(manifest, split).shards or {}).items()
         ]
-        if FORMATS[source.data.format].encoder is None:
+        if FORMATS[source.data.format].has_tokens:
             checks.append((local_files(source.data), manifest.revision.removeprefix("sha256:")))
         for files, sha256 in checks:
             if file_digest(files) != sha256:
@@ -211,11 +210,15 @@ def summary_lines(config: Config, data: PreparedData) -> list[str]:
     """
     sources = data.manifest.sources
     if not sources:
-        lines = _split_lines(data.manifest, data.train, data.validation)
+        form = FORMATS[config.data.format]
+        lines = _split_lines(form, data.manifest, data.train, data.validation)
         return lines + _left_out_lines(data.manifest)
     lines = []
     for source, *parts in zip(sources, data.train.parts, data.validation.parts, strict=True):
-        lines += [f"{source.data.dir}:", *_split_lines(source.manifest, *parts)]
+        lines += [
+            f"{source.data.dir}:",
+            *_split_lines(FORMATS[source.data.format], source.manifest, *parts),
+        ]
         lines += _left_out_lines(source.manifest)
     epochs = epochs_by_source(config, data.train)
     tokens, total = tokens_by_source(config), planned_tokens(config)
@@ -227,9 +230,13 @@ def summary_lines(config: Config, data: PreparedData) -> list[str]:
     ]
 
 
-def _split_lines(manifest: Manifest, train: Blocks, validation: Blocks) -> list[str]:
+def _split_lines(
+    form: FormatRow, manifest: Manifest, train: Blocks, validation: Blocks
+) -> list[str]:
     splits = zip(SPLITS, (train, validation), strict=True)
-    return [f"  {name:<10} {_line(getattr(manifest, name), blocks)}" for name, blocks in splits]
+    return [
+        f"  {name:<10} {_line(form, getattr(manifest, name), blocks)}" for name, blocks in splits
+    ]
 
 
 def _left_out_lines(manifest: Manifest) -> list[str]:
@@ -237,12 +244,13 @@ def _left_out_lines(manifest: Manifest) -> list[str]:
     return [f"  {'left out':<10} {plural(count, 'row')} that cannot be used"] if count else []
 
 
-def _line(facts: SplitFacts, blocks: Blocks) -> str:
-    noun, answers = "documents", ""
+def _line(form: FormatRow, facts: SplitFacts, blocks: Blocks) -> str:
+    noun = f"{form.noun}s"
+    learned = ""
     if facts.assistant_tokens is not None:
-        noun, answers = "conversations", f"{facts.assistant_tokens:,} of them in answers, "
+        learned = f"{facts.assistant_tokens:,} of them in {form.learned}, "
     line = (
-        f"{facts.documents:,} {noun}, {facts.tokens:,} tokens, {answers}"
+        f"{facts.documents:,} {noun}, {facts.tokens:,} tokens, {learned}"
         f"{facts.bytes_per_token:.2f} bytes per token"
     )
     if isinstance(blocks, Examples):
@@ -251,7 +259,7 @@ def _line(facts: SplitFacts, blocks: Blocks) -> str:
         if blocks.cut:
             line += f"; {blocks.cut:,} are longer than a block, and cut"
         if blocks.skipped:
-            line += f"; {blocks.skipped:,} have no answer within a block, and are left out"
+            line += f"; {blocks.skipped:,} have no {form.learned} within a block, and are left out"
     return line
 
 

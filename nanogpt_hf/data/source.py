@@ -16,16 +16,19 @@ from typing import Any
 import numpy as np
 from huggingface_hub import HfApi
 
+from nanogpt_hf.config.formats import FORMATS
 from nanogpt_hf.config.schema import DataSection
 from nanogpt_hf.config.seeds import derive_seed
 from nanogpt_hf.data.files import (
     ARITHMETIC,
     BUILT_IN,
+    ROW_ENDINGS,
     download,
     file_digest,
+    find_files,
     is_url,
 )
-from nanogpt_hf.data.formats import FORMATS, Document, local_files
+from nanogpt_hf.data.formats import format_of, local_files
 from nanogpt_hf.data.manifest import SPLITS
 from nanogpt_hf.data.rows import read_tables, unpacked
 from nanogpt_hf.errors import DataError, UserError, one_line
@@ -33,7 +36,7 @@ from nanogpt_hf.formatting import plural, shows_bars
 
 _LARGEST = 99  # operand
 _DOCUMENTS, _LINES = 2_000, 50  # documents and lines of the text
-_CONVERSATIONS = 10_000
+_ROWS = 10_000
 _HELD_OUT_SHARE = 10  # one question in ten
 
 _NAMED = 3  # rows that a message names
@@ -126,9 +129,10 @@ class Documents:
     `validation` is None if it has to be held out of `train`.
     """
 
-    train: Callable[[], Iterable[Document]]
-    validation: Callable[[], Iterable[Document]] | None
+    train: Callable[[], Iterable[Any]]
+    validation: Callable[[], Iterable[Any]] | None
     revision: str
+    noun: str = "document"  # of one of them, in messages
     count: int | None = None  # length of `train`, if it is known without reading
     # the rows of each split's newest reading that cannot be used
     bad_rows: dict[str, BadRows] = field(
@@ -143,19 +147,27 @@ class Documents:
 
 
 def load_documents(data: DataSection, scratch: Path, read_row: ReadRow | None = None) -> Documents:
-    """The documents of `data.source`. `scratch` is a folder for temporary files; `read_row` makes
-    a document of a row, instead of the format's own.
+    """The documents of `data.source`. `scratch` is a folder for temporary files.
+
+    With `read_row` the source has rows, whatever the recipe's format is, and it makes a document
+    of each.
 
     Raises DataError if the source does not exist; a split that is not text, or cannot be read as
     `data.format`, raises it while it is read.
     """
-    source, files = data.one_source, local_files(data)
-    form = FORMATS[data.format]
-    parse = read_row or form.document
-    assert parse is not None
-    read_row = parse if form.reads_plain_text else lambda row, data: parse(unpacked(row), data)
+    source = data.one_source
+    noun, reads_plain_text = "row", False
+    if read_row is None:
+        form = format_of(data)
+        assert form.document is not None
+        read_row, noun = form.document, FORMATS[data.format].noun
+        reads_plain_text, files = form.reads_plain_text, local_files(data)
+    else:
+        files = find_files(source, ROW_ENDINGS)
+    if not reads_plain_text:
+        read_row = _of_unpacked(read_row)
     if not (files or source in BUILT_IN or is_url(source)):
-        return _from_hub(data, read_row)
+        return _from_hub(data, read_row, noun, data.text_column if reads_plain_text else None)
     for knob in ("validation_split", "streaming"):
         if getattr(data, knob):
             raise DataError(
@@ -165,23 +177,27 @@ def load_documents(data: DataSection, scratch: Path, read_row: ReadRow | None = 
     if source in BUILT_IN:
         rows, revision = [_python_docs()], f"Python {sys.version.split()[0]}"
         if source == ARITHMETIC:
-            rows = arithmetic_conversations() if data.format == "chat" else arithmetic_text()
+            rows = arithmetic_text() if reads_plain_text else arithmetic_rows()
             revision = f"{ARITHMETIC} 1"
         documents = list(_documents([(source, rows)], data, read_row, BadRows()))
-        return Documents(lambda: documents, None, revision, len(documents))
+        return Documents(lambda: documents, None, revision, noun, len(documents))
     names = {path: str(path) for path in files}
     if not files:
         names = {download(source, scratch, data.sha256): source}
     digest = f"sha256:{file_digest([*names])}"
-    column = data.text_column if form.reads_plain_text else None
+    column = data.text_column if reads_plain_text else None
     bad = {split: BadRows(data.max_bad_rows) for split in SPLITS}
 
-    def read() -> Iterator[Document]:
+    def read() -> Iterator[Any]:
         # An error's traceback would keep the file of a refused row open.
         with contextlib.closing(_tables(names, column)) as tables:
             yield from _documents(tables, data, read_row, bad["train"], empty=False)
 
-    return Documents(read, None, digest, bad_rows=bad)
+    return Documents(read, None, digest, noun, bad_rows=bad)
+
+
+def _of_unpacked(read_row: ReadRow) -> ReadRow:
+    return lambda row, data: read_row(unpacked(row), data)
 
 
 def check_source(data: DataSection, folder: Path) -> None:
@@ -216,7 +232,7 @@ def _documents(
     bad: BadRows,
     *,
     empty: bool = True,
-) -> Iterator[Document]:
+) -> Iterator[Any]:
     """The document of each row; without `empty`, of each that has text.
 
     Raises DataError that names the row that cannot be read, unless it may be left out.
@@ -245,7 +261,8 @@ def _documents(
             raise DataError(f"{where}: row {number}: {reason}") from None
 
 
-def _from_hub(data: DataSection, read_row: ReadRow) -> Documents:
+def _from_hub(data: DataSection, read_row: ReadRow, noun: str, column: str | None) -> Documents:
+    """The rows of a Hub data set; of a `column` that it has, that alone."""
     import datasets  # slow to import
 
     if not shows_bars():
@@ -268,12 +285,12 @@ def _from_hub(data: DataSection, read_row: ReadRow) -> Documents:
             f"it: {reason}"
         ) from None
     for split, rows in splits.items():  # a streamed CSV's columns are known when its rows arrive
-        if FORMATS[data.format].reads_plain_text and data.text_column in (rows.features or ()):
-            splits[split] = rows.select_columns(data.text_column)
+        if column is not None and column in (rows.features or ()):
+            splits[split] = rows.select_columns(column)
 
     bad = {split: BadRows(data.max_bad_rows) for split in SPLITS}
 
-    def read(split: str, bad: BadRows) -> Callable[[], Iterator[Document]]:
+    def read(split: str, bad: BadRows) -> Callable[[], Iterator[Any]]:
         where = f"data.source: {data.one_source}: split {split}"
         # empty texts count as documents
         return lambda: _documents([(where, _rows(splits[split]))], data, read_row, bad)
@@ -283,6 +300,7 @@ def _from_hub(data: DataSection, read_row: ReadRow) -> Documents:
         read(data.split, bad["train"]),
         read(of_validation, bad["validation"]) if of_validation else None,
         _commit(data) or data.revision or "unknown",
+        noun,
         # The rows that are left out are known when all are read.
         None if data.streaming or data.max_bad_rows else splits[data.split].num_rows,
         bad,
@@ -338,12 +356,8 @@ def arithmetic_text() -> Iterator[str]:
         yield "".join(f"{line}\n" for line in lines)
 
 
-def arithmetic_conversations() -> Iterator[dict[str, Any]]:
+def arithmetic_rows() -> Iterator[dict[str, str]]:
     """Rows of a question and its answer, of questions that are not held out."""
-    for number in range(_CONVERSATIONS):
+    for number in range(_ROWS):
         question, answer = arithmetic_question(1, number, held_out=False)
-        exchange = [
-            {"role": "user", "content": question},
-            {"role": "assistant", "content": answer},
-        ]
-        yield {"messages": exchange}
+        yield {"prompt": question, "completion": answer}

@@ -94,7 +94,7 @@ def _load_question_task(name: str, request: Request) -> QuestionTask:
     arguments, tokenizer = request.arguments, request.tokenizer.hf
     knobs: dict[str, Any] = {**request.knobs}
     if arguments.questions:
-        knobs |= {"source": arguments.questions, "format": "chat"}
+        knobs["source"] = arguments.questions
     try:
         task = load_task(
             name.removeprefix(QUESTIONS),

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.config.seeds import derive_seed
-from nanogpt_hf.config.sources import has_conversations
+from nanogpt_hf.config.sources import chats
 from nanogpt_hf.errors import DataError, DivergedError, UserError
 from nanogpt_hf.evaluation.base import Evaluation, Measure, Result, Subject
 
@@ -34,7 +34,7 @@ class Samples(Evaluation):
         from nanogpt_hf.data.chat_template import ChatFormat
         from nanogpt_hf.data.tokenizer import prompt_ids
 
-        chat = ChatFormat(tokenizer) if has_conversations(config.data) else None
+        chat = ChatFormat(tokenizer) if chats(config.data) else None
         encoded = []
         for prompt in config.eval.samples:
             try:

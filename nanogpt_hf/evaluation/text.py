@@ -119,7 +119,7 @@ def _first_bytes(corpus: Corpus, tokenizer: "Tokenizer") -> float:
 
 
 def _read_prepared(folder: Path, split: str, tokenizer: "Tokenizer") -> Corpus:
-    from nanogpt_hf.data.formats import token_stream
+    from nanogpt_hf.data.blocks import open_tokens
     from nanogpt_hf.data.prepared import require_manifest
     from nanogpt_hf.data.tokenizer import vocabulary_hash
 
@@ -132,10 +132,10 @@ def _read_prepared(folder: Path, split: str, tokenizer: "Tokenizer") -> Corpus:
     same_tokens = vocabulary_hash(tokenizer.hf) == manifest.tokenizer_hash
     if not same_tokens or facts.assistant_tokens is not None:
         raise DataError(
-            f"--data: {folder}: prepared with another tokenizer than the model's, or of "
-            "conversations; give the text itself"
+            f"--data: {folder}: prepared with another tokenizer than the model's, or only a "
+            "part of each document is learned, as of conversations; give the text itself"
         )
-    stream = token_stream(folder, split, manifest)
+    stream = open_tokens(folder, split, manifest)
     return Corpus(f"{folder} ({split})", stream, facts.documents, facts.bytes, manifest.revision)
 
 
@@ -145,8 +145,8 @@ def _read_text(
     from nanogpt_hf.data.blocks import TokenStream
     from nanogpt_hf.data.encode import encoded
     from nanogpt_hf.data.files import BUILT_IN, find_files, is_url
-    from nanogpt_hf.data.formats import text_encoder
     from nanogpt_hf.data.source import load_documents
+    from nanogpt_hf.data.text import text_encoder
 
     name = data.one_source
     on_hub = not find_files(name) and name not in BUILT_IN and not is_url(name)

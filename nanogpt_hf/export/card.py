@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 
 from nanogpt_hf.config.load import config_to_yaml
 from nanogpt_hf.config.schema import Config
-from nanogpt_hf.config.sources import has_conversations, source_text, sources_of
+from nanogpt_hf.config.sources import chats, source_text, sources_of
 from nanogpt_hf.data.files import BUILT_IN
 from nanogpt_hf.data.manifest import Manifest, PreparedSource
 from nanogpt_hf.formatting import format_number
@@ -83,7 +83,7 @@ def model_card(
         optimizer=kind_of(config.optim).describe(config.optim),
         software=", ".join(f"{name} {version}" for name, version in versioned.items()),
         time=timedelta(seconds=round(state.seconds)),
-        chats=has_conversations(config.data),
+        chats=chats(config.data),
         recipe=_fenced(config_to_yaml(config)),
         **_score(config, state),
     )

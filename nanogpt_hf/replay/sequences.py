@@ -11,6 +11,7 @@ from accelerate.utils import send_to_device
 from tqdm import tqdm
 
 from nanogpt_hf.config.checks import accumulation_steps
+from nanogpt_hf.config.formats import FORMATS
 from nanogpt_hf.config.sources import sources_of
 from nanogpt_hf.config.stages import config_at, stages_of
 from nanogpt_hf.data.blocks import TokenBlocks
@@ -81,7 +82,7 @@ def _place_of(run: Run, index: int) -> dict[str, Any]:
     if not isinstance(part, TokenBlocks):  # conversations, or rows of documents
         return place | {"documents": part.documents_of(own)}
     tokens = own * part.stride + np.array([0, part.block_size])
-    if source.data.format == "text":
+    if not FORMATS[source.data.format].has_tokens:
         ends = _document_ends(source.data.dir)
         first, last = np.searchsorted(ends, tokens, side="right").tolist()
         place["documents"] = list(range(first, last + 1))

@@ -126,10 +126,9 @@ def _from_source(
         raise DataError(
             f"data.source: {name} has no questions of its own; name a file or data set of them"
         )
-    chat = dataclasses.replace(data, format="chat")
     with tempfile.TemporaryDirectory() as scratch:
-        documents = load_documents(chat, Path(scratch), lambda row, _: question_of(row))
-        splits = ([], documents.read()) if hold_out_all else split_documents(documents, chat)
+        documents = load_documents(data, Path(scratch), lambda row, _: question_of(row))
+        splits = ([], documents.read()) if hold_out_all else split_documents(documents, data)
     if not splits[1]:
         raise DataError(f"data.source: {data.source}: holds no questions")
     return Task(name, splits[0], splits[1], SCORES[name], documents.revision)

@@ -5,7 +5,6 @@ A block is a pair, padded at the end. That of a labeled answer is the answer, an
 the answer of the row before it, which estimates the KL divergence of KTO.
 """
 
-import dataclasses
 import logging
 import tempfile
 from collections.abc import Callable
@@ -103,7 +102,7 @@ def _load(
     A row that the tokenizer or its chat template refuses is one that cannot be read. Raises
     UserError if they cannot be read, or none fits into a block.
     """
-    data, splits = dataclasses.replace(config.data, format="chat"), []
+    data, splits = config.data, []
     if is_mixture(data):
         raise DataError(f"data.source: {noun} come from one source; a list is not supported")
     tokenizer = build_tokenizer(data.tokenizer, ()).hf

@@ -8,7 +8,7 @@ import pytest
 
 from assertions import refusal
 from nanogpt_hf.config.schema import DataSection
-from nanogpt_hf.data.source import arithmetic_conversations, arithmetic_text, is_held_out
+from nanogpt_hf.data.source import arithmetic_rows, arithmetic_text, is_held_out
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.tasks.load import load_task
 
@@ -36,7 +36,7 @@ def test_arithmetic_held_out_questions_are_in_no_text_or_conversation():
     assert all(is_held_out(prompt) for prompt in held_out)
     lines = (line for row in islice(arithmetic_text(), 500) for line in row.splitlines())
     text = {line.partition("=")[0] for line in lines}
-    asked = {row["messages"][0]["content"] for row in islice(arithmetic_conversations(), 5000)}
+    asked = {row["prompt"] for row in islice(arithmetic_rows(), 5000)}
     assert len(text | asked) > 5000
     assert not held_out & (text | asked | {question.prompt for question in task.train[:300]})
 

@@ -1,0 +1,85 @@
+"""The formats of data: one row each, with what the checks and messages of a recipe need to know.
+
+A row names the file of `data/` that has the format's code, which may import torch. This file may
+not: `--help` and the checks of a recipe read it.
+"""
+
+from typing import NamedTuple
+
+from nanogpt_hf.config.settings import Rule, Setting, choice, given, rules
+
+
+class FormatRow(NamedTuple):
+    """The facts of a value of `data.format`."""
+
+    meaning: str  # its part of the help text of data.format
+    # The module in data/ whose FORMAT reads, encodes and opens the data; see data/formats.py.
+    code: str
+    noun: str = "document"  # the name of one document in messages
+    # The part of a document that alone is learned, in the plural, such as "answers". The encoder
+    # then gives a mask with each row. None: every token is learned.
+    learned: str | None = None
+    # Its values of data.order. Windows at random offsets would cut a document whose parts differ.
+    orders: tuple[str, ...] = ("shuffled",)
+    # Whether data.packing documents and data.mask apply: documents are texts, each a row of tokens.
+    packs_documents: bool = False
+    # The values of data.packing for which a block holds several documents that must not attend to
+    # each other.
+    apart: tuple[str, ...] = ()
+    # Whether the source holds tokens, which are read in place, instead of text to encode.
+    has_tokens: bool = False
+    chats: bool = False  # whether prompts of the trained model are messages
+
+
+FORMATS = {
+    "text": FormatRow(
+        meaning="text", code="text", orders=("shuffled", "random"), packs_documents=True
+    ),
+    "chat": FormatRow(
+        meaning="conversations, whose answers alone are learned",
+        code="chat",
+        noun="conversation",
+        learned="answers",
+        apart=("packed",),
+        chats=True,
+    ),
+    "datatrove": FormatRow(
+        meaning="token files of datatrove",
+        code="datatrove",
+        orders=("shuffled", "random"),
+        has_tokens=True,
+    ),
+}
+
+
+def rules_of(name: str, row: FormatRow) -> list[Rule]:
+    """The rules of what does not combine with a format, as its row implies them."""
+    form = choice("data.format", name)
+    found: list[Rule] = []
+    if row.has_tokens:
+        made = f"it is made from text, and {name} has made the tokens"
+        tokenizers = choice("data.tokenizer", "char", "bpe")
+        found += rules(tokenizers, form, made, "name the tokenizer that it used")
+        limits = given("data.streaming", "data.max_tokens")
+        found += rules(limits, form, "its tokens are read whole", "leave it out")
+        found += rules(given("data.max_bad_rows"), form, "its tokens have no rows", "leave it out")
+        pairs = "pairs are rows of text or messages"
+        found += rules(form, given("align.loss"), pairs, "leave it out")
+    if row.learned:
+        end = f"no token ends its {row.learned}"
+        found += rules(choice("data.tokenizer", "char"), form, end, "use gpt2")
+        remedy = f"name a file of {row.noun}s"
+        found += rules(choice("data.source", "python-docs"), form, "it is text", remedy)
+    if "random" not in row.orders:
+        cut = f"it would cut {row.noun}s"
+        found += rules(choice("data.order", "random"), form, cut, "use shuffled")
+    if not row.packs_documents:
+        documents = choice("data.packing", "documents") + given("data.mask")
+        text = "only rows of text are documents there"
+        found += rules(documents, form, text, "leave it out")
+    if row.apart:
+        remedy = (
+            "set a cp_size that divides the heads, or use accelerate_configs/fsdp2.yaml"
+        )
+        found += rules(form, Setting.RING_ATTENTION, "its kernels take no masks", remedy)
+    return found

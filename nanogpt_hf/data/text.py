@@ -1,0 +1,93 @@
+"""The format `text`: each document is a text, and every token is learned."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from nanogpt_hf.config.schema import DataSection
+from nanogpt_hf.data.blocks import Blocks, TokenBlocks, TokenStream, open_tokens, token_dtype
+from nanogpt_hf.data.encode import Encode, Row
+from nanogpt_hf.data.examples import DocumentBlocks, document_starts, read_from_end, row_lengths
+from nanogpt_hf.data.files import TEXT_ENDINGS
+from nanogpt_hf.data.formats import Format
+from nanogpt_hf.data.manifest import Manifest
+from nanogpt_hf.data.rows import text_of
+from nanogpt_hf.data.tokenizer import Tokenizer
+from nanogpt_hf.errors import DataError
+
+
+def text_encoder(tokenizer: Tokenizer, end_of_text_id: int | None) -> Encode:
+    """Encode texts, each after the token that the tokenizer itself puts there, if any."""
+    kind = token_dtype(tokenizer.vocab_size)
+    start, end = ([] if i is None else [i] for i in (tokenizer.start_of_text_id, end_of_text_id))
+    tokenizer.encode_batch([""])  # sets options of the library, which threads may not
+
+    def encode(texts: list[str | None], first: int) -> list[Row]:
+        kept = {number: text for number, text in enumerate(texts, first) if text}
+        rows = []
+        encoded = tokenizer.encode_batch([*kept.values()]) if kept else []
+        for (number, text), ids in zip(kept.items(), encoded, strict=True):
+            # A larger id would wrap around in the dtype of the shards.
+            if len(ids) and ids.max() >= tokenizer.vocab_size:
+                raise DataError(
+                    f"data.tokenizer: {tokenizer.name} gave id {ids.max()}, beyond its own "
+                    "vocabulary"
+                )
+            ids = np.concatenate((start, ids, end), dtype=kind, casting="unsafe")
+            rows.append(Row(number, ids, len(text.encode())))
+        return rows
+
+    return encode
+
+
+def text_blocks(folder: Path, split: str, manifest: Manifest, data: DataSection) -> Blocks:
+    """The blocks of a split: documents end to end, or rows that begin with a document."""
+    stream = open_tokens(folder, split, manifest)
+    apart = data.mask == "documents"
+    from_end = read_from_end(manifest)
+    if data.packing == "documents":
+        return DocumentBlocks(
+            stream,
+            row_lengths(folder / split),
+            block_size=data.block_size,
+            from_end=from_end,
+            apart=apart,
+        )
+    starts = document_starts(row_lengths(folder / split), from_end) if apart else None
+    return end_to_end(stream, split, data, starts)
+
+
+def end_to_end(
+    stream: TokenStream, split: str, data: DataSection, starts: np.ndarray | None = None
+) -> TokenBlocks:
+    """Blocks of a stream of documents end to end; `starts` keeps the documents apart.
+
+    Windows at random offsets are for training alone: validation predicts every token once.
+    """
+    stride = 1 if data.order == "random" and split == "train" else None
+    partial = split == "validation"
+    return TokenBlocks(stream, data.block_size, stride=stride, partial=partial, starts=starts)
+
+
+def _cut(text: str | None, validation_fraction: float) -> tuple[str, str]:
+    text = text or ""
+    end = int(len(text) * (1 - validation_fraction))
+    return text[:end], text[end:]
+
+
+def _texts(text: str | None) -> Iterator[str]:
+    yield text or ""
+
+
+FORMAT = Format(
+    endings=TEXT_ENDINGS,
+    document=lambda row, data: text_of(row, data.text_column),
+    texts=_texts,
+    encoder=text_encoder,
+    blocks=text_blocks,
+    reads_plain_text=True,
+    in_threads=True,
+    starts_documents=True,
+    cut=_cut,
+)
