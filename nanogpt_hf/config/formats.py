@@ -78,8 +78,6 @@ def rules_of(name: str, row: FormatRow) -> list[Rule]:
         text = "only rows of text are documents there"
         found += rules(documents, form, text, "leave it out")
     if row.apart:
-        remedy = (
-            "set a cp_size that divides the heads, or use accelerate_configs/fsdp2.yaml"
-        )
+        remedy = "set a cp_size that divides the heads, or use accelerate_configs/fsdp2.yaml"
         found += rules(form, Setting.RING_ATTENTION, "its kernels take no masks", remedy)
     return found
