@@ -6,7 +6,7 @@ not: `--help` and the checks of a recipe read it.
 
 from typing import NamedTuple
 
-from nanogpt_hf.config.settings import Rule, Setting, choice, given, rules
+from nanogpt_hf.config.settings import FSDP2, Rule, Setting, choice, given, rules
 
 
 class FormatRow(NamedTuple):
@@ -78,6 +78,6 @@ def rules_of(name: str, row: FormatRow) -> list[Rule]:
         text = "only rows of text are documents there"
         found += rules(documents, form, text, "leave it out")
     if row.apart:
-        remedy = "set a cp_size that divides the heads, or use accelerate_configs/fsdp2.yaml"
+        remedy = f"set a cp_size that divides the heads, or {FSDP2}"
         found += rules(form, Setting.RING_ATTENTION, "its kernels take no masks", remedy)
     return found
