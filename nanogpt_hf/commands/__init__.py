@@ -56,6 +56,7 @@ COMMANDS = {
     "finetune": Command("train", "train a model further on your text or conversations", True),
     "rl": Command("train", "train a model further by rewards of its answers to questions", True),
     "align": Command("train", "train a model further on pairs of answers, by DPO", True),
+    "resume": Command("train", "continue a run by its own recipe", True),
     "sample": Command("generate", "generate text with a model", True),
     "chat": Command("generate", "chat with a model"),
     "serve": Command("generate", "serve a model as OpenAI's API does, with a chat page"),

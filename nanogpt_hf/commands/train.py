@@ -6,6 +6,7 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,9 +19,9 @@ from nanogpt_hf.commands.arguments import (
     load_text_recipe,
 )
 from nanogpt_hf.config.dial import dial_lines
-from nanogpt_hf.config.finetune import POLICY, PREFERENCES, RecipeMethod
+from nanogpt_hf.config.finetune import POLICY, PREFERENCES, RecipeMethod, chosen_method
 from nanogpt_hf.config.load import Overrides, config_to_yaml
-from nanogpt_hf.config.schema import Config
+from nanogpt_hf.config.schema import Config, get_value
 from nanogpt_hf.config.stages import naming, planned_tokens, stage_lines, stages_of
 from nanogpt_hf.console import show
 from nanogpt_hf.data.manifest import find_manifest
@@ -29,6 +30,7 @@ from nanogpt_hf.errors import DataError, UserError
 from nanogpt_hf.formatting import plural
 from nanogpt_hf.program import program
 from nanogpt_hf.runs.files import write_json
+from nanogpt_hf.runs.folder import find_run
 from nanogpt_hf.training.finetuning import check_tokenizer, finetune_config
 
 if TYPE_CHECKING:
@@ -135,6 +137,28 @@ def run_align(arguments: Namespace, overrides: Overrides) -> None:
     The defaults: docs/alignment.md, or --dry-run.
     """
     _run_from_model(arguments, overrides, PREFERENCES)
+
+
+def add_resume_arguments(parser: ArgumentParser) -> None:
+    add_option(parser, "run RUN", "the run folder")
+    dry_run = "print the recipe, what has changed in it and the checkpoint, then exit"
+    add_flag(parser, "--dry-run", dry_run)
+
+
+def run_resume(arguments: Namespace, overrides: Overrides) -> None:
+    """Continue a run from its newest checkpoint, by its own recipe.
+
+    The run may be of any command that trains. Knobs that may change during a run are set as for
+    that command, for example --train.max_steps 2000; what differs is printed before the first step.
+    """
+    run = find_run(arguments.run)
+    config = run.read_recipe(overrides)
+    run_arguments = {"run_dir": run.path, "resume": True, "auto_resume": False, "overwrite": False}
+    arguments = Namespace(recipe=str(run.recipe), **vars(arguments) | run_arguments)
+    if config.finetune.model is None:
+        _run(config, arguments)
+    else:
+        _run_from_model(arguments, overrides, chosen_method(partial(get_value, config)))
 
 
 def _run_from_model(

@@ -4,6 +4,7 @@ again, and no obstacle where it does not.
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -203,3 +204,58 @@ def test_machines_compare_what_a_start_reads_and_a_resume_what_it_needs(
     needed = needed_at_resume(config, at_start)
     assert needed == origin_of(config, resumes=True)
     assert ("finetune.model: weights" in needed) == weights
+
+
+@pytest.mark.parametrize(
+    ("name", "knobs"),
+    [("finetune", ()), ("finetune", LORA), ("rl", tuple(RL.items())), ("dpo", ()), ("kto", ())],
+    ids=["finetune", "lora", "rl", "dpo", "kto"],
+)
+def test_resume_command_continues_any_run_by_its_own_recipe(name, knobs, trained, tmp_path, capsys):
+    resume_as_started = trained(tmp_path, name, knobs)
+    copy = tmp_path / "copy"
+    shutil.copytree(tmp_path / "run", copy)
+    assert resume_as_started() == 0
+    capsys.readouterr()
+    assert main(["resume", str(copy), "--train.max_steps", "3", "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "nothing was started" in out
+    assert "train.max_steps: 2 -> 3" in out
+    assert main(["resume", str(copy), "--train.max_steps", "3"]) == 0
+    assert "train.max_steps: 2 -> 3" in capsys.readouterr().out
+    # weights of a model, or of an adapter
+    (theirs,) = (tmp_path / "run" / "final").glob("*.safetensors")
+    assert (copy / "final" / theirs.name).read_bytes() == theirs.read_bytes()
+
+
+def test_resume_command_without_knobs_keeps_the_length_of_the_run(write_recipe, tmp_path, capsys):
+    run = RunFolder(tmp_path / "run")
+    recipe = str(write_recipe(train__max_steps=2, checkpoint__every=1, checkpoint__keep=9))
+    # a flag that is forgotten when the whole command is typed again
+    command = ["pretrain", recipe, "--run-dir", str(run.path), "--train.max_steps", "4"]
+    assert main(command) == 0
+    whole = weights(run)
+    for step in (3, 4):
+        shutil.rmtree(run.checkpoint(step))
+    capsys.readouterr()
+    assert main(["resume", str(run.path)]) == 0
+    assert "done: 4 steps" in capsys.readouterr().out
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in weights(run).items())
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (["no_run"], "no_run: "),
+        (["run", "--model.n_layer", "3"], "--resume continues the same experiment"),
+        (["run", "--train.max_step", "3"], "did you mean"),
+        (["run", "--resume"], "--resume: unknown argument"),
+        (["run", "--overwrite"], "--overwrite: unknown argument"),
+        (["run", "--optim.learning_rate", "fast"], "optim.learning_rate"),
+        ([], "RUN"),
+    ],
+)
+def test_resume_command_refuses(words, reason, write_recipe, tmp_path, refused, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["pretrain", str(write_recipe()), "--run-dir", "run"]) == 0
+    assert reason in refused("resume", *words)
