@@ -131,7 +131,9 @@ def recipe_table() -> str:
     lines = ["", "| recipe | content |", "|---|---|"]
     for path in sorted((Path(__file__).parents[1] / "recipes").glob("*.yaml")):
         comment = re.match(r"(#.*\n)+", path.read_text(encoding="utf-8"))[0]
-        words = " ".join(line.lstrip("# ") for line in comment.splitlines())
+        # An indented line is a command.
+        prose = [line for line in comment.splitlines() if not line.startswith("#  ")]
+        words = " ".join(line.lstrip("# ") for line in prose if line.strip("# "))
         first = re.split(r"[.] (?=[A-Z])|: http", words)[0].rstrip(".")
         lines.append(f"| `{path.stem}` | {first} |")
     return "\n".join([*lines, "", ""])

@@ -95,7 +95,7 @@ def test_named_flags_exist(name):
     theirs = {"--config_file", "--machine_rank", "--num_processes", "--optim.learning_rat"}
     theirs |= {"--me", "--gap"}
     ours = set().union(*map(flags_of, COMMANDS)) | {f"--{key}" for key in KNOBS} | theirs
-    of_others = re.compile(r"docker |nanoGPT's train|base_train|pip |pytest")
+    of_others = re.compile(r"docker |sbatch |nanoGPT's train|base_train|pip |pytest")
     text = "\n".join(line for line in TEXTS[name].splitlines() if not of_others.search(line))
     flags = set(re.findall(r"(?<![\w-])--[a-z][\w.-]*\w", text))
     assert flags <= ours
