@@ -46,7 +46,7 @@ from nanogpt_hf.optim import muon
 from nanogpt_hf.planning.counts import GpuKernels
 from nanogpt_hf.planning.estimate import planned_model
 from nanogpt_hf.runs.folder import RunFolder
-from nanogpt_hf.training import start
+from nanogpt_hf.training import build as run_build
 from nanogpt_hf.training.step import train_step
 
 try:
@@ -208,7 +208,7 @@ def _faked(launch: Launch, meter: _Meter, rank: int, sent: dict[type, Any]) -> I
 
         replace(torch.UntypedStorage, "resize_", resize_)
         replace(nn.parallel, "DistributedDataParallel", _Replica)
-        build_model = start.start_model
+        build_model = run_build.start_model
 
         def on_device(*arguments: Any) -> Any:
             model = build_model(*arguments)
@@ -216,7 +216,7 @@ def _faked(launch: Launch, meter: _Meter, rank: int, sent: dict[type, Any]) -> I
                 cast(FakeTensor, tensor).fake_device = _DEVICE
             return model
 
-        replace(start, "start_model", on_device)
+        replace(run_build, "start_model", on_device)
         replace(nn.Module, "to", lambda module, *_, **__: module)
         replace(_fully_shard, "_get_device_from_mesh", lambda mesh: _DEVICE)
         replace(expert_parallel, "_rows_by_process", balanced)
@@ -236,8 +236,8 @@ def _faked(launch: Launch, meter: _Meter, rank: int, sent: dict[type, Any]) -> I
             (DeviceMesh, "_concatenate"),
         ):
             replace(where, name, outside(getattr(where, name)))
-        if not launch.on_cpu:  # which start.py would take for a CPU
-            replace(start, "write_out_attention", lambda model: None)
+        if not launch.on_cpu:  # which training/build.py would take for a CPU
+            replace(run_build, "write_out_attention", lambda model: None)
             chunk = loss_gpt.LOGITS_PER_CHUNK * loss_gpt.CHUNKS_OF_A_GPU
             replace(loss_gpt, "LOGITS_PER_CHUNK", chunk)
         # accelerate finds sharded parameters by it
@@ -300,7 +300,7 @@ def _rehearse(config: Config, launch: Launch, index: int, shapes: dict[type, Any
         data = cast(PreparedData, synthetic_data(config))
         kernels = nullcontext() if launch.on_cpu else GpuKernels()
         with FakeTensorMode(allow_non_fake_inputs=True), meter, kernels, shapes_only():
-            run = start.build_unchecked(config, accelerator, data, None, None)
+            run = run_build.build_at(config, accelerator, data, None, None)
             train_step(run, 0, learning_rate=1e-4)
             before = meter.peak = meter.now
             meter.waits.clear()

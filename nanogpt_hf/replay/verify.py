@@ -40,9 +40,10 @@ from nanogpt_hf.runs.folder import RunFolder, step_of
 from nanogpt_hf.runs.metrics import read_metrics
 from nanogpt_hf.runs.provenance import branched_at, continue_on, read_starts
 from nanogpt_hf.runs.state import knobs_at
+from nanogpt_hf.training.build import start_again
 from nanogpt_hf.training.methods import ON_TEXT, method_of
 from nanogpt_hf.training.run import Run
-from nanogpt_hf.training.start import prepare_run, start_again
+from nanogpt_hf.training.start import prepare_run
 
 logger = logging.getLogger(__name__)
 

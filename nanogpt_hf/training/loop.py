@@ -17,10 +17,10 @@ from nanogpt_hf.errors import DivergedError, Stopped
 from nanogpt_hf.optim.optimizer import learning_rate_at
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.state import TrainState
+from nanogpt_hf.training.build import start_again
 from nanogpt_hf.training.methods import method_of
 from nanogpt_hf.training.report import Report, reporting
 from nanogpt_hf.training.run import Run, is_done
-from nanogpt_hf.training.start import start_again
 from nanogpt_hf.training.tracking import log_summary
 
 

@@ -22,7 +22,7 @@ from nanogpt_hf.training.finetuning import learned_ids
 
 @dataclass
 class Run:
-    """Built by start.build_run. `model` and `optimizer` are prepared by Accelerate."""
+    """Built by build.build_run. `model` and `optimizer` are prepared by Accelerate."""
 
     config: Config
     accelerator: Accelerator

@@ -16,7 +16,7 @@ from nanogpt_hf import console
 from nanogpt_hf.commands import main
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.errors import UserError
-from nanogpt_hf.training import micro_batch, start
+from nanogpt_hf.training import build, micro_batch
 
 
 def fail_with(monkeypatch, error: Exception) -> None:
@@ -89,7 +89,7 @@ def test_run_that_needs_more_memory_than_is_free_is_refused_before_it_is_built(
 ):
     monkeypatch.setattr(micro_batch, "free_memory", lambda: 2 * 10**6)
     monkeypatch.setattr(psutil, "swap_memory", lambda: SimpleNamespace(free=0))
-    monkeypatch.setattr(start, "start_model", None)
+    monkeypatch.setattr(build, "start_model", None)
     arguments = ["pretrain", write_recipe(**knobs), "--run-dir", tmp_path / "run"]
     error_line = complaint(capsys, *arguments)
     assert "2.0 MB are free" in error_line

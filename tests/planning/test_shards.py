@@ -30,7 +30,7 @@ from nanogpt_hf.planning.estimate import planned_model
 from nanogpt_hf.planning.footprint import LOSS, footprint
 from nanogpt_hf.planning.transfers import transfers
 from nanogpt_hf.runs.folder import RunFolder
-from nanogpt_hf.training.start import build_run
+from nanogpt_hf.training.build import build_run
 from nanogpt_hf.training.step import train_step
 
 ACCUMULATION = 3

@@ -14,7 +14,7 @@ from assertions import copy_at, same_weights
 from nanogpt_hf.commands import main
 from nanogpt_hf.model.architecture import saved_buffers
 from nanogpt_hf.model.build import load_model
-from nanogpt_hf.training import start as start_module
+from nanogpt_hf.training import build as build_module
 
 pytestmark = pytest.mark.long
 
@@ -33,7 +33,7 @@ def test_commands_open_a_run_of_a_decoder(start, tmp_path, text_file):
 
 def test_saved_buffers_are_in_checkpoints_and_folders(start, monkeypatch):
     knobs = {"model__architecture": "apertus", "checkpoint__every": 2}  # constants of its MLP
-    build = start_module.start_model
+    build = build_module.start_model
 
     def with_other_constants(*arguments):
         model = build(*arguments)
@@ -42,7 +42,7 @@ def test_saved_buffers_are_in_checkpoints_and_folders(start, monkeypatch):
         return model
 
     with monkeypatch.context() as patch:
-        patch.setattr(start_module, "start_model", with_other_constants)
+        patch.setattr(build_module, "start_model", with_other_constants)
         whole = start("whole", train__max_steps=4, **knobs)
     resumed = copy_at(whole, 2, whole.path.with_name("resumed"))
     start("resumed", resume=True, train__max_steps=4, **knobs)

@@ -18,7 +18,7 @@ from nanogpt_hf.checkpoint.reader import read_checkpoint
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.provenance import read_starts
-from nanogpt_hf.training.start import build_run
+from nanogpt_hf.training.build import build_run
 
 KNOBS = {
     "train.gradient_groups": 4,
@@ -235,8 +235,8 @@ def test_grouped_run_is_the_same_experiment(train, tmp_path):
 
 def test_deterministic_kernels_are_asked_for_on_gpus(monkeypatch, make_recipe, tmp_path):
     asked = []
-    monkeypatch.setattr("nanogpt_hf.training.start.check_memory", lambda *_: None)
-    monkeypatch.setattr("nanogpt_hf.training.start.build_unchecked", lambda *_: None)
+    monkeypatch.setattr("nanogpt_hf.training.build.check_memory", lambda *_: None)
+    monkeypatch.setattr("nanogpt_hf.training.build.build_at", lambda *_: None)
     monkeypatch.setattr(torch, "use_deterministic_algorithms", asked.append)
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")  # restored at the end
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
