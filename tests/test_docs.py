@@ -76,6 +76,31 @@ def test_links_lead_to_files_and_headings(name):
             assert anchor in anchors(target.read_text(encoding="utf-8")), f"{path}#{anchor}"
 
 
+def test_readme_and_site_list_the_pages_in_one_order():
+    named = re.findall(r"^\d+\. \[[^]]*\]\(docs/(\w+\.md)\)", TEXTS["README.md"], re.MULTILINE)
+    listed = re.findall(r"^ +- docs/(\w+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert len(named) > 8
+    assert named == [name for name in listed if name in named]
+    for path in PAGES:
+        assert path.name in listed, f"{path.name} is not in mkdocs.yml"
+        assert f"(docs/{path.name})" in TEXTS["README.md"], f"README links no {path.name}"
+
+
+@pytest.mark.parametrize("name", [path.name for path in PAGES])
+def test_page_begins_with_what_it_is_for(name):
+    title, purpose = TEXTS[name].split("\n\n")[:2]
+    assert re.fullmatch(r"# .+", title)
+    assert re.match(r"(Read this page|Look here|For people)", purpose), purpose
+
+
+@all_pages
+def test_pages_call_the_program_by_one_name(name):
+    lines = [line for line in TEXTS[name].splitlines() if "cli.py" in line]
+    # These introduce the script of a clone, or compare accelerate's launcher.
+    introduce = ("README.md", "SKILL.md", "CONTRIBUTING.md", "machines.md")
+    assert len(lines) <= (2 if name in introduce else 0)
+
+
 @all_pages
 def test_named_knobs_exist(name):
     sections = "|".join(SECTIONS)
