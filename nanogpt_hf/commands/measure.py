@@ -184,7 +184,7 @@ def run_evaluate(arguments: Namespace, overrides: Overrides) -> None:
             tokenizer=request.tokenizer.hf,
             accelerator=accelerator,
             batch_size=arguments.batch_size,
-            bars=is_main and shows_bars(),
+            shows_bars=is_main and shows_bars(),
         )
         machine = describe_machine(accelerator)
         results = {"model": facts["model"], "machine": machine, "versions": versions()}

@@ -29,7 +29,7 @@ from nanogpt_hf.tasks.load import Generated
 from nanogpt_hf.tasks.reward import RewardFunction
 from nanogpt_hf.tasks.task import PASSED, Question
 
-_LOOKED_AT = 100  # generated questions, of which there is no end
+_LOOKED_AT = 100  # so many generated questions are tried; there is no end of them
 
 
 @dataclass(frozen=True)
@@ -53,20 +53,24 @@ class Answers:
         """Figures of the answers by name: reward, its spread within the samples of a prompt,
         lengths, errors.
         """
-        lengths, ended = self.completions.lengths, self.completions.ended
-        return {
+        lengths = self.completions.lengths
+        ended = self.completions.ended
+        figures = {
             "reward": self.rewards.mean().item(),
+            # Where it is 0, the answers to a prompt have equal rewards: nothing to learn from.
             "reward_std": self.grouped_rewards.std(1, correction=0).mean().item(),
             "completion_tokens": lengths.float().mean().item(),
             "truncated": 1 - ended.float().mean().item(),
-            **({"reward_errors": float(len(self.errors))} if self.errors else {}),
         }
+        if self.errors:
+            figures["reward_errors"] = float(len(self.errors))
+        return figures
 
     def pass_rates(self) -> dict[str, float]:
-        """pass@1, the share of right answers, and pass@k, the share of questions with one among
-        k samples.
+        """pass@1, the share of right answers, and pass@k, the share of questions with at least one
+        right answer among k.
         """
-        passed = self.grouped_rewards >= PASSED
+        passed = self.grouped_rewards >= PASSED  # (prompts, samples)
         rates = {"pass@1": passed.float().mean().item()}
         if self.samples > 1:
             rates[f"pass@{self.samples}"] = passed.any(1).float().mean().item()
@@ -81,6 +85,7 @@ def encode_question(
     """
     if chat:
         return chat.prompt_ids(question.messages, question.tools)
+    # Plain text has no place for tools or for fields such as reasoning_content.
     if question.tools or len(list(fields_of(question.messages))) > len(question.messages):
         raise UserError(
             f"the question {question.prompt!r:.60} has tools or other fields, and the model "
@@ -102,7 +107,7 @@ class AnswerSampler:
     max_new_tokens: int
     temperature: float
     batch_size: int  # rows that a process generates at once
-    positions: int  # a prompt with its answer
+    positions: int  # limit for the tokens of a prompt with its answer
 
     @cached_property
     def chat(self) -> ChatFormat | None:
@@ -119,17 +124,19 @@ class AnswerSampler:
     def fitting(
         self, questions: Sequence[Question], more: str
     ) -> tuple[Sequence[Question], list[Question]]:
-        """The questions that leave room for an answer, and those that do not.
+        """Separate the questions that leave room for an answer from the questions that do not.
 
-        Generated questions are replaced by others; those of the first hundred are returned.
-        Raises UserError if no question leaves room; `more` says how to get more positions.
+        Generated questions without room are replaced by others; of them, only the ones among the
+        first hundred are returned. Raises UserError if no question leaves room; `more` says how to
+        get more positions.
         """
         generated = isinstance(questions, Generated)
-        fits = {True: [], False: []}
+        fitting = []
+        too_long = []
         for question in questions[:_LOOKED_AT] if generated else questions:
-            fits[self.fits(question)].append(question)
-        if fits[False] and not fits[True]:
-            shortest = min(fits[False], key=lambda question: len(self.encode(question)))
+            (fitting if self.fits(question) else too_long).append(question)
+        if too_long and not fitting:
+            shortest = min(too_long, key=lambda question: len(self.encode(question)))
             count = len(self.encode(shortest))
             room = self.positions - count
             remedies = [f"lower max_new_tokens to {room}"] if room > 0 else []
@@ -139,8 +146,10 @@ class AnswerSampler:
                 f"more than {self.positions}, the size of a block or of the model; "
                 f"{', or '.join([*remedies, more])}"
             )
-        kept = dataclasses.replace(questions, fits=self.fits) if generated else fits[True]
-        return kept, fits[False]
+        # Its numbers go on without an end, so it skips questions without room when they are drawn.
+        if generated:
+            return dataclasses.replace(questions, fits=self.fits), too_long
+        return fitting, too_long
 
     def sample(
         self,
@@ -150,25 +159,31 @@ class AnswerSampler:
         seeds: Sequence[int],
         progress: Callable[[int], object] = lambda rows: None,
     ) -> Answers:
-        """An answer for each seed; each question gets len(seeds) / len(questions) of them, one
-        after another.
+        """Sample an answer for each seed. Each question gets len(seeds) / len(questions) answers,
+        one after another.
 
         All processes call it and get the same answers. They share the batches, whose rows do not
         depend on the number of processes. Raises UserError if the reward function fails and
         errors are not counted as zeros.
         """
+        # 1. Encode the questions, and divide the rows into batches.
         mesh = mesh_of(accelerator)
-        samples, rows = len(seeds) // len(questions), range(len(seeds))
+        samples = len(seeds) // len(questions)
+        rows = range(len(seeds))  # row r is an answer to question r // samples
         encoded = [self.encode(question) for question in questions]
-        # Every process generates as many batches, which repeat the last row at their end.
+        # Every process generates equally many batches, since the forward pass of a sharded model
+        # needs all processes. What is missing at the end is filled with the last row again.
         batches = -(-len(rows) // (self.batch_size * mesh.dp_size)) * mesh.dp_size
-        found, errors = [], []
+        # This process's rows: number, ids, length, whether it ended, reward.
+        found = []
+        errors = []
         unwrapped: Any = accelerator.unwrap_model(model)
         end_ids = answer_end_ids(unwrapped, self.chat) if self.chat else end_ids_of(unwrapped)
+        # 2. Generate and reward this process's batches.
         for batch in range(mesh.dp_rank, batches, mesh.dp_size):
             own = rows[batch * self.batch_size :][: self.batch_size]
             padded = [*own, *[rows[-1]] * (self.batch_size - len(own))]
-            # Compiled blocks would be recompiled for every length.
+            # Compiled blocks would be compiled again for every length.
             with eval_mode(model), accelerator.autocast(), torch.compiler.set_stance("force_eager"):
                 part = generate_completions(
                     unwrapped,
@@ -179,15 +194,18 @@ class AnswerSampler:
                     end_ids=end_ids,
                     all_ended=lambda ended: _all_ended(accelerator, ended),
                 )
-            rewards = self.reward.rewards(
-                self._texts(part)[: len(own)], [questions[row // samples] for row in own]
-            )
-            columns = *(column.tolist() for column in part), rewards.values
-            found += zip(own, *columns, strict=False)
+            texts = self._texts(part)[: len(own)]
+            rewards = self.reward.rewards(texts, [questions[row // samples] for row in own])
+            columns = [column.tolist() for column in part]
+            # `own` is shorter than the columns where the last row was repeated.
+            found += zip(own, *columns, rewards.values, strict=False)
             errors += rewards.errors
             progress(len(own) * mesh.dp_size)
-        found, errors = gather_object(found), gather_object(errors)
+        # 3. Give all processes all rows.
+        found = gather_object(found)
+        errors = gather_object(errors)
         self.reward.check(errors)
+        # Sorted by row: the order of the seeds, whichever process generated an answer.
         _, *columns = zip(*sorted(found), strict=True)
         *completions, rewards = map(torch.tensor, columns)
         prompts = [encoded[row // samples] for row in rows]
@@ -195,7 +213,8 @@ class AnswerSampler:
 
     def _texts(self, completions: Completions) -> list[str]:
         """The text of each completion, without special tokens."""
-        ids, lengths = completions.ids.tolist(), completions.lengths.tolist()
+        ids = completions.ids.tolist()  # (rows, tokens), filled up behind a row's end
+        lengths = completions.lengths.tolist()
         kept = [row[:length] for row, length in zip(ids, lengths, strict=True)]
         return self.tokenizer.batch_decode(kept, skip_special_tokens=True)
 
@@ -206,15 +225,16 @@ class AnswerSampler:
 
 
 def pass_at_k(passed: Tensor, k: int) -> Tensor:
-    """For each question the probability that one of k samples is right: an unbiased estimate from n
-    >= k samples.
+    """Estimate, for each question, the probability that one of k samples is right, without bias,
+    from n >= k samples.
 
     `passed` is true for right samples, (questions, n). With c right ones: 1 - C(n - c, k) / C(n,
     k) (Chen et al. 2021, arXiv:2107.03374, equation 1), computed as the product of (n - c - i) /
     (n - i) for i < k.
     """
     samples = passed.shape[1]
-    wrong = samples - passed.sum(1).double()
+    wrong = samples - passed.sum(1).double()  # (questions,)
+    # The probability that k samples, drawn without replacement from the n, are all wrong.
     all_wrong = torch.ones_like(wrong)
     for i in range(k):
         all_wrong *= (wrong - i).clamp(min=0) / (samples - i)
@@ -222,7 +242,9 @@ def pass_at_k(passed: Tensor, k: int) -> Tensor:
 
 
 def _all_ended(accelerator: Accelerator, ended: bool) -> bool:
-    """Whether generation is over; the forward pass of a sharded model needs all processes."""
+    """Whether generation is over: a sharded model needs all processes in each forward pass, so it
+    runs until the rows of all of them have ended.
+    """
     if not is_sharded(accelerator):
         return ended
     running = torch.tensor(int(not ended), device=accelerator.device)

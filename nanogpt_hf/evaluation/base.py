@@ -1,4 +1,4 @@
-"""What an evaluation is: its options of `evaluate`, what it loads, and what it measures.
+"""The class of evaluations: options of `evaluate`, data to load, a measurement.
 
 An evaluation is one file with a subclass of `Evaluation`, and a row of `EVALUATIONS` (table.py).
 `evaluate` and training use the same object. The file imports torch inside functions, since
@@ -8,7 +8,6 @@ An evaluation is one file with a subclass of `Evaluation`, and a row of `EVALUAT
 import math
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -23,15 +22,17 @@ if TYPE_CHECKING:
 
     from nanogpt_hf.data.tokenizer import Tokenizer
 
+# The type of an option that counts something: anything below 1 is refused by argparse.
 COUNT = bounded(int, 1)
 
 
 class Option(NamedTuple):
     """An option of `evaluate`."""
 
-    usage: str  # as in `--limit N`
+    usage: str  # flag and metavar: `--limit N`
     meaning: str
     kind: Callable[[str], Any] = str
+    names_source: bool = False  # the value names data, which the knobs of `data` describe
 
     @property
     def flag(self) -> str:
@@ -39,10 +40,11 @@ class Option(NamedTuple):
 
     def given(self, arguments: Namespace) -> Any:
         """Its value, None if it is not given."""
+        # argparse's name of --block-size is block_size
         return getattr(arguments, self.flag[2:].replace("-", "_"))
 
 
-# of several evaluations
+# Two evaluations have these options. One object serves both, so that `evaluate` adds it once.
 TASKS = Option(
     "--tasks A,B",
     "lm-eval tasks: names, patterns or YAML files; or rl:NAME, a task of the `rl` command, for "
@@ -52,10 +54,11 @@ LIMIT = Option("--limit N", "number of questions per task, the first ones (defau
 
 
 class Result(NamedTuple):
-    """A part of what an evaluation found."""
+    """A part of what an evaluation found. A long evaluation yields several, to be shown early."""
 
-    lines: Sequence[str] = ()  # for the console
-    # For the JSON of `evaluate`; during training numbers by the name of a metric.
+    lines: Sequence[str] = ()  # shown on the console
+    # `evaluate` writes them to its JSON, in which they may be nested. Training logs them as
+    # metrics, so there they are plain numbers, by names with a prefix: {"cloze/accuracy": 0.5}.
     figures: Mapping[str, Any] = {}
     samples: Sequence[dict[str, str]] = ()  # prompt and text, for the report of a run
 
@@ -65,26 +68,17 @@ class Subject:
     """A model to measure. All processes measure it together, and get the same results."""
 
     name: str
-    model: Any  # as accelerate prepared it; whole on every process in `evaluate`
+    # In `evaluate` it is whole on every process, in training it is what accelerate prepared.
+    model: Any
     tokenizer: "PreTrainedTokenizerBase"
     accelerator: "Accelerator"
     batch_size: int
     step: int = 0  # the step of training
-    bars: bool = False  # whether this process shows live progress bars
+    shows_bars: bool = False  # whether this process shows live progress bars
 
     @property
     def mesh(self) -> Mesh:
         return mesh_of(self.accelerator)
-
-    @contextmanager
-    def bar(
-        self, unit: str, total: int | None = None, title: str = ""
-    ) -> Iterator[Callable[[int], object]]:
-        """A live bar on the main process's terminal; yields its update function."""
-        from tqdm import tqdm
-
-        with tqdm(desc=title, total=total, unit=unit, disable=not self.bars, leave=False) as bar:
-            yield bar.update
 
 
 Measure = Callable[[Subject], Iterator[Result]]
@@ -114,31 +108,37 @@ class Request:
 class Evaluation:
     """A kind of measurement: a row of `EVALUATIONS`."""
 
-    # of `evaluate`; none may be given if the evaluation is not asked for
+    # The options of `evaluate` for it. The first one asks for it; without that one the others are
+    # refused. An evaluation that only training asks for has none.
     options: ClassVar[tuple[Option, ...]] = ()
-    asked_by = ""  # the option that asks for it, for messages
-    source = ""  # the argument with the name of data that the knobs of `data` describe
+
+    @property
+    def asked_by(self) -> str:
+        """The option that asks for it, for messages."""
+        return self.options[0].usage
 
     def wanted(self, arguments: Namespace) -> bool:
-        """Whether the options of `evaluate` ask for it: the first does."""
+        """Whether the options of `evaluate` ask for it."""
         return bool(self.options and self.options[0].given(arguments))
 
     def load(self, request: Request) -> Loaded:
-        """Load what it needs, on every process. Raises UserError if that cannot be used."""
+        """Load data for `evaluate`, on every process. Raises UserError if it cannot be used."""
         raise NotImplementedError
 
     def load_for_training(
         self, config: Config, tokenizer: "PreTrainedTokenizerBase"
     ) -> Measure | None:
-        """Load what it needs at every evaluation of a run; None if the recipe does not ask for it.
+        """Load data for the evaluations of a run; None if the recipe does not ask for it.
 
-        Raises UserError if that cannot be used.
+        Raises UserError if the data cannot be used.
         """
         return None
 
 
 def with_error(value: float, error: float, digits: int) -> str:
     """3.1234 ± 0.0045"""
-    return format_number(value, digits) + (
-        f" ± {format_number(error, digits)}" if math.isfinite(error) else ""
-    )
+    number = format_number(value, digits)
+    # Too few questions or windows have no standard error, which is then nan.
+    if not math.isfinite(error):
+        return number
+    return f"{number} ± {format_number(error, digits)}"

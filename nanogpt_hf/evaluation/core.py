@@ -1,10 +1,10 @@
-"""The CORE score: accuracy in 22 tasks above that of guessing (DataComp-LM, arXiv:2406.11794), as
-nanochat computes it: `evaluate --core BUNDLE`.
+"""The CORE score: accuracy in 22 tasks, 0 for guessing and 1 for all questions (DataComp-LM,
+arXiv:2406.11794), as nanochat computes it: `evaluate --core BUNDLE`.
 
-Each question follows solved examples of its task. Of several options the model chooses the one
-with the smallest mean loss per token: of the choices after the same question (multiple_choice),
-or of the same continuation after each context (schema). A text to continue (language_modeling)
-counts if each token of the continuation is the most probable one.
+Each question follows solved examples of its task. Among several options the model chooses the one
+with the smallest mean loss per token. The options are different continuations of the same question
+(multiple_choice), or different contexts of the same continuation (schema). A text to continue
+(language_modeling) counts if each token of the continuation is the most probable one.
 """
 
 import csv
@@ -13,7 +13,6 @@ import os
 import random
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -29,14 +28,15 @@ if TYPE_CHECKING:
 
     from nanogpt_hf.data.tokenizer import Tokenizer
 
-_GPT2_SCORE = 0.256525  # GPT-2 1.6B's, as stated by nanochat's README
-_EXAMPLE_SEED = 1234  # nanochat's; the number of the question is added
-_SHUFFLE_SEED = 1337  # nanochat's, so that --limit takes the same questions
+# GPT-2 1.6B, to compare with; the number is from nanochat's README.
+_GPT2_SCORE = 0.256525
+# nanochat's seeds, so that examples, and the questions that --limit takes, are the same.
+_EXAMPLE_SEED = 1234  # the number of the question is added
+_SHUFFLE_SEED = 1337
 
 
 class CoreScore(Evaluation):
-    asked_by = "--core BUNDLE"
-    options = (Option(asked_by, "compute the CORE score: a folder with core.yaml"), LIMIT)
+    options = (Option("--core BUNDLE", "compute the CORE score: a folder with core.yaml"), LIMIT)
 
     def load(self, request: Request) -> Loaded:
         arguments = request.arguments
@@ -50,15 +50,15 @@ class CoreTask(NamedTuple):
     """A task of CORE."""
 
     label: str
-    kind: str  # multiple_choice, schema or language_modeling
+    kind: str  # multiple_choice, schema or language_modeling: a key of _OPTIONS
     num_fewshot: int  # solved examples that precede each question
     delimiter: str  # between context and continuation
     baseline: float  # the accuracy of guessing
-    # contexts, each with its continuation, and the number of the right one
+    # For each question: its options, (context, continuation) each, and the number of the right one.
     questions: list[tuple[list[tuple[str, str]], int]]
 
 
-# The options of a question by the type of its task.
+# The options of a question, context and continuation each, by the type of its task.
 _OPTIONS: dict[str, Callable[[dict[str, Any]], list[tuple[str, str]]]] = {
     "multiple_choice": lambda row: [(row["query"], choice) for choice in row["choices"]],
     "schema": lambda row: [(context, row["continuation"]) for context in row["context_options"]],
@@ -67,10 +67,10 @@ _OPTIONS: dict[str, Callable[[dict[str, Any]], list[tuple[str, str]]]] = {
 
 
 def load_bundle(source: str, limit: int | None = None) -> tuple[list[CoreTask], str]:
-    """The tasks of a bundle, core.yaml, eval_meta_data.csv and eval_data/*.jsonl in a folder, at
-    most `limit` questions of each, and the sha256 of the files.
+    """Load the tasks of a bundle, at most `limit` questions of each, and the sha256 of its files.
 
-    Raises DataError, one line, if there is no such bundle, or a file cannot be read.
+    A bundle is a folder with core.yaml, eval_meta_data.csv and eval_data/*.jsonl. Raises DataError,
+    one line, if there is no such bundle, or a file cannot be read.
     """
     from nanogpt_hf.data.files import file_digest
 
@@ -82,6 +82,7 @@ def load_bundle(source: str, limit: int | None = None) -> tuple[list[CoreTask], 
         reason = f"{type(error).__name__}: {one_line(error)}"
         raise DataError(f"--core: {source}: no bundle of CORE: {reason}") from None
     for task in tasks:
+        # The examples are other questions of the task.
         if len(task.questions) <= task.num_fewshot:
             raise DataError(
                 f"--limit: {task.label}: {task.num_fewshot} solved examples precede each "
@@ -91,21 +92,35 @@ def load_bundle(source: str, limit: int | None = None) -> tuple[list[CoreTask], 
 
 
 def _read(folder: Path, limit: int | None) -> tuple[list[CoreTask], list[Path]]:
-    """The tasks of a folder, and their files."""
-    tasks, files = [], [folder / "core.yaml", folder / "eval_meta_data.csv"]
-    with files[1].open(encoding="utf-8", newline="") as file:
-        baselines = {
-            row["Eval Task"]: 0.01 * float(row["Random baseline"]) for row in csv.DictReader(file)
-        }
-    for entry in yaml.safe_load(files[0].read_text(encoding="utf-8"))["icl_tasks"]:
-        files.append(folder / "eval_data" / entry["dataset_uri"])
-        label, kind, shots = entry["label"], entry["icl_task_type"], entry["num_fewshot"][0]
-        with files[-1].open(encoding="utf-8") as file:
+    """Read the tasks of a folder; return them and the paths of their files."""
+    table = folder / "core.yaml"
+    metadata = folder / "eval_meta_data.csv"
+    tasks = []
+    files = [table, metadata]
+    baselines = {}
+    with metadata.open(encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file):
+            # in percent
+            baselines[row["Eval Task"]] = 0.01 * float(row["Random baseline"])
+    for entry in yaml.safe_load(table.read_text(encoding="utf-8"))["icl_tasks"]:
+        path = folder / "eval_data" / entry["dataset_uri"]
+        files.append(path)
+        label = entry["label"]
+        kind = entry["icl_task_type"]
+        with path.open(encoding="utf-8") as file:
             rows = [json.loads(line) for line in file if line.strip()]
         questions = [(_OPTIONS[kind](row), row.get("gold", 0)) for row in rows]
-        random.Random(_SHUFFLE_SEED).shuffle(questions)  # in nanochat's order
-        delimiter = entry.get("continuation_delimiter", " ")
-        tasks.append(CoreTask(label, kind, shots, delimiter, baselines[label], questions[:limit]))
+        # Also without --limit, since the order decides which questions are the examples.
+        random.Random(_SHUFFLE_SEED).shuffle(questions)
+        task = CoreTask(
+            label=label,
+            kind=kind,
+            num_fewshot=entry["num_fewshot"][0],
+            delimiter=entry.get("continuation_delimiter", " "),
+            baseline=baselines[label],
+            questions=questions[:limit],
+        )
+        tasks.append(task)
     return tasks, files
 
 
@@ -116,7 +131,8 @@ def _measure(
     width = max(len(task.label) for task in tasks)
     scores = {}
     for task in tasks:
-        score = scores[task.label] = _score_task(subject, tokenizer, task)
+        score = _score_task(subject, tokenizer, task)
+        scores[task.label] = score
         line = f"  {task.label:<{width}}  {task.num_fewshot:>2} examples  accuracy "
         line += f"{score['accuracy']:.4f}  centered {score['centered']:7.4f}  "
         yield Result([line + plural(len(task.questions), "question")])
@@ -127,31 +143,41 @@ def _measure(
 
 
 def _score_task(subject: Subject, tokenizer: "Tokenizer", task: CoreTask) -> dict[str, Any]:
-    """The accuracy in a task of a model that is whole on every process, and how much of the way
-    from guessing to all questions that is.
+    """Compute the accuracy in a task, and its centered value: 0 for guessing, 1 for all questions.
+    The model is whole on every process.
 
     The processes share the questions, and the texts of a question are one batch: so all digits of
     the result are the same on any number of processes.
     """
     import torch
+    from tqdm import tqdm
 
     from nanogpt_hf.distributed.accelerator import sum_over_ranks
     from nanogpt_hf.evaluation.loss import eval_mode
 
-    mesh, accelerator, model = subject.mesh, subject.accelerator, subject.model
-    count, right = len(task.questions), 0
-    with (
-        subject.bar("question", count, task.label) as progress,
-        torch.no_grad(),
-        eval_mode(model),
-        accelerator.autocast(),
-    ):
+    mesh = subject.mesh
+    accelerator = subject.accelerator
+    model = subject.model
+    count = len(task.questions)
+    right = 0
+    bar = tqdm(
+        desc=task.label,
+        total=count,
+        unit="question",
+        disable=not subject.shows_bars,
+        leave=False,
+    )
+    with bar, torch.no_grad(), eval_mode(model), accelerator.autocast():
         for number in range(mesh.dp_rank, count, mesh.dp_size):
             texts = _scored_texts(task, number, tokenizer, model.config.max_position_embeddings)
             values = _score(model, task.kind, texts)
-            is_best = values.index(min(values)) == task.questions[number][1]
-            right += values[0] if task.kind == "language_modeling" else is_best
-            progress(min(mesh.dp_size, count - number))
+            if task.kind == "language_modeling":
+                right += values[0]
+            else:
+                _, gold = task.questions[number]
+                right += values.index(min(values)) == gold
+            bar.update(min(mesh.dp_size, count - number))
+    # Counts are whole numbers, so their sum is exact in any order of the processes.
     total = sum_over_ranks(accelerator, torch.tensor(right, device=accelerator.device))
     accuracy = total.item() / count
     return {
@@ -164,9 +190,10 @@ def _score_task(subject: Subject, tokenizer: "Tokenizer", task: CoreTask) -> dic
 
 
 def _prompts(task: CoreTask, number: int) -> list[str]:
-    """The texts of a question, one per option; of language_modeling also, as the first, the one
+    """The texts of a question, one per option. For language_modeling the first text is the question
     without an answer.
     """
+    # Draw from the other questions: numbers from this question's on mean the question after.
     others = range(len(task.questions) - 1)
     examples = ""
     for other in random.Random(_EXAMPLE_SEED + number).sample(others, task.num_fewshot):
@@ -178,7 +205,7 @@ def _prompts(task: CoreTask, number: int) -> list[str]:
         f"{examples}{context}{task.delimiter}{continuation}" for context, continuation in options
     ]
     if task.kind == "language_modeling":
-        # the white space before an answer is usually a part of the answer's first token
+        # The white space before an answer is usually a part of the answer's first token.
         texts.insert(0, f"{examples}{options[0][0]}{task.delimiter}".strip())
     return texts
 
@@ -186,49 +213,63 @@ def _prompts(task: CoreTask, number: int) -> list[str]:
 def _scored_texts(
     task: CoreTask, number: int, tokenizer: "Tokenizer", positions: int
 ) -> list[tuple[list[int], int]]:
-    """The texts of a question as tokens, after the token that starts a document, cut at their
-    start to `positions`; each with the number of its first token that is scored.
+    """Encode the texts of a question, after the token that starts a document. Return each with the
+    number of its first token that is scored. Texts longer than `positions` are cut at their start.
     """
     start = prefix_token_id(tokenizer.hf)
     texts = tokenizer.encode_batch(_prompts(task, number))
     tokens = [[start, *ids.tolist()] for ids in texts]
+    # Tokens, not characters, decide where a continuation begins: a token may span the border. What
+    # all texts share is the question, or in a schema the continuation.
     if task.kind == "schema":
         suffix = _common_start([ids[::-1] for ids in tokens])
         starts = [len(ids) - suffix for ids in tokens]
     else:
         starts = [_common_start(tokens)] * len(tokens)
     if task.kind == "language_modeling":
-        tokens, starts = tokens[1:], starts[1:]
-    cuts = [max(0, len(ids) - positions) for ids in tokens]
-    return [
-        (ids[cut:], max(1, start - cut))
-        for ids, start, cut in zip(tokens, starts, cuts, strict=True)
-    ]
+        # The question without an answer has served its purpose.
+        tokens = tokens[1:]
+        starts = starts[1:]
+    scored = []
+    for ids, start in zip(tokens, starts, strict=True):
+        cut = max(0, len(ids) - positions)
+        # The first token that is left has nothing before it and cannot be predicted.
+        scored.append((ids[cut:], max(1, start - cut)))
+    return scored
 
 
 def _common_start(sequences: list[list[int]]) -> int:
-    """How many tokens at the start of all sequences are equal."""
-    columns = zip(*sequences, strict=False)
-    return sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, columns))
+    """Count the tokens at the start that all sequences have in common."""
+    count = 0
+    for column in zip(*sequences, strict=False):
+        if len(set(column)) > 1:
+            break
+        count += 1
+    return count
 
 
 def _score(model: "PreTrainedModel", kind: str, texts: list[tuple[list[int], int]]) -> list[float]:
-    """For each text its mean loss per scored token, or of language_modeling 1 if the model would
-    write these tokens.
+    """Compute for each text its mean loss per scored token. For language_modeling: 1 if each scored
+    token is the most probable one, else 0.
     """
     import torch
     from torch.nn import functional as F
 
+    # (texts, T), filled up at the end, where causal attention ignores it
     ids = torch.zeros(len(texts), max(len(text) for text, _ in texts), dtype=torch.int64)
     labels = torch.full_like(ids, -100)
     for row, (text, start) in enumerate(texts):
         ids[row, : len(text)] = torch.tensor(text)
+        # The logits at position t predict the token at t + 1.
         labels[row, start - 1 : len(text) - 1] = torch.tensor(text[start:])
-    # logits of the tokens before would cost time and memory
+    # Compute logits from the first label on. Those of the question would cost time and memory.
     kept = ids.shape[1] - int((labels != -100).any(0).float().argmax())
-    wanted, ids = labels[:, -kept:].to(model.device), ids.to(model.device)
+    wanted = labels[:, -kept:].to(model.device)
+    ids = ids.to(model.device)
+    # (texts, kept, vocabulary)
     logits = model(input_ids=ids, use_cache=False, logits_to_keep=kept).logits.float()
     if kind == "language_modeling":
         return ((logits.argmax(-1) == wanted) | (wanted == -100)).all(1).int().tolist()
+    # Ignored labels have loss 0, so the sum over a row divided by its labels is the mean.
     losses = F.cross_entropy(logits.flatten(0, 1), wanted.flatten(), reduction="none")
     return (losses.view_as(wanted).sum(1) / (wanted != -100).sum(1)).tolist()

@@ -20,6 +20,7 @@ from nanogpt_hf.distributed.mesh import mesh_of
 from nanogpt_hf.model.architecture import Objective
 from nanogpt_hf.runs.state import MeasuredLoss
 
+# Blocks of labels that are read at once to count their bytes: a few megabytes.
 _BLOCKS_AT_ONCE = 256
 
 
@@ -42,7 +43,7 @@ def evaluate_blocks(
     returns true (on all processes), the evaluation ends and returns None.
     """
     indices = evaluation_indices(blocks, tokens)
-    # MPS has no float64
+    # A sum over thousands of batches in float32 would lose digits. Apple's GPUs have no float64.
     exact = torch.float32 if accelerator.device.type == "mps" else torch.float64
     total = torch.zeros((), dtype=exact, device=accelerator.device)
     with eval_mode(model):
@@ -50,34 +51,41 @@ def evaluate_blocks(
             total += objective(model, batch)[0].to(exact)
             if stopping():
                 return None
-    loss, count = sum_over_ranks(accelerator, total).item(), blocks.num_targets(indices)
+    # The objective sums over targets, so one division at the end weights every token alike,
+    # however many of them a batch has.
+    loss = sum_over_ranks(accelerator, total).item()
+    count = blocks.num_targets(indices)
     return MeasuredLoss(loss / count, count, bytes_per_token)
 
 
 def evaluate_data(
     evaluate: Callable[..., MeasuredLoss | None], data: PreparedData, tokens: int | Literal["all"]
 ) -> tuple[MeasuredLoss, dict[str, MeasuredLoss]] | None:
-    """The loss on the validation split by `evaluate`, which is `evaluate_blocks` of a model; of a
-    mixture also that of each source, by name.
+    """Measure the loss on the validation split by `evaluate`, which is `evaluate_blocks` of a
+    model. For a mixture, return the loss on each source, too, by its name.
 
     The loss of a mixture is the mean of its sources' losses, each weighted by its share of the
     training sequences; its bytes per token are weighted alike. Each source is measured on the
     same number of tokens, `tokens` in all.
     """
-    blocks, manifest = data.validation, data.manifest
+    blocks = data.validation
+    manifest = data.manifest
     if not manifest.sources:
         bytes_per_token = bytes_per_target(blocks, tokens, manifest, data.tokenizer)
         whole = evaluate(blocks, tokens=tokens, bytes_per_token=bytes_per_token)
         return whole and (whole, {})
     each = tokens if tokens == "all" else tokens // len(manifest.sources)
     parts: dict[str, MeasuredLoss] = {}
-    mean, period = MeasuredLoss(0.0, 0, 0.0), sum(source.weight for source in manifest.sources)
+    mean = MeasuredLoss(0.0, 0, 0.0)
+    # A period of the mixture has `weight` sequences of each source.
+    period = sum(source.weight for source in manifest.sources)
     for source, part in zip(manifest.sources, blocks.parts, strict=True):
         bytes_per_token = bytes_per_target(part, each, source.manifest, data.tokenizer)
         found = evaluate(part, tokens=each, bytes_per_token=bytes_per_token)
         if found is None:
             return None
-        parts[source.name], share = found, source.weight / period
+        parts[source.name] = found
+        share = source.weight / period
         mean = MeasuredLoss(
             mean.loss + share * found.loss,
             mean.tokens + found.tokens,
@@ -94,11 +102,11 @@ def bytes_per_target(
 ) -> float:
     """Bytes of text per target in the blocks that an evaluation on `tokens` tokens reads.
 
-    Tokens that are not predicted, such as the first one, have no part in it; a token that begins
-    or ends a document is predicted and has no bytes. Of conversations it is the mean over the
-    split.
+    Tokens that are not predicted, such as the first one, do not count. A token that begins or ends
+    a document is predicted and has no bytes. For conversations, the mean over the split is taken.
     """
     facts = manifest.validation
+    # Only the assistant's tokens are targets, and the manifest counts their bytes.
     if facts.assistant_tokens is not None:
         return facts.bytes_per_token
     name = str(manifest.recipe.get("tokenizer"))
@@ -106,22 +114,27 @@ def bytes_per_target(
     return facts.bytes_per_token if share is None else facts.bytes * share
 
 
-@lru_cache(maxsize=8)  # for the sources of a mixture; it is the same at every evaluation
+# It is the same at every evaluation of a run; a mixture has one for each source.
+@lru_cache(maxsize=8)
 def _share_of_bytes(
     blocks: Any, tokens: int | Literal["all"], tokenizer: PreTrainedTokenizerBase, name: str
 ) -> float | None:
     """The share of the split's bytes in a target, on average; None if its tokens have no text.
 
-    It is a share since some tokenizers change the text, so that their tokens' bytes are not its
-    own.
+    It is a share since some tokenizers change the text (they lower its case, say), and then the
+    bytes of their tokens do not add up to the bytes of the text.
     """
-    sizes, indices = bytes_of_tokens(tokenizer, name), evaluation_indices(blocks, tokens)
+    sizes = bytes_of_tokens(tokenizer, name)
+    indices = evaluation_indices(blocks, tokens)
     predicted = 0
     for first in range(0, len(indices), _BLOCKS_AT_ONCE):
+        # (blocks, T); -100 where there is no target
         labels = blocks.batch(indices[first : first + _BLOCKS_AT_ONCE])["shift_labels"].numpy()
         predicted += int(sizes[labels[labels >= 0]].sum())
     whole = bytes_of_stream(blocks.stream, sizes)
-    return predicted / whole / blocks.num_targets(indices) if whole else None
+    if not whole:
+        return None
+    return predicted / whole / blocks.num_targets(indices)
 
 
 def bytes_of_stream(stream: TokenStream, sizes: np.ndarray) -> int:
@@ -133,9 +146,10 @@ def evaluation_indices(blocks: Blocks, tokens: int | Literal["all"]) -> np.ndarr
     """Indices of the blocks that an evaluation on `tokens` tokens, or "all", reads: spread
     evenly, at least one.
     """
-    count = (
-        len(blocks) if tokens == "all" else min(len(blocks), max(1, tokens // blocks.block_size))
-    )
+    count = len(blocks)
+    if tokens != "all":
+        count = min(count, max(1, tokens // blocks.block_size))
+    # From the first block to the last: the start of a text need not be like its end.
     return np.linspace(0, len(blocks) - 1, count).round().astype(np.int64)
 
 
@@ -147,8 +161,8 @@ def rank_batches(
     *,
     pad: bool,
 ) -> Iterator[tuple[np.ndarray, dict[str, torch.Tensor]]]:
-    """Batches of this rank's blocks, on the device, each with its positions in `indices`; ranks
-    alternate by batch.
+    """Yield batches of this rank's blocks, on the device, each with its positions in `indices`.
+    Ranks take turns, a batch each.
 
     With `pad` every rank gets the same number of batches, each with `batch_size` rows: the
     forward pass of a sharded model is a collective.
@@ -156,6 +170,7 @@ def rank_batches(
     mesh = mesh_of(accelerator)
     positions = np.arange(len(indices))
     for first in range(0, len(indices), batch_size * mesh.dp_cp_size):
+        # At the end of the data, a rank may have a short batch or none.
         rows = positions[first + mesh.dp_cp_rank * batch_size :][:batch_size]
         if pad or len(rows):
             batch = blocks.batch(indices[rows])
@@ -165,11 +180,13 @@ def rank_batches(
 
 
 def pad_batch(batch: dict[str, torch.Tensor], rows: int) -> dict[str, torch.Tensor]:
-    """The batch with `rows` rows; the added ones have no targets."""
+    """Add rows without targets, up to `rows` rows."""
     padded = {}
     for name, tensor in batch.items():
-        added = tensor.new_full((rows - len(tensor), *tensor.shape[1:]), 0)
-        padded[name] = torch.cat([tensor, added.fill_(-100) if name == "shift_labels" else added])
+        # -100 is the label that cross-entropy ignores
+        filling = -100 if name == "shift_labels" else 0
+        added = tensor.new_full((rows - len(tensor), *tensor.shape[1:]), filling)
+        padded[name] = torch.cat([tensor, added])
     return padded
 
 

@@ -38,11 +38,11 @@ class Samples(Evaluation):
         encoded = []
         for prompt in config.eval.samples:
             try:
-                ids = (
-                    chat.prompt_ids([{"role": "user", "content": prompt}])
-                    if chat
-                    else prompt_ids(tokenizer, prompt)
-                )
+                # A model that learns conversations is asked the prompt as a user would ask it.
+                if chat:
+                    ids = chat.prompt_ids([{"role": "user", "content": prompt}])
+                else:
+                    ids = prompt_ids(tokenizer, prompt)
             except DataError as error:
                 logger.info(f"eval.samples: {prompt!r:.80} is skipped: {error}")
                 continue
@@ -65,9 +65,12 @@ def _write(
     from nanogpt_hf.evaluation.loss import eval_mode
     from nanogpt_hf.generate import continue_text
 
-    accelerator, samples = subject.accelerator, []
+    samples = []
+    accelerator = subject.accelerator
     model: Any = accelerator.unwrap_model(subject.model)
-    eager = torch.compiler.set_stance("force_eager")  # else recompiled for every length
+    # The text grows by a token at a time, and a compiled model would be compiled again for each
+    # length.
+    eager = torch.compiler.set_stance("force_eager")
     try:
         with eval_mode(subject.model), accelerator.autocast(), eager:
             for number, (prompt, ids) in enumerate(encoded):
@@ -77,11 +80,13 @@ def _write(
                     ids,
                     max_new_tokens=config.eval.sample_tokens,
                     temperature=_TEMPERATURE,
+                    # A resumed run writes the same samples as an uninterrupted one.
                     seed=derive_seed(config.train.seed, "samples", subject.step, number),
                     to_the_end=True,
                 )
                 samples.append({"prompt": prompt, "text": text})
     except DivergedError as error:
+        # Samples alone are no reason to end a run: its own checks of the loss decide that.
         if accelerator.is_main_process:
             logger.warning(f"step {subject.step:,}: eval.samples: no sample is generated: {error}")
     yield Result(samples=samples)

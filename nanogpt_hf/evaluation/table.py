@@ -1,4 +1,4 @@
-"""The table of evaluations: what `evaluate` and training measure."""
+"""The table of evaluations that `evaluate` and training measure, and the options of `evaluate`."""
 
 from argparse import ArgumentParser, Namespace
 from typing import TYPE_CHECKING, Any
@@ -38,13 +38,18 @@ _SOURCE_KNOBS["data.split"] = (
 def load_training_evaluations(
     config: Config, tokenizer: "PreTrainedTokenizerBase"
 ) -> list[Measure]:
-    """What to measure at every evaluation of a run, beside the loss on its validation data."""
-    loaded = (evaluation.load_for_training(config, tokenizer) for evaluation in EVALUATIONS)
-    return [measure for measure in loaded if measure is not None]
+    """Load what every evaluation of a run measures, in addition to the validation loss."""
+    measures = []
+    for evaluation in EVALUATIONS:
+        measure = evaluation.load_for_training(config, tokenizer)
+        if measure is not None:
+            measures.append(measure)
+    return measures
 
 
-def _options() -> dict[Option, None]:
-    return dict.fromkeys(option for row in EVALUATIONS for option in row.options)
+def _options() -> list[Option]:
+    """The options of all evaluations, each once: two evaluations may share one."""
+    return list(dict.fromkeys(option for row in EVALUATIONS for option in row.options))
 
 
 def add_options(parser: ArgumentParser) -> None:
@@ -65,8 +70,9 @@ def asked_for(
     """
     wanted = [evaluation for evaluation in EVALUATIONS if evaluation.wanted(arguments)]
     if not wanted:
-        ways = ", ".join(row.asked_by for row in EVALUATIONS if row.asked_by)
+        ways = ", ".join(row.asked_by for row in EVALUATIONS if row.options)
         raise UserError(f"{program()} evaluate: give something to measure: {ways}")
+    # An option of an evaluation that nobody asked for would have no effect.
     for option in _options():
         rows = [row for row in EVALUATIONS if option in row.options]
         if option.given(arguments) is not None and not set(rows) & set(wanted):
@@ -78,9 +84,12 @@ def asked_for(
             raise UserError(
                 f"{program()} evaluate: --{key}: not a knob of `evaluate`; it has {known}"
             )
-    sources = [f"--{row.source}" for row in EVALUATIONS if row.source]
-    if overrides and sum(bool(getattr(arguments, source[2:])) for source in sources) != 1:
-        raise UserError(f"--{overrides[0][0]}: describes one source; give {' or '.join(sources)}")
+    # The knobs describe one source. With two of them, it would be open which one is meant.
+    sources = [option for option in _options() if option.names_source]
+    named = [option for option in sources if option.given(arguments)]
+    if overrides and len(named) != 1:
+        flags = " or ".join(option.flag for option in sources)
+        raise UserError(f"--{overrides[0][0]}: describes one source; give {flags}")
     knobs = {}
     for key, value in overrides:
         try:

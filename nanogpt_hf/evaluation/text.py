@@ -34,35 +34,38 @@ _PROTOCOL = (
     "documents joined by end-of-text; the first token is not predicted, and its bytes are not "
     "counted; bootstrap over windows"
 )
+# A fixed seed, so that the same model and text give the same standard error.
 _RESAMPLES = 1000
 _SEED = 1337
 
 
 class Corpus(NamedTuple):
-    """Concatenated documents as in training: each after the tokenizer's start token, if it has
-    one, and if there are several, with the end-of-text token at its end."""
+    """Concatenated documents as in training. Each follows the tokenizer's start token, if it has
+    one. If there are several, each ends with the end-of-text token.
+    """
 
     name: str
     stream: "TokenStream"
     documents: int
     bytes: int  # UTF-8 text
     revision: str  # the source's: sha256 of files, a Hub commit, ...
-    first_bytes: float = 0.0  # of the first token, which is not predicted
+    first_bytes: float = 0.0  # the bytes of the first token, which is not predicted
 
 
 class TextLoss(Evaluation):
-    asked_by, source = "--data TEXT", "data"
     options = (
         Option(
-            asked_by,
+            "--data TEXT",
             "text to measure: a file, folder, URL, data set or prepared data",
+            names_source=True,
         ),
         Option("--block-size N", "tokens read at once (default: all of the model's)", COUNT),
         Option("--stride N", "tokens from one window to the next (default: --block-size)", COUNT),
     )
 
     def load(self, request: Request) -> Loaded:
-        arguments, knobs = request.arguments, dict(request.knobs)
+        arguments = request.arguments
+        knobs = dict(request.knobs)
         block_size = arguments.block_size or request.positions
         stride = arguments.stride or block_size
         if not stride <= block_size <= request.positions:
@@ -70,10 +73,13 @@ class TextLoss(Evaluation):
                 f"--stride {stride}, --block-size {block_size}: the stride must be at most the "
                 f"block size, and that at most the model's {request.positions} positions"
             )
+        # Prepared data has splits, too, and is not described by a section of a recipe.
         split = knobs.pop("split", None)
         data = DataSection(source=arguments.data, **knobs)  # pyright: ignore[reportArgumentType]
+        # For a text from a URL, and for what a data set needs while it is read.
         with tempfile.TemporaryDirectory() as scratch:
             corpus = read_corpus(data, split, request.tokenizer, Path(scratch))
+        # The processes compare it: all must have read the same text.
         facts = {"tokens_sha256": corpus.stream.sha256()}
         return Loaded(partial(_measure, corpus, block_size, stride, facts), facts)
 
@@ -81,8 +87,8 @@ class TextLoss(Evaluation):
 def read_corpus(
     data: DataSection, split: str | None, tokenizer: "Tokenizer", scratch: Path
 ) -> Corpus:
-    """All the text of `data.source`: a file, folder, glob, URL, built-in source, a Hub data set, or
-    prepared data.
+    """Read all the text of `data.source`: a file, folder, glob, URL, built-in source, a Hub data
+    set, or prepared data.
 
     `split` is required for a Hub data set; for prepared data it is validation by default. Raises
     DataError if there is no such text, or the model's tokenizer cannot encode it.
@@ -96,9 +102,9 @@ def read_corpus(
         else:
             corpus = _read_text(data, split, tokenizer, scratch)
     except DataError as error:
-        raise DataError(
-            str(error).replace("data.source:", "--data:").replace("data.text", "--data.text")
-        ) from None
+        # The functions name knobs of a recipe; this command has options instead.
+        message = str(error).replace("data.source:", "--data:")
+        raise DataError(message.replace("data.text", "--data.text")) from None
     if len(corpus.stream) < 2:
         raise DataError(
             f"--data: {corpus.name}: {len(corpus.stream)} tokens of text; at least two are needed"
@@ -107,8 +113,9 @@ def read_corpus(
 
 
 def _first_bytes(corpus: Corpus, tokenizer: "Tokenizer") -> float:
-    """The bytes of the first token: none of a start token. It is a share of all, since some
-    tokenizers change the text, so that their tokens' bytes are not its own.
+    """The bytes of the first token; a start token has none. They are computed as a share of all
+    bytes, since some tokenizers change the text, so that the bytes of their tokens do not add up to
+    the bytes of the text.
     """
     from nanogpt_hf.data.tokenizer import bytes_of_tokens
     from nanogpt_hf.evaluation.loss import bytes_of_stream
@@ -129,6 +136,8 @@ def _read_prepared(folder: Path, split: str, tokenizer: "Tokenizer") -> Corpus:
             f"--data.split: prepared data has the splits train and validation, not {split!r}"
         )
     facts = getattr(manifest, split)
+    # The shards hold token ids. They mean another text to another vocabulary, and in conversations
+    # most of them are no targets.
     same_tokens = vocabulary_hash(tokenizer.hf) == manifest.tokenizer_hash
     if not same_tokens or facts.assistant_tokens is not None:
         raise DataError(
@@ -149,6 +158,7 @@ def _read_text(
     from nanogpt_hf.data.text import text_encoder
 
     name = data.one_source
+    # A data set on the Hub is split by its authors, and which split is evaluated must be stated.
     on_hub = not find_files(name) and name not in BUILT_IN and not is_url(name)
     if on_hub != (split is not None):
         raise DataError(
@@ -156,11 +166,15 @@ def _read_text(
             "another text has none"
         )
     if split is not None:
-        name, data = f"{name} ({split})", replace(data, split=split)
+        name = f"{name} ({split})"
+        data = replace(data, split=split)
     documents = load_documents(data, scratch)
     texts = documents.read()
-    encode = text_encoder(tokenizer, tokenizer.end_of_text_id if len(texts) > 1 else None)
-    rows = [row for _, batch in encoded(texts, encode) for row in batch]
+    # As in training: the end-of-text token separates documents, so a single one needs none.
+    end_of_text_id = tokenizer.end_of_text_id if len(texts) > 1 else None
+    rows = []
+    for _, batch in encoded(texts, text_encoder(tokenizer, end_of_text_id)):
+        rows += batch
     stream = TokenStream([row.ids for row in rows])
     size = sum(row.bytes for row in rows)
     return Corpus(name, stream, len(rows), size, documents.revision)
@@ -175,7 +189,8 @@ def _measure(
     found, error, windows = evaluate_text(subject, corpus, block_size, stride)
     if not math.isfinite(found.loss):
         yield Result(["  the loss is not finite: training diverged, or the model is damaged"])
-    perplexity_error = found.perplexity * error  # first order: d exp(x) = exp(x) dx
+    # The error of a function of the loss, to first order: d exp(x) = exp(x) dx.
+    perplexity_error = found.perplexity * error
     bits_error = error / math.log(2) / (found.bytes_per_token or math.nan)
     lines = [
         f"  loss           {with_error(found.loss, error, 4)} nats per token",
@@ -204,7 +219,8 @@ def _measure(
         "stride": stride,
         "protocol": _PROTOCOL,
     }
-    for name, value in figures.items():  # JSON has no NaN
+    # JSON has no NaN and no infinity.
+    for name, value in figures.items():
         if isinstance(value, float) and not math.isfinite(value):
             figures[name] = None
     yield Result(lines, {"text": figures})
@@ -213,8 +229,9 @@ def _measure(
 def evaluate_text(
     subject: Subject, corpus: Corpus, block_size: int, stride: int
 ) -> tuple[MeasuredLoss, float, int]:
-    """Measure a model, whole on every process, on `corpus`: the loss, its standard error (nan if
-    there is too little text), and the number of windows. All processes get the same numbers.
+    """Measure a model, whole on every process, on `corpus`. Return the loss, its standard error
+    (nan if there is too little text), and the number of windows. All processes get the same
+    numbers.
 
     A window starts `stride` tokens after the previous one and predicts only tokens that the
     previous one did not: each token has at least block_size - stride + 1 tokens of context, or
@@ -224,30 +241,40 @@ def evaluate_text(
     """
     import numpy as np
     import torch
+    from tqdm import tqdm
 
     from nanogpt_hf.data.blocks import TokenBlocks
     from nanogpt_hf.distributed.accelerator import sum_over_ranks
     from nanogpt_hf.evaluation.loss import eval_mode, rank_batches
 
-    accelerator, mesh, model = subject.accelerator, subject.mesh, subject.model
+    accelerator = subject.accelerator
+    mesh = subject.mesh
+    model = subject.model
     blocks = TokenBlocks(corpus.stream, block_size, stride=stride, partial=True)
     windows = np.arange(len(blocks))
+    # Windows overlap by block_size - stride tokens; the earlier window predicted them.
     already_predicted = np.where(windows > 0, block_size - stride, 0)
+    # The summed loss of each window. Every process fills in its own windows and leaves 0 elsewhere.
     nats = torch.zeros(len(windows), dtype=torch.float64)
     size = subject.batch_size
-    with torch.no_grad(), eval_mode(model), subject.bar("window", len(windows)) as progress:
+    bar = tqdm(total=len(windows), unit="window", disable=not subject.shows_bars, leave=False)
+    with torch.no_grad(), eval_mode(model), bar:
         for rows, batch in rank_batches(accelerator, blocks, windows, size, pad=False):
+            # (windows of this batch, block_size)
             for row, count in enumerate(already_predicted[rows].tolist()):
                 batch["shift_labels"][row, :count] = -100
             with accelerator.autocast():
                 losses = model.row_losses(batch["input_ids"], batch["shift_labels"])
             nats[rows] = losses.cpu().double()
-            progress(min(size * mesh.dp_cp_size, len(windows) - rows[0]))
+            # The other processes have done as many windows meanwhile.
+            bar.update(min(size * mesh.dp_cp_size, len(windows) - rows[0]))
     if mesh.world_size > 1:
         nats = sum_over_ranks(accelerator, nats.to(accelerator.device)).cpu()
     counts = blocks.targets_of(windows) - already_predicted
     total = int(counts.sum())
-    error = bootstrap_error(nats.numpy(), counts, windows_at_once=-(-block_size // stride))
+    # So many windows in a row share tokens, rounded up.
+    windows_at_once = -(-block_size // stride)
+    error = bootstrap_error(nats.numpy(), counts, windows_at_once)
     size_of_text = corpus.bytes - corpus.first_bytes
     loss = MeasuredLoss(nats.sum().item() / total, total, size_of_text / total)
     return loss, error, len(windows)
@@ -255,20 +282,23 @@ def evaluate_text(
 
 def bootstrap_error(nats: "np.ndarray", counts: "np.ndarray", windows_at_once: int = 1) -> float:
     """The standard error of sum(nats) / sum(counts): its standard deviation over 1,000 resamples of
-    the windows.
+    the windows (the bootstrap).
 
-    Resampled are runs of `windows_at_once` windows, since overlapping windows are not
-    independent. nan for fewer than two runs.
+    Groups of `windows_at_once` neighbouring windows are drawn together, since overlapping windows
+    are not independent. nan for fewer than two groups.
     """
     import numpy as np
 
     starts = np.arange(0, len(nats), windows_at_once)
     if len(starts) < 2:
         return math.nan
-    nats, counts = np.add.reduceat(nats, starts), np.add.reduceat(counts, starts)
-    bits = np.random.Philox(key=_SEED)  # raw bits: no version of NumPy changes them
+    nats = np.add.reduceat(nats, starts)  # (groups,)
+    counts = np.add.reduceat(counts, starts)
+    # Raw bits of the generator: no version of NumPy changes them, unlike its distributions.
+    bits = np.random.Philox(key=_SEED)
     means = np.empty(_RESAMPLES)
     for i in range(_RESAMPLES):
+        # as many groups as there are, drawn with replacement
         resample = bits.random_raw(len(starts)) % np.uint64(len(starts))
         means[i] = nats[resample].sum() / counts[resample].sum()
     return float(means.std(ddof=1))

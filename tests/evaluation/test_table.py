@@ -15,8 +15,7 @@ from nanogpt_hf.runs.metrics import read_metrics
 class WeightNorm(Evaluation):
     """The norm of all weights, times a factor."""
 
-    asked_by = "--norm FACTOR"
-    options = (Option(asked_by, "the factor", float),)
+    options = (Option("--norm FACTOR", "the factor", float),)
 
     def load(self, request):
         return Loaded(lambda subject: self.measure(subject, request.arguments.norm))
