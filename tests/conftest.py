@@ -627,7 +627,7 @@ def running():
     """
     pytest.importorskip("uvicorn", reason="the extra `serve` is not installed")
     from nanogpt_hf.commands.generate import open_model
-    from nanogpt_hf.serving.app import Server, listen
+    from nanogpt_hf.serving.server import Server, listen
 
     @contextlib.contextmanager
     def running(folder, name):

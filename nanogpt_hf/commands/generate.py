@@ -253,7 +253,7 @@ def run_serve(arguments: Namespace) -> None:
         )
 
     from nanogpt_hf.distributed.accelerator import build_evaluation_accelerator
-    from nanogpt_hf.serving.app import Server, is_loopback, listen
+    from nanogpt_hf.serving.server import Server, is_loopback, listen
 
     accelerator = build_evaluation_accelerator(arguments.mesh)
     if not accelerator.is_main_process:

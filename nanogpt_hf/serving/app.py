@@ -1,4 +1,5 @@
-"""An OpenAI-compatible server for one model: models, completions, chat completions, a chat page.
+"""The routes of an OpenAI-compatible server for one model: models, completions, chat completions,
+the chat page.
 
 The event loop parses and decodes, a thread encodes, and another runs the model. Requests are not
 logged.
@@ -7,22 +8,17 @@ logged.
 import asyncio
 import base64
 import hashlib
-import ipaddress
 import json
 import logging
-import math
 import re
-import socket
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Iterable
-from contextlib import AbstractContextManager, aclosing
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from functools import partial
 from importlib.resources import files
 from typing import Any
 
-import h11
-import uvicorn
 from starlette.applications import Starlette
 from starlette.background import BackgroundTask
 from starlette.exceptions import HTTPException
@@ -32,26 +28,18 @@ from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HTTPRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from nanogpt_hf.errors import UserError, explain, is_utf8
+from nanogpt_hf.errors import explain
 from nanogpt_hf.serving.generation import Generation, Piece, Served
 from nanogpt_hf.serving.requests import ApiError, check_model, parse_request
 
 MAX_BODY = 2**20  # bytes of a request
-_MAX_PARTS = 10_000  # of a body: tiny chunks take far more time than their bytes
-MAX_CONNECTIONS = 512  # open at once
-BODY_SECONDS = 30  # to send the body of a request
-# To send the header of a request, or to read what was sent; longer than BODY_SECONDS, whose end is
-# an answer.
-CLIENT_SECONDS = 40
-_LOOPBACK = ["localhost", "127.0.0.1", "::1", "[::1]"]
+BODY_SECONDS = 30  # a client's time to send the body of a request
 _log = logging.getLogger(__name__)
 
 
 def _error_of(error: Exception) -> ApiError:
-    """What the client gets for an error during generation; a bug's reason is only logged."""
+    """Translate an error during generation for the client; the reason of a bug is only logged."""
     if isinstance(error, ApiError):
         return error
     if message := explain(error):
@@ -61,9 +49,11 @@ def _error_of(error: Exception) -> ApiError:
 
 
 async def _read_body(request: HTTPRequest) -> bytes:
-    """The body of a POST. Raises ApiError if it is too large, too slow or not declared as JSON."""
-    # A page of another site can send a form or plain text to this server without asking, but not
-    # JSON.
+    """Read the body of a POST. Raises ApiError if it is too large, too slow or not declared as
+    JSON.
+    """
+    # A page of another site can make a browser send a form or plain text to this server. For JSON
+    # the browser asks this server first, which does not allow it.
     kind = request.headers.get("content-type", "").partition(";")[0]
     if kind.strip().lower() != "application/json":
         raise ApiError(415, "the header Content-Type must be application/json")
@@ -82,8 +72,9 @@ async def _read_body(request: HTTPRequest) -> bytes:
 
 
 async def _collect(http: HTTPRequest, generation: Generation) -> list[str]:
-    """The texts of all choices. Raises ClientDisconnect when the client is gone."""
+    """Wait for the texts of all choices. Raises ClientDisconnect when the client is gone."""
     texts = [""] * len(generation.choices)
+    # aclosing ends the generation with this function, also by an exception: nobody would read it.
     async with aclosing(generation.pieces()) as pieces:
         async for piece in pieces:
             if await http.is_disconnected():
@@ -93,13 +84,15 @@ async def _collect(http: HTTPRequest, generation: Generation) -> list[str]:
 
 
 async def _respond(served: Served, http: HTTPRequest, chat: bool) -> Response:
-    """The response to a request for completions: JSON, or a stream of server-sent events."""
+    """Answer a request for completions by JSON, or by a stream of server-sent events."""
     request = parse_request(await _read_body(http), served.name, chat)
+    # The place of this request among those that run or wait; it is left when the answer has ended.
     served.enter()
     streams = False
     try:
         ids, dropped = await served.encode(request)
         generation = Generation(served, request, ids)
+        # These fields are in the answer, and in each event of a stream.
         kind = "chat.completion" if chat else "text_completion"
         head = {
             "id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
@@ -107,14 +100,17 @@ async def _respond(served: Served, http: HTTPRequest, chat: bool) -> Response:
             "created": int(time.time()),
             "model": served.name,
         }
+        # With `truncation: auto` the oldest messages of a long conversation are left out.
         headers = {"X-Dropped-Messages": str(dropped)} if dropped else {}
         if request.stream:
             events = _events(generation, head, chat, request.stream_options.include_usage)
 
-            async def end() -> None:  # however the stream ends
+            async def end() -> None:
                 served.leave()
                 await events.aclose()
 
+            # From here on the stream has the place. Starlette calls `end` however the stream ends,
+            # also if the client is gone.
             streams = True
             return StreamingResponse(
                 events,
@@ -128,20 +124,25 @@ async def _respond(served: Served, http: HTTPRequest, chat: bool) -> Response:
             served.leave()
     choices = []
     for index, (choice, text) in enumerate(zip(generation.choices, texts, strict=True)):
-        message = {"role": "assistant", "content": text, "refusal": None}
-        answer = {"message": message} if chat else {"text": text}
-        end_of = {"logprobs": None, "finish_reason": choice.finish_reason}
-        choices.append({"index": index, **answer, **end_of})
+        if chat:
+            answer = {"message": {"role": "assistant", "content": text, "refusal": None}}
+        else:
+            answer = {"text": text}
+        ended = {"logprobs": None, "finish_reason": choice.finish_reason}
+        choices.append({"index": index, **answer, **ended})
     return JSONResponse({**head, "choices": choices, "usage": generation.usage()}, headers=headers)
 
 
 async def _events(
     generation: Generation, head: dict[str, Any], chat: bool, include_usage: bool
 ) -> AsyncGenerator[str]:
-    """The server-sent events of a stream."""
+    """Yield the server-sent events of a stream: a line `data: JSON` and an empty line each."""
 
     def event(choices: list[dict[str, Any]], usage: dict[str, int] | None = None) -> str:
-        fields = {**head, "choices": choices} | ({"usage": usage} if include_usage else {})
+        fields = {**head, "choices": choices}
+        # As in OpenAI's API: every event has the field then, and all but the last have null.
+        if include_usage:
+            fields["usage"] = usage
         return f"data: {json.dumps(fields)}\n\n"
 
     def chunk(piece: Piece, **delta: str) -> str:
@@ -150,41 +151,43 @@ async def _events(
         return event([{"index": piece.choice, **text, **end}])
 
     try:
+        # The first event of each choice states the role, and has no text.
         if chat:
             for index in range(len(generation.choices)):
                 yield chunk(Piece(index, "", ""), role="assistant")
         async with aclosing(generation.pieces()) as pieces:
             async for piece in pieces:
+                # A piece has no text if a character needs more bytes than have come so far.
                 if piece.text or piece.finish_reason:
                     yield chunk(piece)
         if include_usage:
             yield event([], generation.usage())
         yield "data: [DONE]\n\n"
-    except Exception as error:  # the status has been sent already
+    except Exception as error:
+        # The status, 200, has been sent already: the error is an event, as OpenAI's clients expect.
         yield f"data: {json.dumps(_error_of(error).body())}\n\n"
 
 
 def _load_page() -> tuple[str, dict[str, str]]:
-    """The page and its headers.
+    """Read the chat page, and make its headers.
 
-    It talks to its own server only, and inserts text as text, never as HTML.
+    The page talks to its own server only, and inserts text as text, never as HTML: a model's answer
+    may hold a script.
     """
     html = files("nanogpt_hf.serving").joinpath("chat.html").read_text("utf-8")
+    # The browser runs the page's own script and style, known by their hashes, and no other.
     hashes = {}
     for name in ("script", "style"):
         (content,) = re.findall(rf"<{name}>(.*?)</{name}>", html, flags=re.DOTALL)
-        hashes[name] = (
-            f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
-        )
+        digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+        hashes[name] = f"'sha256-{digest}'"
     policy = (
         "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
         f"connect-src 'self'; img-src data:; script-src {hashes['script']}; style-src "
         f"{hashes['style']}; require-trusted-types-for 'script'; trusted-types 'none'"
     )
-    return html, {
-        "Content-Security-Policy": policy,
-        "Cache-Control": "no-store",
-    }
+    # A page that a browser kept would meet the server of another version, with other hashes.
+    return html, {"Content-Security-Policy": policy, "Cache-Control": "no-store"}
 
 
 def build_app(served: Served, hosts: list[str]) -> Starlette:
@@ -202,7 +205,8 @@ def build_app(served: Served, hosts: list[str]) -> Starlette:
         try:
             return await _respond(served, http, chat)
         except ClientDisconnect:
-            return Response(status_code=499)  # the client has gone
+            # Nobody gets this answer; 499 is nginx's status for it.
+            return Response(status_code=499)
         except Exception as error:
             raise _error_of(error) from None
 
@@ -211,7 +215,7 @@ def build_app(served: Served, hosts: list[str]) -> Starlette:
 
     async def api_error(http: HTTPRequest, error: Exception) -> Response:
         assert isinstance(error, ApiError)
-        # The rest of a body that comes too late is not read.
+        # A body that came too late is not read to its end, so the connection cannot go on.
         headers = {"Connection": "close"} if error.status == 408 else {}
         return JSONResponse(error.body(), error.status, headers)
 
@@ -236,155 +240,3 @@ def build_app(served: Served, hosts: list[str]) -> Starlette:
         middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False)],
         exception_handlers={ApiError: api_error, HTTPException: http_error},
     )
-
-
-def is_loopback(host: str) -> bool:
-    """Whether a host name or address reaches this machine only."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """A socket that accepts connections at once; port 0 is any free one.
-
-    Raises UserError in one line.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        host.encode("idna")  # raises before a socket is made, which would stay open
-        return socket.create_server((host, port), family=family)
-    except (OSError, UnicodeError) as error:
-        name = host if is_utf8(host) else repr(host)
-        raise UserError(
-            f"cannot listen on {name} port {port}: {error}; choose another --port or --host"
-        ) from None
-
-
-class Server(uvicorn.Server):
-    """A server for one model. `run(sockets=[...])` returns after a signal."""
-
-    def __init__(
-        self,
-        name: str,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        precision: Callable[[], AbstractContextManager],
-        host: str,
-    ):
-        # A page of another site whose name an attacker points to this machine must not read
-        # answers.
-        hosts = [*_LOOPBACK, host] if is_loopback(host) else ["*"]
-        self.served = Served(name, model, tokenizer, precision)
-        config = uvicorn.Config(
-            build_app(self.served, hosts),
-            http=Protocol,
-            loop="asyncio",
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            proxy_headers=False,
-            timeout_graceful_shutdown=3,
-        )
-        super().__init__(config)
-
-    def handle_exit(self, sig: int, frame: Any) -> None:
-        self.served.closing = True  # ends the streams, for which uvicorn waits
-        super().handle_exit(sig, frame)
-
-    async def on_tick(self, counter: int) -> bool:
-        now = asyncio.get_running_loop().time()
-        for connection in _of(self.server_state.connections):
-            if now - connection.waits_since > CLIENT_SECONDS:
-                connection.drop()
-        return await super().on_tick(counter)
-
-
-class _Connection(h11.Connection):
-    """Counts the parts of a request, and reads no more than are allowed."""
-
-    parts = 0
-
-    def next_event(self) -> Any:
-        if self.parts > _MAX_PARTS:
-            return h11.NEED_DATA
-        event = super().next_event()
-        self.parts = (
-            0 if isinstance(event, h11.Request) else self.parts + isinstance(event, h11.Data)
-        )
-        return event
-
-
-class Protocol(H11Protocol):
-    """HTTP/1.1 that knows since when it waits for its client to send a whole request, or to read
-    what was sent.
-
-    A client that makes it wait for longer than CLIENT_SECONDS is disconnected. When there are
-    more than MAX_CONNECTIONS, a new one takes the place of the one that waits longest; if none
-    waits, it gets a 503. uvicorn limits the time to the first byte of a second request only.
-    """
-
-    _silent_since = math.inf
-    _unread_since = math.inf
-
-    def __init__(self, *arguments: Any, **options: Any):
-        super().__init__(*arguments, **options)
-        self.conn = _Connection(h11.SERVER)
-
-    @property
-    def waits_since(self) -> float:
-        """When the client was first waited for; infinity if it is not."""
-        return min(self._silent_since, self._unread_since)
-
-    def drop(self) -> None:
-        self.connections.discard(self)  # at once: its end is noticed later
-        self.transport.abort()
-
-    def connection_made(self, transport: Any) -> None:
-        super().connection_made(transport)
-        transport.set_write_buffer_limits(high=0)  # writing is paused while anything is unsent
-        self._silent_since = self.loop.time()
-        if len(self.connections) > MAX_CONNECTIONS:
-            others = [other for other in _of(self.connections) if other is not self]
-            longest = min(others, key=lambda other: other.waits_since)
-            if longest.waits_since < math.inf:
-                longest.drop()
-            else:
-                self.app = _no_place
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        if self.conn.parts > _MAX_PARTS:
-            self.drop()
-
-    def handle_events(self) -> None:
-        before = self.cycle
-        super().handle_events()
-        if self.cycle is not before:
-            self._silent_since = self.loop.time()  # a body has its own time
-        if self.cycle and not self.cycle.more_body and not self.cycle.response_complete:
-            self._silent_since = math.inf
-
-    def on_response_complete(self) -> None:
-        self._silent_since = self.loop.time()
-        super().on_response_complete()
-
-    def pause_writing(self) -> None:
-        self._unread_since = self.loop.time()
-        super().pause_writing()
-
-    def resume_writing(self) -> None:
-        self._unread_since = math.inf
-        super().resume_writing()
-
-
-def _of(connections: Iterable[Any]) -> list[Protocol]:
-    return list(connections)
-
-
-async def _no_place(scope: Any, receive: Any, send: Any) -> None:
-    error = ApiError(503, f"{MAX_CONNECTIONS} clients are connected; try again later")
-    headers = {"Connection": "close", "Retry-After": "5"}
-    await JSONResponse(error.body(), error.status, headers)(scope, receive, send)

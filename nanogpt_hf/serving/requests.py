@@ -18,13 +18,20 @@ from nanogpt_hf.data.conversations import Message, functions_of
 
 MAX_CHOICES = 16  # per request
 _ANY = object()
-# Parameters that are not supported, with the values that ask for nothing else than what is done.
-# The first have no effect on text. The last are not in OpenAI's API, but in vLLM's and llama.cpp's.
+# Parameters that are not supported, with the values that ask for what this server does anyway.
+# Clients send many of them with their default. Any other value is refused: an answer that ignores
+# it would look as if it had been obeyed.
 _DEFAULTS: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("user", "metadata", "store", "service_tier", "safety_identifier"), (_ANY,)),
-    **dict.fromkeys(
-        ("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"), (_ANY,)
-    ),
+    # Without effect on the text.
+    "user": (_ANY,),
+    "metadata": (_ANY,),
+    "store": (_ANY,),
+    "service_tier": (_ANY,),
+    "safety_identifier": (_ANY,),
+    "prompt_cache_key": (_ANY,),
+    "prompt_cache_options": (_ANY,),
+    "prompt_cache_retention": (_ANY,),
+    # Parameters of OpenAI's API.
     "best_of": (1,),
     "echo": (False,),
     "frequency_penalty": (0,),
@@ -40,6 +47,7 @@ _DEFAULTS: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     "suffix": ("",),
     "verbosity": ("medium",),
+    # Not in OpenAI's API, but in the APIs of vLLM and llama.cpp.
     "ignore_eos": (False,),
     "length_penalty": (1,),
     "min_p": (0,),
@@ -58,7 +66,9 @@ class ApiError(Exception):
         self, status: int, message: str, param: str | None = None, code: str | None = None
     ):
         super().__init__(message)
-        self.status, self.param, self.code = status, param, code
+        self.status = status
+        self.param = param
+        self.code = code
 
     def body(self) -> dict[str, Any]:
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
@@ -67,20 +77,22 @@ class ApiError(Exception):
 
 
 def _stops(value: Any) -> Any:
+    """Make a list of `stop`, which may be one text."""
     if value == "":
         return []
     return value if isinstance(value, list) else [value]
 
 
 def _one_prompt(value: Any) -> Any:
-    """A list of one prompt is this prompt; a list of numbers is one prompt of tokens."""
+    """Take the prompt out of a list of one prompt; a list of numbers is one prompt of tokens."""
+    # OpenAI's API has one answer per prompt of a list; here a request has one prompt.
     if isinstance(value, list) and any(isinstance(part, str | list) for part in value):
         if len(value) > 1:
             raise ValueError(f"one prompt per request, not {len(value)}")
         value = value[0]
-    if not isinstance(value, str) and not (
-        isinstance(value, list) and all(type(part) is int for part in value)
-    ):
+    # `type` and not isinstance: true and false are ints to Python.
+    is_tokens = isinstance(value, list) and all(type(part) is int for part in value)
+    if not isinstance(value, str) and not is_tokens:
         raise ValueError("neither a text nor a list of token ids")
     if isinstance(value, list) and min(value, default=0) < 0:
         raise ValueError(f"token {min(value)} is none; ids count from 0")
@@ -88,7 +100,9 @@ def _one_prompt(value: Any) -> Any:
 
 
 def _text_parts(value: Any) -> Any:
-    """A content that is a text, or a list whose parts are of type text."""
+    """Check a content: a text, or a list whose parts are of type text. Images and sound are refused
+    by the number of their part.
+    """
     if not isinstance(value, str | list):
         raise ValueError("neither a text nor a list of parts of type text")
     for number, part in enumerate(value if isinstance(value, list) else ()):
@@ -102,13 +116,13 @@ def _text_parts(value: Any) -> Any:
 
 
 def _same(value: Any, default: Any) -> bool:
-    """Whether two values of JSON are equal: `false` is not 0."""
+    """Whether two values of JSON are equal; unlike in Python, `false` is not 0."""
     return isinstance(value, bool) == isinstance(default, bool) and value == default
 
 
 class _Strict(BaseModel):
-    """An object whose unknown fields are refused, unless they ask for nothing: null means the
-    default.
+    """An object of JSON. Unknown fields are refused, unless their value asks for nothing; null
+    means the default.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
@@ -117,16 +131,16 @@ class _Strict(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_what_asks_for_nothing(cls, given: Any) -> Any:
+        # pydantic refuses what is no object, with a message of its own.
         if not isinstance(given, dict):
             return given
-        return {
-            name: value
-            for name, value in given.items()
-            if value is not None
-            and not any(
-                default is _ANY or _same(value, default) for default in cls.defaults.get(name, ())
-            )
-        }
+        kept = {}
+        for name, value in given.items():
+            defaults = cls.defaults.get(name, ())
+            asks = not any(default is _ANY or _same(value, default) for default in defaults)
+            if value is not None and asks:
+                kept[name] = value
+        return kept
 
 
 _Functions = Annotated[list[dict[str, Any]] | None, AfterValidator(functions_of)]
@@ -151,14 +165,17 @@ class _Message(_Strict):
 
     @model_validator(mode="after")
     def _with_content(self) -> Self:
+        # An answer that only calls functions has no content.
         if self.content is None and not (self.tool_calls and self.role == "assistant"):
             raise ValueError("content: is missing")
         return self
 
     def for_template(self) -> Message:
+        """The message as chat templates expect it: one text, only the fields that are given."""
         content = self.content
         if isinstance(content, list):
             content = "".join(part.text for part in content)
+        # OpenAI's newer name of the system's role, which no chat template knows.
         role = "system" if self.role == "developer" else self.role
         others = {name: getattr(self, name) for name in ("name", "tool_calls", "tool_call_id")}
         given = {name: value for name, value in others.items() if value}
@@ -166,6 +183,9 @@ class _Message(_Strict):
 
 
 def _in_order(messages: list[_Message]) -> list[_Message]:
+    """Refuse a tool's message that follows no answer: most chat templates would render it wrongly,
+    without an error.
+    """
     for number, message in enumerate(messages):
         before = messages[number - 1].role if number else None
         if message.role == "tool" and before not in ("assistant", "tool"):
@@ -174,7 +194,8 @@ def _in_order(messages: list[_Message]) -> list[_Message]:
 
 
 class _StreamOptions(_Strict):
-    # Obfuscation adds random characters to the events, which this server does not.
+    # Obfuscation adds random characters to the events, against an eavesdropper who measures their
+    # lengths. This server adds none.
     defaults = {"include_obfuscation": (False,)}
 
     include_usage: bool = False
@@ -198,6 +219,7 @@ class Request(_Strict):
     top_p: float | None = Field(None, ge=0, le=1)
     # Not in OpenAI's API; `sample` has it. 0 and -1 turn it off in other servers.
     top_k: int | None = Field(None, ge=-1, lt=2**31)
+    # A request without a seed gets a random one, so that its answers differ.
     seed: int = Field(default_factory=lambda: secrets.randbelow(2**62), ge=-(2**63), lt=2**63)
     n: int = Field(1, ge=1, le=MAX_CHOICES)
     max_tokens: int | None = Field(None, ge=1)
@@ -216,13 +238,14 @@ class Request(_Strict):
 
 
 def parse_request(body: bytes, model: str, chat: bool) -> Request:
-    """The request in a JSON body. Raises ApiError with the name of a wrong parameter.
+    """Parse the request in a JSON body. Raises ApiError with the name of a wrong parameter.
 
     `model` is the name of the model that is served; a request may leave it out.
     """
     try:
         request = Request.model_validate_json(body)
     except ValidationError as error:
+        # The error object of OpenAI's API has one message and one parameter.
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         where = [f"{part:.60}" if isinstance(part, str) else str(part) for part in first["loc"]]
         reason = first["msg"].removeprefix("Value error, ")
@@ -232,6 +255,7 @@ def parse_request(body: bytes, model: str, chat: bool) -> Request:
         raise ApiError(400, message, where[0] if where else None) from None
     if request.model is not None:
         check_model(request.model, model)
+    # Both routes share a class; each has a field that the other has not.
     text, other = ("messages", "prompt") if chat else ("prompt", "messages")
     if not getattr(request, text) or getattr(request, other):
         raise ApiError(400, f"{text}: is missing, or {other} is given", text)

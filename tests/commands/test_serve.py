@@ -20,7 +20,7 @@ needs_server = pytest.mark.skipif(
 
 @needs_server
 def test_a_port_that_is_taken_and_an_unknown_host_are_refused(refused, letter_model):
-    from nanogpt_hf.serving.app import listen
+    from nanogpt_hf.serving.server import listen
 
     with listen("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
@@ -36,7 +36,7 @@ def test_a_port_that_is_taken_and_an_unknown_host_are_refused(refused, letter_mo
 @needs_server
 @pytest.mark.parametrize("host", ["a\udcff", "\ud800", "a..b"])
 def test_a_host_that_is_no_name_is_refused(host):
-    from nanogpt_hf.serving.app import listen
+    from nanogpt_hf.serving.server import listen
 
     with pytest.raises(UserError, match="choose another --port or --host") as caught:
         listen(host, 0)

@@ -68,7 +68,7 @@ def received(connection):
 @pytest.mark.long
 @pytest.mark.parametrize("kind", SILENT)
 def test_a_silent_client_is_disconnected(server, monkeypatch, kind):
-    monkeypatch.setattr(app, "CLIENT_SECONDS", 0.5)
+    monkeypatch.setattr("nanogpt_hf.serving.server.CLIENT_SECONDS", 0.5)
     monkeypatch.setattr(app, "BODY_SECONDS", 0.2)
     with sent(server, SILENT[kind]) as connection:
         answer = received(connection)
@@ -84,7 +84,7 @@ def test_a_silent_client_is_disconnected(server, monkeypatch, kind):
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["header", "body"])
 def test_a_client_that_sends_a_byte_now_and_then_is_disconnected(server, monkeypatch, kind):
-    monkeypatch.setattr(app, "CLIENT_SECONDS", 0.5)
+    monkeypatch.setattr("nanogpt_hf.serving.server.CLIENT_SECONDS", 0.5)
     monkeypatch.setattr(app, "BODY_SECONDS", 0.2)
     start = HEADER + (b"Content-Length: 9999\r\n\r\n" if kind == "body" else b"X-Slow: ")
     with sent(server, start) as connection:
@@ -99,7 +99,7 @@ def test_a_client_that_sends_a_byte_now_and_then_is_disconnected(server, monkeyp
 
 @pytest.mark.parametrize("kind", SILENT)
 def test_silent_clients_leave_a_place_for_others(server, monkeypatch, kind):
-    monkeypatch.setattr(app, "MAX_CONNECTIONS", 4)
+    monkeypatch.setattr("nanogpt_hf.serving.server.MAX_CONNECTIONS", 4)
     with ExitStack() as stack:
         for _ in range(8):
             stack.enter_context(sent(server, SILENT[kind]))
@@ -123,7 +123,7 @@ def small_buffers(server):
 @pytest.mark.long
 def test_streams_that_nobody_reads_keep_no_turn(server, monkeypatch, small_buffers):
     monkeypatch.setattr(generation, "generate_tokens", lambda *_, **__: iter([[0]] * 300))
-    monkeypatch.setattr(app, "CLIENT_SECONDS", 60)
+    monkeypatch.setattr("nanogpt_hf.serving.server.CLIENT_SECONDS", 60)
     connections = server.server_state.connections
     with ExitStack() as stack:
         for _ in range(generation.ACTIVE):
@@ -136,7 +136,7 @@ def test_streams_that_nobody_reads_keep_no_turn(server, monkeypatch, small_buffe
         status, answer = post(server, PATH, b'{"prompt": "abc"}')
         assert (status, json.loads(answer)["usage"]["completion_tokens"]) == (200, 300)
         assert unread() == generation.ACTIVE
-        monkeypatch.setattr(app, "CLIENT_SECONDS", 0.1)
+        monkeypatch.setattr("nanogpt_hf.serving.server.CLIENT_SECONDS", 0.1)
         wait_until(lambda: not connections)
     wait_until(lambda: not server.served.requests)
     assert server.served.turns._value == generation.ACTIVE
@@ -174,7 +174,7 @@ def endless(monkeypatch):
 
 
 def test_more_clients_than_places_that_all_work_get_a_503(server, monkeypatch, endless):
-    monkeypatch.setattr(app, "MAX_CONNECTIONS", 1)
+    monkeypatch.setattr("nanogpt_hf.serving.server.MAX_CONNECTIONS", 1)
     with sent(server, STREAM) as connection:
         assert connection.recv(100).startswith(b"HTTP/1.1 200")
         status, answer = post(server, "/v1/models", None, method="GET")
