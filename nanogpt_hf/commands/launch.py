@@ -1,18 +1,21 @@
-"""Run a command on the devices of an accelerate config, and return its exit status.
+"""Run a command in the processes that an accelerate config describes, and return its exit status.
 
 nanogpt-hf launch [--config_file F] [other options of accelerate launch] COMMAND ...
 
-Exit status: 0 done, 2 an error of the user, 75 stopped after saving (--auto-resume continues), 1
-any other failure. SIGTERM, SIGINT, SIGUSR1 or SIGHUP, to this process or to all that it started,
-stops a training run after its current step and saves, however long that takes. The path of a script
-in place of COMMAND is launched unchanged.
+Exit status: 0 done; 2 an error of the user; 75 stopped after saving (--auto-resume continues);
+1 any other failure. SIGTERM, SIGINT, SIGUSR1 or SIGHUP, sent to this process or to all that it
+started, stops a training run after its current step and saves, however long that takes. The path
+of a script in place of COMMAND is launched unchanged.
 
-parallelism_config_pp_size, the number of pipeline stages, parallelism_config_pp_schedule, 1f1b or
-zero_bubble, parallelism_config_ep_size, the number of data-parallel processes that share one copy
-of the experts, and parallelism_config_ddp_comm_hook, bf16 or fp16, in which DDP sends gradients,
-may be in the config's parallelism_config, or options: accelerate 1.15 does not know them, so this
-command passes them on, as PARALLELISM_CONFIG_PP_SIZE and so on. It also passes on
-fsdp_activation_checkpointing, of the config's fsdp_config, without FSDP.
+accelerate 1.15 does not know these settings. They may be in the parallelism_config of the config,
+or options, and this command passes them on as PARALLELISM_CONFIG_PP_SIZE and so on:
+
+  parallelism_config_pp_size        number of pipeline stages
+  parallelism_config_pp_schedule    1f1b or zero_bubble
+  parallelism_config_ep_size        data-parallel processes that share one copy of the experts
+  parallelism_config_ddp_comm_hook  bf16 or fp16, the type in which DDP sends gradients
+
+It also passes on fsdp_activation_checkpointing, of the config's fsdp_config, without FSDP.
 """
 
 import argparse

@@ -65,8 +65,8 @@ def run_estimate(arguments: Namespace, overrides: Overrides) -> None:
     disk.
 
     With --gpus it proposes how to lay the run out over them, and writes the accelerate config.
-    Arithmetic on recipe and machine; nothing is trained and nothing is measured. How far it has
-    been checked: docs/machines.md.
+    The figures are arithmetic on recipe and machine: nothing is trained and nothing is measured.
+    docs/machines.md says how far they have been checked.
     """
     _check_options(arguments)
     base = None
@@ -182,8 +182,9 @@ def run_bench(arguments: Namespace, overrides: Overrides) -> None:
     after warm-up, of the step of the loop. Without RECIPE: a model of 0.8 M parameters and random
     tokens.
 
-    Nothing is trained: no run folder is written. On the machine of an accelerate config:
-    nanogpt-hf launch [--config_file F] bench RECIPE. With several processes the main one reports.
+    Nothing is trained, and no run folder is written. To measure the machine of an accelerate
+    config: nanogpt-hf launch [--config_file F] bench RECIPE. Of several processes the main one
+    reports.
     """
     baselines = arguments.against.split(",") if arguments.against else []
     config = load_optional_recipe("bench", arguments.recipe, overrides)

@@ -43,10 +43,10 @@ def run_verify(arguments: Namespace) -> int:
     sha256 of each kept checkpoint's tensors with what the run recorded. verified.jsonl and
     report.html of the run record the result; nothing else of it is written.
 
-    Without --steps and --sample: from the oldest to the newest kept checkpoint. Exit status 1 if a
-    step differs. A run with train.gradient_groups is repeated on any number of processes that
-    divides them, others on as many as they were trained on: nanogpt-hf launch --config_file F
-    verify RUN.
+    Without --steps and --sample, all steps from the oldest to the newest kept checkpoint are
+    repeated. The exit status is 1 if a step differs. A run with train.gradient_groups is repeated
+    on any number of processes that divides the groups, another run on as many processes as it was
+    trained on: nanogpt-hf launch --config_file F verify RUN.
     """
     folder, mesh = find_run(arguments.run), arguments.mesh
     folder.check_unlocked()
@@ -111,7 +111,7 @@ def add_inspect_arguments(parser: ArgumentParser) -> None:
 
 
 def run_inspect(arguments: Namespace) -> None:
-    """Show what a step of a run saw: each sequence with its place in the data, its text, and its
+    """Show the sequences that a step of a run saw: the place of each in the data, its text, and its
     loss under the newest checkpoint before the step, the highest loss first. Nothing is changed.
 
     --find TEXT lists the steps that saw a text, inside one sequence.

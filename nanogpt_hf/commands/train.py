@@ -98,10 +98,10 @@ def add_finetune_arguments(parser: ArgumentParser) -> None:
 def run_finetune(arguments: Namespace, overrides: Overrides) -> None:
     """Fine-tune any text-only decoder: all weights, the upper blocks only, or LoRA adapters.
 
-    It comes from the Hub, a model folder or a run: GPT-2, Llama, Qwen3, SmolLM3, ...
+    The model comes from the Hub, a model folder or a run: GPT-2, Llama, Qwen3, SmolLM3, ...
 
     No recipe is needed: nanogpt-hf finetune --from gpt2 --data my.txt
-    The defaults: docs/finetuning.md, or --dry-run.
+    docs/finetuning.md lists the defaults, and --dry-run prints them.
     """
     _run_from_model(arguments, overrides)
 
@@ -113,11 +113,11 @@ def add_rl_arguments(parser: ArgumentParser) -> None:
 
 
 def run_rl(arguments: Namespace, overrides: Overrides) -> None:
-    """Reinforcement learning on verifiable answers: sample answers to the questions of a task, and
+    """Train a model by reinforcement learning: sample answers to the questions of a task, and
     reward the right ones.
 
     No recipe is needed: nanogpt-hf rl --from runs/arithmetic_sft --task arithmetic
-    The defaults: docs/alignment.md, or --dry-run.
+    docs/alignment.md describes a step, and --dry-run prints the defaults.
     """
     _run_from_model(arguments, overrides, POLICY)
 
@@ -129,12 +129,13 @@ def add_align_arguments(parser: ArgumentParser) -> None:
 
 
 def run_align(arguments: Namespace, overrides: Overrides) -> None:
-    """Preference training: make chosen answers more probable than rejected ones, by DPO, IPO,
-    hinge, SimPO or ORPO, or good answers than bad ones, by KTO. Rows of --data have prompt, chosen
-    and rejected (kto: prompt, completion and label).
+    """Train a model by preferences: make chosen answers more probable than rejected ones, by DPO,
+    IPO, hinge, SimPO or ORPO, or good answers more probable than bad ones, by KTO.
+
+    Rows of --data have prompt, chosen and rejected; for kto prompt, completion and label.
 
     No recipe is needed: nanogpt-hf align --from runs/arithmetic_sft --data pairs.jsonl
-    The defaults: docs/alignment.md, or --dry-run.
+    docs/alignment.md describes the losses, and --dry-run prints the defaults.
     """
     _run_from_model(arguments, overrides, PREFERENCES)
 

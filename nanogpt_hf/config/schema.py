@@ -36,10 +36,13 @@ class ModelSection:
         "gpt2", "gpt2, or a text-only decoder of transformers: llama, qwen3, nanochat, olmo2, ..."
     )
     depth: int | None = knob(
-        None, "size dial: blocks; width, learning rate, batch, steps follow", 1, 1000
+        None,
+        "size dial: number of blocks; width, learning rate, batch and steps follow",
+        1,
+        1000,
     )
     aspect_ratio: int = knob(
-        64, "with model.depth: width per block, and width of a head", 1, 10_000
+        64, "with model.depth: width of the model per block, and width of a head", 1, 10_000
     )
     n_layer: int = knob(12, "transformer blocks", 1, 1000)
     n_head: int = knob(12, "attention heads per block; divides n_embd", 1, 10_000)
@@ -55,7 +58,10 @@ class ModelSection:
         {}, "other fields of the architecture's config, by their names in transformers"
     )
     pad_vocab_to_multiple_of: int = knob(
-        1, "round the rows of the embedding up; 64 is fast on GPUs", 1, 1_000_000
+        1,
+        "round the rows of the embedding up to a multiple of this; 64 is fast on GPUs",
+        1,
+        1_000_000,
     )
     bias: bool = knob(False, "gpt2: biases in Linear and LayerNorm layers")
     dropout: float = knob(
@@ -66,9 +72,9 @@ class ModelSection:
     )
     init: Literal["own", "gpt2", "zero_residual", "look_back"] = knob(
         "own",
-        "initial weights: the architecture's own; with the layers that write to the residual "
-        "stream scaled by 1/√(2·n_layer), as in GPT-2; with zeros there; or with heads of the "
-        "first block that begin by looking 1, 2, 3, ... tokens back",
+        "initial weights: own, the architecture's; gpt2, with the layers that write to the "
+        "residual stream scaled by 1/√(2·n_layer); zero_residual, with zeros in these layers; "
+        "look_back, with heads of the first block that begin by looking 1, 2, 3, ... tokens back",
     )
 
 
@@ -117,7 +123,7 @@ class DataSection:
         "gpt2", "char, gpt2, bpe (trained on the text), or the name or folder of another"
     )
     vocab_size: int | None = knob(
-        None, "bpe: tokens: 256 bytes, merges, end-of-text", 257, 1_000_000
+        None, "bpe: number of tokens: 256 bytes, the merges and end-of-text", 257, 1_000_000
     )
     bpe_pattern: Literal["gpt2", "gpt4"] = knob(
         "gpt2", "bpe: how text is split before merging; gpt4: digits in threes, no case in 's"
@@ -169,7 +175,7 @@ class OptimSection:
         "adamw", "; or ".join(row.meaning for row in OPTIMIZERS.values())
     )
     learning_rate: float = knob(
-        6e-4, "peak learning rate; with muon, that of the parameters under AdamW", 0
+        6e-4, "peak learning rate; with muon, the rate of the parameters that AdamW updates", 0
     )
     # Jordan et al. 2024 (github.com/KellerJordan/Muon), for the update scale `original`
     muon_learning_rate: float = knob(
@@ -391,7 +397,7 @@ class AlignSection:
     loss: Literal["dpo", "ipo", "hinge", "simpo", "orpo", "kto"] | None = knob(
         None, "loss of preference pairs, or of labeled answers (kto) (default: none)"
     )
-    beta: float = knob(0.1, "weight of the log-ratio, or for orpo of the odds ratio", 1e-6)
+    beta: float = knob(0.1, "weight of the log-ratio; for orpo, weight of the odds ratio", 1e-6)
     label_smoothing: float = knob(0.0, "dpo: share of pairs that are taken for swapped", 0, 0.5)
     margin: float | None = knob(
         None, "simpo: how far the chosen answer should be ahead (default: 0.5)", 0
@@ -413,7 +419,7 @@ class DistillSection:
         0.5, "share of the KL divergence to the teacher in the loss; the rest: the next token", 0, 1
     )
     temperature: float = knob(
-        1.0, "both distributions are those of the logits divided by this", 0.01, 1000
+        1.0, "the logits of teacher and student are divided by this", 0.01, 1000
     )
 
 
