@@ -21,7 +21,7 @@ from nanogpt_hf.model.architecture import architecture_of
 from nanogpt_hf.model.experts import experts_of
 from nanogpt_hf.planning.footprint import Footprint, footprint
 from nanogpt_hf.planning.hardware import LINK_SHARE, USABLE_MEMORY, Gpu
-from nanogpt_hf.planning.transfers import Transfer, transfers
+from nanogpt_hf.planning.transfers import COMPUTATION, LAST_BACKWARD, Transfer, transfers
 
 NEARLY = 1.03  # a simpler layout is proposed if its step is at most this many times as long
 
@@ -170,13 +170,13 @@ def waiting_seconds(
     for (p - 1) / m of the busy time: (p - 1) / (m + p - 1) of a step (GPipe, arXiv:1811.06965;
     1F1B's is the same, arXiv:2104.04473). Latency is not counted.
     """
-    seconds = {"": 0.0, "computation": 0.0, "the last backward pass": 0.0}
+    seconds = {"": 0.0, COMPUTATION: 0.0, LAST_BACKWARD: 0.0}
     for transfer in moved:
         rate = min(cluster.gpu.link, cluster.network * transfer.neighbors or cluster.gpu.link)
         seconds[transfer.overlaps] += transfer.size / (LINK_SHARE * rate)
-    waiting = seconds[""] + max(0.0, seconds["computation"] - compute)
+    waiting = seconds[""] + max(0.0, seconds[COMPUTATION] - compute)
     bubble = (launch.pp_size - 1) / accumulation * (compute + waiting)
-    last = seconds["the last backward pass"] - 2 / 3 * compute / accumulation
+    last = seconds[LAST_BACKWARD] - 2 / 3 * compute / accumulation
     return waiting + max(0.0, last), bubble
 
 

@@ -7,7 +7,7 @@ compares them with torch's allocator.
 """
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -21,19 +21,20 @@ from nanogpt_hf.model.recompute import SELECTIVE, interval
 from nanogpt_hf.optim.optimizer import kind_of
 from nanogpt_hf.planning.counts import Counts, StageShare, block_bytes, one_rank_of, stages_of
 
-CHECKPOINT = "checkpoint"  # the copy that is written in the background, kept from one to the next
+# The copy that a checkpoint is written from in the background, kept for the next one.
+CHECKPOINT = "checkpoint"
 PARTS = ("weights", "optimizer", "gradients", "copies", "activations", "logits", CHECKPOINT)
-LOSS, TOP, BOTTOM, EMBEDDING = (
-    "the loss",
-    "the top block",
-    "the bottom block",
-    "the embedding's gradient",
-)
-UPDATE = "update"  # a phase of optimizers that need buffers for it
+# The phases of a step that can be the peak. Only optimizers that need buffers have the last one.
+LOSS = "the loss"
+TOP = "the top block"
+BOTTOM = "the bottom block"
+EMBEDDING = "the embedding's gradient"
+UPDATE = "update"
 
-# parameters that DeepSpeed keeps gathered: the default of stage3_max_live_parameters
+# Parameters that DeepSpeed keeps gathered: the default of stage3_max_live_parameters.
 _ZERO_3_LIVE = 1e9
-_ZERO_BUCKET = 5e8  # gradients that DeepSpeed reduces at once: the default of reduce_bucket_size
+# Gradients that DeepSpeed reduces at once: the default of reduce_bucket_size.
+_ZERO_BUCKET = 5e8
 
 
 @dataclass(frozen=True)
@@ -68,8 +69,18 @@ def footprint(
     recipe; without it AdamW with float32 state. Of a pipeline it is the stage with the highest
     peak, of other kinds of parallelism any device.
     """
-    step = micro_batch_size, block_size, accumulation, optim or OptimSection()
-    footprints = [_footprint(model, launch, stage, *step) for stage in stages_of(model, launch)]
+    footprints = []
+    for stage in stages_of(model, launch):
+        memory = Memory(
+            model,
+            launch,
+            stage,
+            micro_batch_size=micro_batch_size,
+            block_size=block_size,
+            accumulation=accumulation,
+            optim=optim or OptimSection(),
+        )
+        footprints.append(memory.footprint())
     return max(footprints, key=lambda estimated: estimated.peak)
 
 
@@ -88,111 +99,227 @@ def useless_checkpointing(model: PreTrainedModel, launch: Launch, **step: Any) -
     )
 
 
-def _footprint(
-    model: PreTrainedModel,
-    launch: Launch,
-    stage: StageShare,
-    micro_batch_size: int,
-    block_size: int,
-    accumulation: int,
-    optim: OptimSection,
-) -> Footprint:
-    config, value = model.config, launch.compute_bytes
-    counts = Counts.of(model, launch.tp_size, stage, launch.ep_size)
-    # what is sharded or held: FSDP2 shards the copies of experts
-    ep = 1 if launch.sharding == "fsdp" else launch.ep_size
-    held = Counts.of(model, launch.tp_size, stage, ep)
-    rows = micro_batch_size * block_size // launch.cp_size
-    residual = launch.residual_bytes * rows * config.hidden_size
-    full_block = rows * block_bytes(model, block_size, launch)[0]
-    kept_block = rows * _kept_bytes(model, block_size, launch)  # of a block computed again
-    frozen = config.num_hidden_layers - counts.backward_blocks if launch.pp_size == 1 else 0
+@dataclass
+class Memory:
+    """Bytes on a device that has one pipeline stage, or the whole model: a method for each phase
+    of a step that can be the peak.
 
-    def again(blocks: int) -> int:
-        """How many of the lowest blocks that have a backward pass are computed again."""
-        every = interval(launch.checkpointing)
-        return -((-frozen - blocks) // every) + -frozen // every if launch.checkpointing else 0
+    A phase is a dict of parts; parts that all phases have are in `always`.
+    """
 
-    def saved(blocks: int) -> float:
-        """Bytes of activations held of them."""
-        return again(blocks) * kept_block + (blocks - again(blocks)) * full_block
+    model: PreTrainedModel
+    launch: Launch
+    stage: StageShare
+    micro_batch_size: int
+    block_size: int
+    accumulation: int
+    optim: OptimSection
 
-    # in a backward pass: the gradients of the residual stream and of the MLP's last layer
-    architecture = architecture_of(model)
-    block = architecture.blocks(model)[-1]
-    last = list(architecture.linear_layers(block)[1].values())[-1:]
-    # an adapter has a gradient of its own
-    copies_of_input = 1 + any(hasattr(layer, "lora_A") for layer in last)
-    inner = architecture.inner_width(block, config)
-    passing = residual + value * rows * (inner // launch.tp_size * copies_of_input)
-    rank = one_rank_of(model, launch.tp_size, ep)
-    share = held.trainable / Counts.of(rank).trainable
-    optimizer, checkpoint = (
-        share * _optimizer_bytes(rank, launch.shards, optim.name, state)
-        for state in (optim.state, "float32")
-    )
-    state = _state(held, launch, optimizer)
-    checkpoint += 4 * held.total / launch.shards
-    # processes of a machine: of copies one is saved
-    savers = min(launch.local_world_size, max(launch.ep_size, launch.world_size // launch.copies))
-    whole = 4 * Counts.of(model).total + _optimizer_bytes(model, 1, optim.name, "float32")
-    host_copy = 0 if launch.on_cpu else min(savers * checkpoint, whole)
-    state[CHECKPOINT] = checkpoint if launch.on_cpu else 0.0
-    gradients = state.pop("gradients")
-    accumulated = gradients if accumulation > 1 else 0
-    head = 0  # a gradient of the head, not yet reduced
-    if counts.head_is_trainable:
-        head = counts.head * (value if launch.sharding == "fsdp" else 4)
-    is_tied = config.tie_word_embeddings
-    logits, head_gradient, row_gradients = (
-        _loss(model, counts, launch, rows) if stage.has_head else (0.0, 0.0, 0.0)
-    )
-    # activations and cast weights of other micro-batches
-    left = counts.backward_blocks
-    cast = 2 * launch.autocast * counts.block * (left - again(left))
-    waiting = (stage.in_flight - 1) * (saved(left) + cast)
-    # torch receives each micro-batch of a step into a buffer of its own: the input of a stage, for
-    # which it also keeps the gradient, and the gradient of its output
-    waiting += residual * accumulation * (2 * (not stage.has_embedding) + (not stage.has_head))
+    def footprint(self) -> Footprint:
+        phases = {
+            LOSS: self.at_the_loss(),
+            TOP: self.in_a_block(0),
+            BOTTOM: self.in_a_block(self.counts.backward_blocks - 1),
+            EMBEDDING: self.at_the_embedding(),
+        }
+        if kind_of(self.optim).update_bytes:
+            phases[UPDATE] = self.at_the_update()
+        parts = dict.fromkeys(PARTS, 0.0) | self.always
+        return Footprint({name: parts | own for name, own in phases.items()}, self.host_copy)
 
-    def in_block(done: int) -> dict[str, float]:
-        """The backward pass of a block, after `done` blocks above it."""
-        left = counts.backward_blocks - done
-        is_again = again(left) - again(left - 1)  # whether this block is
+    # Numbers of parameters.
+
+    @cached_property
+    def counts(self) -> Counts:
+        """Parameters that this device computes with."""
+        return Counts.of(self.model, self.launch.tp_size, self.stage, self.launch.ep_size)
+
+    @property
+    def ep(self) -> int:
+        """How many processes share the experts that this device keeps between steps."""
+        # FSDP2 shards the copies of experts instead.
+        return 1 if self.launch.sharding == "fsdp" else self.launch.ep_size
+
+    @cached_property
+    def held(self) -> Counts:
+        """Parameters of which this device keeps its shard, with gradients and optimizer state."""
+        return Counts.of(self.model, self.launch.tp_size, self.stage, self.ep)
+
+    # What is there in all phases: weights, optimizer state, and the copy of a checkpoint.
+
+    @cached_property
+    def always(self) -> dict[str, float]:
+        launch, held = self.launch, self.held
+        state = {
+            "weights": 4 * held.total / launch.shards,
+            "optimizer": self._optimizer_state(self.optim.state),
+            CHECKPOINT: self.checkpoint if launch.on_cpu else 0.0,
+        }
+        if launch.sharding == "zero":
+            # Weights in the compute precision, and a float32 copy in the optimizer.
+            shards = launch.shards if launch.kind == "ZeRO-3" else 1
+            state["weights"] = launch.compute_bytes * held.total / shards
+            state["optimizer"] += 4 * held.trainable / launch.shards
+        return state
+
+    def _optimizer_state(self, precision: str) -> float:
+        """Bytes of the optimizer state of this device's share, with state of that precision."""
+        launch = self.launch
+        rank = one_rank_of(self.model, launch.tp_size, self.ep)
+        share = self.held.trainable / Counts.of(rank).trainable
+        return share * _optimizer_bytes(rank, launch.shards, self.optim.name, precision)
+
+    @cached_property
+    def checkpoint(self) -> float:
+        """Bytes of this device's copy that a checkpoint is written from, in float32."""
+        return self._optimizer_state("float32") + 4 * self.held.total / self.launch.shards
+
+    @property
+    def host_copy(self) -> float:
+        """Bytes of the copies of all GPUs in a machine, in host memory."""
+        launch = self.launch
+        if launch.on_cpu:
+            return 0
+        # One process saves what several have a copy of.
+        distinct = max(launch.ep_size, launch.world_size // launch.copies)
+        savers = min(launch.local_world_size, distinct)
+        whole = 4 * Counts.of(self.model).total
+        whole += _optimizer_bytes(self.model, 1, self.optim.name, "float32")
+        return min(savers * self.checkpoint, whole)
+
+    # Gradients.
+
+    @cached_property
+    def gradients(self) -> float:
+        """Bytes of the gradients of a step."""
+        size = 4 * self.held.trainable / self.launch.shards
+        # torch's pipelines reduce them after the last backward pass of a step.
+        return size * self.launch.shards if self.launch.pp_size > 1 else size
+
+    @property
+    def accumulated(self) -> float:
+        """Bytes of the gradients that earlier micro-batches have left."""
+        return self.gradients if self.accumulation > 1 else 0
+
+    @property
+    def head_gradient(self) -> float:
+        """Bytes of a gradient of the head that is not yet reduced."""
+        if not self.counts.head_is_trainable:
+            return 0
+        each = self.launch.compute_bytes if self.launch.sharding == "fsdp" else 4
+        return self.counts.head * each
+
+    # Activations.
+
+    @cached_property
+    def rows(self) -> int:
+        """Tokens of a micro-batch on this device."""
+        return self.micro_batch_size * self.block_size // self.launch.cp_size
+
+    @cached_property
+    def residual(self) -> int:
+        """Bytes of the residual stream between two blocks."""
+        return self.launch.residual_bytes * self.rows * self.model.config.hidden_size
+
+    @cached_property
+    def full_block(self) -> float:
+        """Bytes that autograd saves of a block."""
+        return self.rows * block_bytes(self.model, self.block_size, self.launch)[0]
+
+    @cached_property
+    def kept_block(self) -> float:
+        """Bytes that are held of a block whose activations are computed again."""
+        return self.rows * _kept_bytes(self.model, self.block_size, self.launch)
+
+    def again(self, blocks: int) -> int:
+        """How many of the lowest `blocks` that have a backward pass are computed again."""
+        if not self.launch.checkpointing:
+            return 0
+        frozen = 0
+        if self.launch.pp_size == 1:
+            frozen = self.model.config.num_hidden_layers - self.counts.backward_blocks
+        # Of the first n blocks of the model that is ceil(n / every): those below are subtracted.
+        every = interval(self.launch.checkpointing)
+        return -((-frozen - blocks) // every) + -frozen // every
+
+    def saved(self, blocks: int) -> float:
+        """Bytes of activations held of the lowest `blocks` that have a backward pass."""
+        again = self.again(blocks)
+        return again * self.kept_block + (blocks - again) * self.full_block
+
+    @cached_property
+    def waiting(self) -> float:
+        """Bytes of activations of other micro-batches, which a pipeline stage holds."""
+        stage, left = self.stage, self.counts.backward_blocks
+        cast = 2 * self.launch.autocast * self.counts.block * (left - self.again(left))
+        in_flight = (stage.in_flight - 1) * (self.saved(left) + cast)
+        # torch receives each micro-batch of a step into a buffer of its own: the input of a stage,
+        # for which it also keeps the gradient, and the gradient of its output.
+        buffers = 2 * (not stage.has_embedding) + (not stage.has_head)
+        return in_flight + self.residual * self.accumulation * buffers
+
+    @cached_property
+    def passing(self) -> float:
+        """Bytes of gradients within a block's backward pass: of the residual stream, and of the
+        input of the MLP's last layer.
+        """
+        architecture = architecture_of(self.model)
+        block = architecture.blocks(self.model)[-1]
+        last = list(architecture.linear_layers(block)[1].values())[-1:]
+        # An adapter has a gradient of its own.
+        copies_of_input = 1 + any(hasattr(layer, "lora_A") for layer in last)
+        inner = architecture.inner_width(block, self.model.config) // self.launch.tp_size
+        return self.residual + self.launch.compute_bytes * self.rows * (inner * copies_of_input)
+
+    # The phases.
+
+    def at_the_loss(self) -> dict[str, float]:
+        logits, head_gradient, row_gradients = 0.0, 0.0, 0.0
+        if self.stage.has_head:
+            logits, head_gradient, row_gradients = _loss(
+                self.model, self.counts, self.launch, self.rows
+            )
+        left = self.counts.backward_blocks
+        # The last LayerNorm saves its input, and the head its own.
+        norm = 2 * self.residual
         return {
-            "gradients": (accumulated or gradients * done * held.block / held.total) + head,
-            "activations": waiting
-            + saved(left)
-            + is_again * (residual + full_block - kept_block)
-            + passing,
-            "copies": _copies(counts, launch, left - again(left) + is_again, done),
+            "gradients": self.accumulated + head_gradient,
+            "activations": self.waiting + self.saved(left) + norm + row_gradients,
+            "logits": logits,
+            "copies": _copies(self.counts, self.launch, left - self.again(left)),
         }
 
-    phases = {
-        LOSS: {
-            "gradients": accumulated + head_gradient,
-            # with input and output of the last LayerNorm
-            "activations": waiting + saved(counts.backward_blocks) + 2 * residual + row_gradients,
-            "logits": logits,
-            "copies": _copies(counts, launch, left - again(left)),
-        },
-        TOP: in_block(0),
-        BOTTOM: in_block(counts.backward_blocks - 1),
-        # a tied head has its gradient, the embedding's, and their sum; and one more from earlier
-        # micro-batches
-        EMBEDDING: {
-            "gradients": gradients + head * ((2 if is_tied else 0) + (accumulation > 1)),
-            "activations": waiting + 2 * residual,
-            "copies": _copies(counts, launch, 0, left),
-        },
-    }
-    if kind_of(optim).update_bytes:
-        shards = launch.shards * Counts.of(model).trainable / held.trainable
-        kind = optim.name, optim.state
-        copies = _update_bytes(model, launch.on_cpu, shards, launch.world_size, *kind)
-        phases[UPDATE] = {"gradients": gradients, "copies": copies}
-    phases = {name: dict.fromkeys(PARTS, 0.0) | state | parts for name, parts in phases.items()}
-    return Footprint(phases, host_copy)
+    def in_a_block(self, done: int) -> dict[str, float]:
+        """The backward pass of a block, after that of `done` blocks above it."""
+        left = self.counts.backward_blocks - done
+        is_again = self.again(left) - self.again(left - 1)
+        computed_again = is_again * (self.residual + self.full_block - self.kept_block)
+        so_far = self.gradients * done * self.held.block / self.held.total
+        cast = left - self.again(left) + is_again
+        return {
+            "gradients": (self.accumulated or so_far) + self.head_gradient,
+            "activations": self.waiting + self.saved(left) + computed_again + self.passing,
+            "copies": _copies(self.counts, self.launch, cast, done),
+        }
+
+    def at_the_embedding(self) -> dict[str, float]:
+        # A tied head has its gradient, the embedding's, and their sum; and one more from earlier
+        # micro-batches.
+        heads = 2 if self.model.config.tie_word_embeddings else 0
+        heads += self.accumulation > 1
+        return {
+            "gradients": self.gradients + self.head_gradient * heads,
+            "activations": self.waiting + 2 * self.residual,
+            "copies": _copies(self.counts, self.launch, 0, self.counts.backward_blocks),
+        }
+
+    def at_the_update(self) -> dict[str, float]:
+        launch, optim = self.launch, self.optim
+        shards = launch.shards * Counts.of(self.model).trainable / self.held.trainable
+        copies = _update_bytes(
+            self.model, launch.on_cpu, shards, launch.world_size, optim.name, optim.state
+        )
+        return {"gradients": self.gradients, "copies": copies}
 
 
 def _loss(
@@ -203,19 +330,27 @@ def _loss(
 
     If all logits are computed at once, both gradients are allocated when the activations are freed.
     """
-    vocabulary, value = model.config.vocab_size, launch.compute_bytes
-    if is_split := launch.tp_size > 1 and splits_vocabulary(model):  # always as chunks
+    value = launch.compute_bytes
+    vocabulary = model.config.vocab_size
+    # The logits of a vocabulary that processes share are always computed in chunks.
+    is_split = launch.tp_size > 1 and splits_vocabulary(model)
+    if is_split:
         vocabulary = -(-vocabulary // launch.tp_size)
     chunk = rows_of_a_chunk(rows, vocabulary, "cpu" if launch.on_cpu else "cuda")
     logits = chunk * vocabulary
-    if chunk == rows and not is_split:  # log-softmax, with a gradient before and after it
+    if chunk == rows and not is_split:
+        # Log-softmax in float32, with a gradient before and after it.
         return 3 * 4 * logits, 0.0, 0.0
-    bytes_per_logit = value + 4  # logits, and their log-softmax in float32
+    # Logits, and their log-softmax in float32.
+    bytes_per_logit = value + 4
+    # The products of the backward pass: with the gradient of the logits.
     product = value * logits
     trainable_head = counts.head if counts.head_is_trainable else 0
     if value < 4:
-        bytes_per_logit += value if is_split else 4  # torch casts bf16 before it
-        product += value * trainable_head  # a chunk's gradient of the head
+        # torch casts bf16 logits before the log-softmax, and a chunk's gradient of the head is
+        # in bf16 before it is added.
+        bytes_per_logit += value if is_split else 4
+        product += value * trainable_head
     return (
         max(bytes_per_logit * logits, product),
         4.0 * trainable_head,
@@ -248,25 +383,6 @@ def _update_bytes(
     return update_bytes(model, on_cpu, shards, processes) if update_bytes else 0.0
 
 
-def _state(counts: Counts, launch: Launch, optimizer_bytes: float) -> dict[str, float]:
-    """Bytes of weights, gradients and optimizer state on a device."""
-    state = {
-        "weights": 4 * counts.total / launch.shards,
-        "gradients": 4 * counts.trainable / launch.shards,
-        "optimizer": optimizer_bytes,
-    }
-    if launch.sharding == "zero":
-        # weights in the compute precision, and a float32 copy in the optimizer
-        state["weights"] = (
-            launch.compute_bytes * counts.total / (launch.shards if launch.kind == "ZeRO-3" else 1)
-        )
-        state["optimizer"] += 4 * counts.trainable / launch.shards
-    if launch.pp_size > 1:
-        # torch's pipelines reduce them after the last backward pass of a step
-        state["gradients"] *= launch.shards
-    return state
-
-
 def _copies(counts: Counts, launch: Launch, blocks: int, done: int | None = None) -> float:
     """Bytes of temporary weights and gradients: cast, gathered, or in communication buckets.
 
@@ -274,11 +390,14 @@ def _copies(counts: Counts, launch: Launch, blocks: int, done: int | None = None
     blocks that had their backward pass; None before it.
     """
     value = launch.compute_bytes
-    if launch.sharding == "fsdp":  # this block and the next; gradients in 16 bits and float32
+    if launch.sharding == "fsdp":
         gathered = counts.total - counts.outside
-        if launch.reshards:  # torch's pipelines keep them from a backward to the next forward pass
+        if launch.reshards:
+            # This block and the next one. torch's pipelines keep blocks from a backward to the
+            # next forward pass.
             kept = (done or 0) * (launch.pp_size > 1)
             gathered = min(gathered, (2 + kept) * counts.block)
+        # The gradients of a block, in the compute precision and in float32.
         gradients = 0 if done is None else (value + 4) * counts.block
         return value * (counts.outside - counts.gathered_alone + gathered) + gradients
     if launch.sharding == "zero":
