@@ -91,13 +91,13 @@ killed() {
     "${run[@]}" --resume && cmp "$out"/{killed,deterministic}/final/model.safetensors && echo "the same bytes"
 }
 
-# kernels: those of attention, by flash attention or cuDNN, the most frequent first
+# kernels: the attention kernels, of flash attention or cuDNN, the most frequent first
 kernels() {
     grep -oE '"name": "[^"]*(flash|fmha|cudnn[^"]*sdpa|mha_graph)[^"]*"' "$out/trace.json" |
         sort | uniq -c | sort -rn | head -n 3
 }
 
-# A step of a recipe, and its peak memory beside the estimate
+# A step of a recipe, and its peak memory compared with the estimate
 benched() {
     "$python" - "$out/$recipe.json" "$out/$recipe.estimate.json" <<'END'
 import json, sys

@@ -55,3 +55,9 @@ def test_clone_and_module_are_the_same_program(tmp_path):
         name = " ".join(["python", *start])
         assert completed.returncode == 2
         assert completed.stderr.startswith(f"{name} knobs: --layers: unknown argument")
+
+
+def test_one_place_names_the_script_of_a_clone():
+    files = [path for kind in ("*.py", "*.html") for path in (ROOT / "nanogpt_hf").rglob(kind)]
+    naming = {path.name for path in files if "cli.py" in path.read_text(encoding="utf-8")}
+    assert naming == {"program.py", "launch.py"}  # launch.py starts the script again

@@ -244,7 +244,7 @@ RULES = [
     *rules(
         given("train.gradient_groups"),
         Setting.GRADIENT_COMPRESSION,
-        "its sums are those of one process",
+        "its sums equal the sums of one process",
         "set ddp_comm_hook no",
     ),
     *rules(
@@ -297,7 +297,7 @@ RULES = [
     *rules(
         Setting.DROPOUT,
         Setting.TENSOR_PARALLELISM,
-        "the masks of a process's heads would be those of the others",
+        "each process would draw the same masks for its heads",
         "set model.dropout 0",
     ),
     *rules(
