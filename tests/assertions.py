@@ -2,7 +2,6 @@
 input in one line.
 """
 
-import dataclasses
 import json
 import shutil
 import subprocess
@@ -19,7 +18,8 @@ from nanogpt_hf.errors import DataError
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.metrics import read_metrics
 from nanogpt_hf.runs.state import TrainState
-from nanogpt_hf.training import methods
+from nanogpt_hf.training import loop
+from nanogpt_hf.training.step import take_step
 
 # Knobs of a recipe whose runs `assert_same_experiment` compares.
 EXPERIMENT = {
@@ -86,9 +86,9 @@ def held_by_ranks(run: RunFolder) -> list[dict]:
     return [json.loads(file.read_text()) for file in files]
 
 
-def replace_step(monkeypatch, step: Callable, method: methods.Method = methods.TEXT) -> None:
-    """Take `step(run, data step, learning rate)` for each step of a method's runs."""
-    monkeypatch.setattr(methods, "METHODS", [dataclasses.replace(method, step=step)])
+def replace_step(monkeypatch, step: Callable) -> None:
+    """Take `step(run, data step, learning rate)` for each step that the loop takes."""
+    monkeypatch.setattr(loop, "take_step", step)
 
 
 def at_step(monkeypatch, number: int, action: Callable[[], object]) -> None:
@@ -97,7 +97,7 @@ def at_step(monkeypatch, number: int, action: Callable[[], object]) -> None:
     def step(run, *arguments):
         if run.state.step == number:
             action()
-        return methods.TEXT.step(run, *arguments)
+        return take_step(run, *arguments)
 
     replace_step(monkeypatch, step)
 

@@ -7,8 +7,8 @@ from argparse import Action, ArgumentError, ArgumentParser, ArgumentTypeError, N
 from pathlib import Path
 from typing import Any, NoReturn
 
-from nanogpt_hf.config.finetune import chosen_method
 from nanogpt_hf.config.load import Overrides, load_config, stated_knobs
+from nanogpt_hf.config.methods import chosen_method
 from nanogpt_hf.config.schema import KNOBS, SECTIONS, Config, knob_lines, section_lines
 from nanogpt_hf.console import show
 from nanogpt_hf.errors import UserError, did_you_mean

@@ -71,7 +71,7 @@ def run_estimate(arguments: Namespace, overrides: Overrides) -> None:
     _check_options(arguments)
     base = None
     if stated_knobs(arguments.recipe, overrides).get("finetune.model"):
-        from nanogpt_hf.training.finetuning import finetune_config
+        from nanogpt_hf.methods.finetuning import finetune_config
 
         config, base = finetune_config(arguments.recipe, overrides)
     else:

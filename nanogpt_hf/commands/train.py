@@ -19,8 +19,8 @@ from nanogpt_hf.commands.arguments import (
     load_text_recipe,
 )
 from nanogpt_hf.config.dial import dial_lines
-from nanogpt_hf.config.finetune import POLICY, PREFERENCES, RecipeMethod, chosen_method
 from nanogpt_hf.config.load import Overrides, config_to_yaml
+from nanogpt_hf.config.methods import POLICY, PREFERENCES, RecipeMethod, chosen_method
 from nanogpt_hf.config.schema import Config, get_value
 from nanogpt_hf.config.stages import naming, planned_tokens, stage_lines, stages_of
 from nanogpt_hf.console import show
@@ -28,10 +28,10 @@ from nanogpt_hf.data.manifest import find_manifest
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import DataError, UserError
 from nanogpt_hf.formatting import plural
+from nanogpt_hf.methods.finetuning import check_tokenizer, finetune_config
 from nanogpt_hf.program import program
 from nanogpt_hf.runs.files import write_json
 from nanogpt_hf.runs.folder import find_run
-from nanogpt_hf.training.finetuning import check_tokenizer, finetune_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -7,7 +7,7 @@ from functools import partial
 from typing import NamedTuple
 
 from nanogpt_hf.config.compatibility import recipe_settings, refused_in_recipe
-from nanogpt_hf.config.finetune import POLICY, chosen_method
+from nanogpt_hf.config.methods import POLICY, chosen_method
 from nanogpt_hf.config.schema import (
     FAMILIES,
     LORA_TARGETS,
@@ -202,7 +202,7 @@ def _finetune_rules(config: Config) -> Rules:
         finetune.model and (finetune.freeze_layers or 0) > model.n_layer,
         f"{finetune.freeze_layers} is more than the model's {model.n_layer} blocks",
     )
-    # training/finetuning.py checks those of another architecture
+    # methods/finetuning.py checks those of another architecture
     unknown = model.architecture == "gpt2" and not set(lora.targets) <= set(LORA_TARGETS)
     yield (
         "lora.targets model.architecture",

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from nanogpt_hf.config import optimizers
 from nanogpt_hf.config.formats import FORMATS, rules_of
+from nanogpt_hf.config.methods import LAYOUTS, RECIPE_METHODS, objective_rules
 from nanogpt_hf.config.schema import KNOBS, Config, get_value
 from nanogpt_hf.config.settings import (
     FSDP2,
@@ -139,42 +140,16 @@ RULES = [
         "its sums depend on processes or on free memory",
         "leave it out",
     ),
-    *rules(
-        given("optim.balance_loss"),
-        given("rl.task", "align.loss"),
-        "it is added to the loss of the next token only",
-        "leave it out",
+    *objective_rules(
+        RECIPE_METHODS,
+        {key: knob.layouts for key, knob in KNOBS.items() if knob.layouts is not None},
     ),
     # with the accelerate config
     *rules(
-        given("optim.balance_loss"),
-        (Setting.CONTEXT_PARALLELISM, Setting.PIPELINE_STAGES),
-        "it is a function of all routers and of whole sequences",
-        FSDP2,
-    ),
-    *rules(
-        given("rl.task", "align.loss", "distill.teacher", "train.gradient_groups"),
-        (
-            Setting.DEEPSPEED,
-            Setting.TENSOR_PARALLELISM,
-            Setting.CONTEXT_PARALLELISM,
-            Setting.PIPELINE_STAGES,
-            Setting.EXPERT_PARALLELISM,
-        ),
+        given("train.gradient_groups"),
+        LAYOUTS,
         "it needs whole models or FSDP2's shards, and whole sequences",
         "use accelerate_configs/ddp.yaml or fsdp2.yaml",
-    ),
-    *rules(
-        given("rl.task"),
-        given("align.loss"),
-        "a run trains by one of them",
-        "leave one out",
-    ),
-    *rules(
-        given("distill.teacher"),
-        given("rl.task", "align.loss"),
-        "a run trains by one of them",
-        "leave one out",
     ),
     *rules(
         Setting.FP16,

@@ -1,8 +1,8 @@
-"""Defaults of fine-tuning and of the methods of training, and which layers are frozen at a step."""
+"""Defaults of fine-tuning, and which layers are frozen at a step."""
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
+from nanogpt_hf.config.methods import SEQUENCES_PER_STEP, RecipeMethod
 from nanogpt_hf.config.schema import FinetuneSection
 
 # They replace the schema's defaults; recipe and command line override them.
@@ -25,56 +25,6 @@ _LORA_DEFAULTS = {
 }
 
 
-class RecipeMethod(NamedTuple):
-    """What a method of training changes in recipes; training/methods.py has how it trains."""
-
-    knob: str  # a recipe that states it chooses the method
-    command: str
-    defaults: dict[str, Any]  # they replace those of fine-tuning
-    sequences_per_step: int
-    data: str  # what it trains on
-
-
-# A step of reinforcement learning has new completions, and its gradient is noisy.
-_POLICY_DEFAULTS = {
-    "data.order": "shuffled",
-    "optim.learning_rate": 1e-6,  # TRL's for GRPO; small models want a higher one
-    "optim.min_learning_rate": 0.0,
-    "optim.schedule": "constant",
-    "optim.warmup_steps": 0,
-    "optim.weight_decay": 0.0,
-    "model.dropout": 0.0,
-    "train.max_steps": 200,
-    "train.micro_batch_size": 8,
-    "eval.every": 20,
-    "eval.patience": None,
-    "checkpoint.every": 20,
-    "tracking.every": 1,
-}
-# Rates are TRL's for DPO; small models want higher ones.
-_PREFERENCE_DEFAULTS = {
-    "align.loss": "dpo",
-    "data.order": "shuffled",
-    "optim.learning_rate": 1e-6,
-    "optim.min_learning_rate": 0.0,
-    "optim.schedule": "linear",
-    "optim.weight_decay": 0.0,
-    "model.dropout": 0.0,
-    "eval.patience": None,
-}
-_SEQUENCES_PER_STEP = 32  # nanoGPT's config/finetune_shakespeare.py
-POLICY = RecipeMethod("rl.task", "rl", _POLICY_DEFAULTS, 64, "questions")
-PREFERENCES = RecipeMethod("align.loss", "align", _PREFERENCE_DEFAULTS, 16, "pairs")
-RECIPE_METHODS = [POLICY, PREFERENCES]
-
-
-def chosen_method(value_of: Callable[[str], Any]) -> RecipeMethod | None:
-    """The method that a recipe chooses, from a function that gives the values of its knobs; None
-    for the next token of text.
-    """
-    return next((method for method in RECIPE_METHODS if value_of(method.knob)), None)
-
-
 def finetune_defaults(
     base: dict[str, Any],
     *,
@@ -90,7 +40,7 @@ def finetune_defaults(
     """
     sizes = {
         "data.block_size": block_size,
-        "train.tokens_per_step": _SEQUENCES_PER_STEP * block_size,
+        "train.tokens_per_step": SEQUENCES_PER_STEP * block_size,
         "optim.warmup_steps": min(20, (max_steps or _DEFAULTS["train.max_steps"]) // 10),
     }
     defaults = base | _DEFAULTS | sizes | (_LORA_DEFAULTS if lora else {})

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from nanogpt_hf.config.formats import FORMATS
 from nanogpt_hf.config.optimizers import OPTIMIZERS
+from nanogpt_hf.config.settings import Setting
 
 LARGEST = 10**15  # upper bound of an integer knob that states none; far beyond any count of a run
 
@@ -25,6 +26,21 @@ def knob(default: Any, meaning: str, low: float | None = None, high: float | Non
     metadata = {"meaning": meaning, "low": low, "high": high}
     if isinstance(default, list | dict):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def loss_term(
+    default: Any,
+    meaning: str,
+    low: float | None = None,
+    high: float | None = None,
+    *,
+    layouts: tuple[Setting, ...] = (),
+) -> Any:
+    """A knob that adds a term to the loss on text (methods/terms.py), and the layouts that honour
+    the term: members of LAYOUTS in config/methods.py, by default none.
+    """
+    metadata = {"meaning": meaning, "low": low, "high": high, "layouts": layouts}
     return field(default=default, metadata=metadata)
 
 
@@ -199,8 +215,12 @@ class OptimSection:
     weight_decay: float = knob(
         0.1, "decoupled decay of matrices and embeddings (never biases or LayerNorm)", 0
     )
-    balance_loss: float = knob(
-        0.0, "mixtures of experts: weight of a loss that gives all experts equal work", 0
+    balance_loss: float = loss_term(
+        0.0,
+        "mixtures of experts: weight of a loss that gives all experts equal work",
+        0,
+        # It is a function of all routers and of whole sequences.
+        layouts=(Setting.DEEPSPEED, Setting.TENSOR_PARALLELISM, Setting.EXPERT_PARALLELISM),
     )
     beta1: float = knob(0.9, "decay of AdamW's first moment", 0, 0.999999)
     beta2: float = knob(0.95, "decay of AdamW's second moment", 0, 0.999999)
@@ -410,7 +430,7 @@ class AlignSection:
 class DistillSection:
     """Distillation: the teacher, and its share of the loss."""
 
-    teacher: str | None = knob(
+    teacher: str | None = loss_term(
         None,
         "model whose distribution is learned too: a Hub id, model folder or run folder with the "
         "same tokenizer (default: none)",
@@ -488,6 +508,7 @@ class Knob:
     meaning: str
     low: float | None
     high: float | None  # for integers, None means LARGEST
+    layouts: tuple[Setting, ...] | None = None  # of a knob that adds a term to the loss
 
 
 SECTIONS = tuple(f.name for f in fields(Config) if is_dataclass(f.default))

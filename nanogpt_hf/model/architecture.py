@@ -93,22 +93,3 @@ _PARTS = (
 def part_of(name: str) -> str:
     """The part of a model that a parameter belongs to, for a table: `attention`, `MLP`, ..."""
     return next((part for pattern, part in _PARTS if re.search(pattern, name)), "norms")
-
-
-def next_token_loss(
-    model: torch.nn.Module, batch: dict[str, torch.Tensor], balance: float = 0.0
-) -> tuple[torch.Tensor, Metrics]:
-    """Cross-entropy of the next token, summed over the batch's targets, in nats.
-
-    In training, a mixture of experts adds `balance` times its balance loss.
-    """
-    out = model(**batch, num_items_in_batch=1, skip_logits=True, use_cache=False)
-    routing = getattr(out, "routing", None)
-    if routing is None:
-        return out.loss, {}
-    loss = out.loss + balance * routing.balance if balance else out.loss
-    return loss, {
-        "balance_loss": routing.balance,
-        "router_entropy": routing.entropy,
-        "expert_load": routing.load,
-    }

@@ -187,7 +187,7 @@ def start_model(
                 bnb_4bit_quant_type="nf4",
             )
         model = load_model(finetune.model, finetune.revision, **options)
-        # training/finetuning.py has checked that all its own tokens stay
+        # methods/finetuning.py has checked that all its own tokens stay
         if learned is not None or vocab_size > model.config.vocab_size:
             extend_vocabulary(model, vocab_size, learned)
         _prepare_for_finetuning(model, config, step)

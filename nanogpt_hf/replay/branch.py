@@ -10,6 +10,7 @@ from nanogpt_hf.checkpoint.writer import write_state
 from nanogpt_hf.config.load import config_to_yaml
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.errors import UserError
+from nanogpt_hf.methods.table import method_of
 from nanogpt_hf.own_files import read_json
 from nanogpt_hf.place import replaced_folder
 from nanogpt_hf.runs.files import write_whole
@@ -17,7 +18,6 @@ from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.metrics import read_metrics
 from nanogpt_hf.runs.provenance import add_start, now, read_starts
 from nanogpt_hf.runs.state import run_identity
-from nanogpt_hf.training.methods import ON_TEXT, method_of
 from nanogpt_hf.training.start import check_folders
 
 
@@ -26,7 +26,7 @@ def make_branch(old: RunFolder, checkpoint: Checkpoint, new: RunFolder, config: 
 
     Prepares the data. Raises UserError, and leaves nothing, if they do not fit together.
     """
-    if method_of(config) not in ON_TEXT:
+    if not method_of(config).uses_prepared_data:
         raise UserError(f"{old.path}: trained by {method_of(config).name}; only text is branched")
     check_folders(config, new)
     step, before = checkpoint.state.step, identity_of(checkpoint)

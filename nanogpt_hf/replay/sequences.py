@@ -19,8 +19,8 @@ from nanogpt_hf.data.examples import row_lengths
 from nanogpt_hf.data.prepared import load_prepared
 from nanogpt_hf.evaluation.loss import eval_mode
 from nanogpt_hf.formatting import shows_bars
+from nanogpt_hf.methods.run import Run
 from nanogpt_hf.training.micro_batch import build_batches
-from nanogpt_hf.training.run import Run
 
 
 @torch.no_grad()

@@ -33,6 +33,8 @@ from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.distributed.rendezvous import one_line_for_a_lost_process, prepare_on_all_ranks
 from nanogpt_hf.errors import RunFolderError, Stopped, UserError
 from nanogpt_hf.formatting import plural, shows_bars
+from nanogpt_hf.methods.run import Run
+from nanogpt_hf.methods.table import method_of
 from nanogpt_hf.optim.optimizer import learning_rate_at
 from nanogpt_hf.optim.state import full_tensor
 from nanogpt_hf.place import Interrupted, raise_on_signals
@@ -41,9 +43,8 @@ from nanogpt_hf.runs.metrics import read_metrics
 from nanogpt_hf.runs.provenance import branched_at, continue_on, read_starts
 from nanogpt_hf.runs.state import knobs_at
 from nanogpt_hf.training.build import start_again
-from nanogpt_hf.training.methods import ON_TEXT, method_of
-from nanogpt_hf.training.run import Run
 from nanogpt_hf.training.start import prepare_run
+from nanogpt_hf.training.step import take_step
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +56,7 @@ def recipe_of(folder: RunFolder, step: int = 0) -> Config:
     A checkpoint has the knobs of the steps before it; of those after the newest, the recipe has.
     """
     config = folder.read_recipe()
-    if method_of(config) not in ON_TEXT:
+    if not method_of(config).uses_prepared_data:
         raise UserError(
             f"{folder.path}: trained by {method_of(config).name}; only steps on text or "
             "conversations can be repeated"
@@ -242,7 +243,7 @@ def first_difference(
         if step > first:
             config = run.config
             learning_rate = learning_rate_at(step - 1, config.optim, config.train.max_steps)
-            result = method.step(run, step - 1 + run.state.skipped_steps, learning_rate)
+            result = take_step(run, step - 1 + run.state.skipped_steps, learning_rate)
             run.state.step = step
             if step % config.tracking.every == 0:
                 loss = sum_over_ranks(run.accelerator, result.loss)

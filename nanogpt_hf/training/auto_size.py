@@ -16,6 +16,7 @@ from nanogpt_hf.config.schema import replace_knobs
 from nanogpt_hf.distributed.mesh import mesh_of
 from nanogpt_hf.errors import UserError, is_out_of_memory
 from nanogpt_hf.formatting import format_bytes
+from nanogpt_hf.methods.run import Run
 from nanogpt_hf.model.build import model_of_run
 from nanogpt_hf.optim.state import local_part
 from nanogpt_hf.planning.footprint import footprint
@@ -27,7 +28,6 @@ from nanogpt_hf.training.micro_batch import (
     launch_of_one,
     one_micro_batch,
 )
-from nanogpt_hf.training.run import Run
 
 logger = logging.getLogger(__name__)
 # Each trial compiles the model again, so there are few.

@@ -28,16 +28,16 @@ from nanogpt_hf.distributed.layout import split_model
 from nanogpt_hf.distributed.mesh import mesh_of
 from nanogpt_hf.distributed.pipeline import Pipeline
 from nanogpt_hf.generate import end_ids_of
+from nanogpt_hf.methods.finetuning import learned_ids
+from nanogpt_hf.methods.run import Run
+from nanogpt_hf.methods.table import method_of
 from nanogpt_hf.model.attention import attend_apart, write_out_attention
 from nanogpt_hf.model.build import check_causal, describe_trainable, start_model
 from nanogpt_hf.optim.optimizer import build_optimizer
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.state import TrainState, record_knobs
 from nanogpt_hf.training.auto_size import choose_micro_batch
-from nanogpt_hf.training.finetuning import learned_ids
-from nanogpt_hf.training.methods import method_of
 from nanogpt_hf.training.micro_batch import build_batches, check_memory, dry_run_step
-from nanogpt_hf.training.run import Run
 
 logger = logging.getLogger(__name__)
 

@@ -14,13 +14,14 @@ from nanogpt_hf.config.finetune import next_unfreezing
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.config.stages import next_stage
 from nanogpt_hf.errors import DivergedError, Stopped
+from nanogpt_hf.methods.run import Run, is_done
+from nanogpt_hf.methods.table import method_of
 from nanogpt_hf.optim.optimizer import learning_rate_at
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.state import TrainState
 from nanogpt_hf.training.build import start_again
-from nanogpt_hf.training.methods import method_of
 from nanogpt_hf.training.report import Report, reporting
-from nanogpt_hf.training.run import Run, is_done
+from nanogpt_hf.training.step import take_step
 from nanogpt_hf.training.tracking import log_summary
 
 
@@ -111,8 +112,8 @@ def train_steps(run: Run, report: Report) -> None:
                 data_step = state.step + state.skipped_steps
                 rate = learning_rate_at(state.step, run.config.optim, run.config.train.max_steps)
                 with report.measured_step():
-                    # forward, backward, clip, update: step.py
-                    result = method_of(run.config).step(run, data_step, rate)
+                    # forward, backward, clip, update
+                    result = take_step(run, data_step, rate)
                 state.step += 1
                 state.tokens += run.config.train.tokens_per_step
                 spiked = report.step(result, rate)

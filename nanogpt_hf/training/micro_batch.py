@@ -23,12 +23,12 @@ from nanogpt_hf.distributed.launch import Launch
 from nanogpt_hf.distributed.mesh import Mesh, mesh_of
 from nanogpt_hf.errors import NotEnoughMemoryError, UserError, is_out_of_memory
 from nanogpt_hf.formatting import format_bytes
+from nanogpt_hf.methods.run import Run
 from nanogpt_hf.model.architecture import architecture_of
 from nanogpt_hf.model.build import model_of_run
 from nanogpt_hf.planning.footprint import footprint, useless_checkpointing
 from nanogpt_hf.planning.hardware import free_memory
 from nanogpt_hf.program import program
-from nanogpt_hf.training.run import Run
 from nanogpt_hf.training.step import train_step
 
 logger = logging.getLogger(__name__)

@@ -14,8 +14,8 @@ import torch
 
 from nanogpt_hf.distributed.accelerator import accumulate, clip_gradients, micro_batches_not_counted
 from nanogpt_hf.distributed.gradient_tree import GradientTree
+from nanogpt_hf.methods.run import Run
 from nanogpt_hf.optim.optimizer import skip_step_unless_finite
-from nanogpt_hf.training.run import Run
 
 
 class Reducer(Protocol):

@@ -24,11 +24,11 @@ from nanogpt_hf.evaluation.base import Measure, Subject
 from nanogpt_hf.evaluation.table import load_training_evaluations
 from nanogpt_hf.export.hub import BackgroundPush
 from nanogpt_hf.export.model_folder import save_trained
+from nanogpt_hf.methods.run import Evaluated, Run, StepResult, is_done
 from nanogpt_hf.reports.page import LiveReports
 from nanogpt_hf.runs.files import write_whole
 from nanogpt_hf.training.micro_batch import one_line_for_too_little_memory
 from nanogpt_hf.training.monitor import LayerStats, Monitor
-from nanogpt_hf.training.run import Evaluated, Run, StepResult, is_done
 from nanogpt_hf.training.step import step_metrics
 from nanogpt_hf.training.tracking import Tracking, start_tracking
 

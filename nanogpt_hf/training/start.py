@@ -35,16 +35,16 @@ from nanogpt_hf.distributed.mesh import Mesh, mesh_of
 from nanogpt_hf.distributed.rendezvous import one_line_for_a_lost_process, prepare_on_all_ranks
 from nanogpt_hf.errors import RunFolderError, UserError
 from nanogpt_hf.export.hub import check_login
+from nanogpt_hf.methods.reference import raise_on_all_ranks
+from nanogpt_hf.methods.run import Run
+from nanogpt_hf.methods.table import method_of
 from nanogpt_hf.model.build import build_config, check_balance
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.origin import needed_at_resume, origin_of
 from nanogpt_hf.runs.provenance import continue_on
 from nanogpt_hf.runs.state import run_identity
 from nanogpt_hf.training.build import build_run
-from nanogpt_hf.training.methods import ON_TEXT, method_of
 from nanogpt_hf.training.micro_batch import one_line_for_too_little_memory
-from nanogpt_hf.training.preferences import lost_reference, raise_on_all_ranks
-from nanogpt_hf.training.run import Run
 
 logger = logging.getLogger(__name__)
 
@@ -169,7 +169,8 @@ def _start_or_resume(
         checkpoint = find_checkpoint(accelerator, folder, run_facts)
         _check_end(config, folder, checkpoint)
         is_main = accelerator.is_main_process
-        problem = lost_reference(config, folder, data, checkpoint.state) if is_main else None
+        resume_problem = method_of(config).resume_problem
+        problem = resume_problem(config, folder, data, checkpoint.state) if is_main else None
         raise_on_all_ranks(problem)
         # this start may not have read all again
         known = (checkpoint.state.identity or {}).get("origin", {})
@@ -207,12 +208,12 @@ def check_resume(
     lines = [f"changed since the run began: {change}" for change in folder.changes(config)]
     checkpoint, method = newest_checkpoint(folder), method_of(config)
     _check_end(config, folder, checkpoint)
-    if method in ON_TEXT and find_manifest(config.data) is None:
+    if method.uses_prepared_data and find_manifest(config.data) is None:
         lines.append(f"not compared with the run: {config.data.dir} is not prepared yet")
     else:
         data, origin = method.load(config), origin_of(config, resumes=True)
         check_identity(folder, checkpoint.state, run_identity(config, data.manifest, origin))
-        if problem := lost_reference(config, folder, data, checkpoint.state):
+        if problem := method.resume_problem(config, folder, data, checkpoint.state):
             raise UserError(problem)
     return [*lines, f"resumes from {checkpoint.folder}"]
 

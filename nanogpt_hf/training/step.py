@@ -5,11 +5,12 @@ import torch
 from nanogpt_hf.config.seeds import derive_seed
 from nanogpt_hf.distributed.accelerator import sum_over_ranks, update
 from nanogpt_hf.distributed.context_parallel import own_positions
+from nanogpt_hf.methods.run import Run, StepResult
+from nanogpt_hf.methods.table import method_of
 from nanogpt_hf.model.architecture import Metrics
 from nanogpt_hf.model.experts import load_figures
 from nanogpt_hf.optim.optimizer import set_learning_rate
 from nanogpt_hf.training.reducer import reducer_of
-from nanogpt_hf.training.run import Run, StepResult
 
 
 def train_step(run: Run, step: int, learning_rate: float) -> StepResult:
@@ -48,6 +49,16 @@ def train_step(run: Run, step: int, learning_rate: float) -> StepResult:
     grad_norm = reducer.clip(run.config.optim.max_grad_norm)
     update(run.accelerator, run.optimizer)
     return StepResult(loss, grad_norm, metrics, {})
+
+
+def take_step(run: Run, step: int, learning_rate: float) -> StepResult:
+    """Take one step of the run's method: make its data ready, then train on it."""
+    method = method_of(run.config)
+    figures = method.begin_step(run, step)
+    # Reinforcement learning may train several times on the answers that it has sampled.
+    updates = range(method.updates(run.config))
+    results = [train_step(run, step, learning_rate) for _ in updates]
+    return results[-1]._replace(figures=figures)
 
 
 def seed_micro_batch(run: Run, step: int, index: int) -> None:

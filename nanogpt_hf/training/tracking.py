@@ -27,6 +27,8 @@ from nanogpt_hf.distributed.accelerator import (
 )
 from nanogpt_hf.errors import DamagedFileError, RunFolderError, UserError
 from nanogpt_hf.formatting import format_duration, format_number, shows_bars
+from nanogpt_hf.methods.run import Evaluated, Run
+from nanogpt_hf.methods.table import method_of
 from nanogpt_hf.model.architecture import count_parameters
 from nanogpt_hf.own_files import read_json, warn_once
 from nanogpt_hf.planning.hardware import peak_flops
@@ -34,8 +36,6 @@ from nanogpt_hf.program import program
 from nanogpt_hf.runs.files import redact, write_whole
 from nanogpt_hf.runs.metrics import read_metrics
 from nanogpt_hf.runs.provenance import add_start, describe_start
-from nanogpt_hf.training.methods import method_of
-from nanogpt_hf.training.run import Evaluated, Run
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,8 @@ import torch
 from nanogpt_hf.bench import clock
 from nanogpt_hf.bench.clock import spread, time_of
 from nanogpt_hf.config.names import vocab_size_by_name
-from nanogpt_hf.training import methods
+from nanogpt_hf.methods.text import TEXT
+from nanogpt_hf.training import step
 
 
 def test_spread():
@@ -22,7 +23,8 @@ def test_time_of_is_per_call(monkeypatch):
 
 
 def test_workload_step_is_the_loops_step(work, monkeypatch):
-    assert clock.train_step is methods.TEXT.step
+    assert clock.train_step is step.train_step
+    assert TEXT.updates(work.run.config) == 1  # and a step on text is one of them
     taken = []
     monkeypatch.setattr(
         clock, "train_step", lambda run, step, learning_rate: taken.append((step, learning_rate))

@@ -18,9 +18,9 @@ from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.schema import replace_knobs
 from nanogpt_hf.data.tokenizer import char_tokenizer
 from nanogpt_hf.errors import UserError
+from nanogpt_hf.methods.finetuning import check_tokenizer, finetune_config
 from nanogpt_hf.model.build import load_model, start_model
 from nanogpt_hf.runs.folder import RunFolder
-from nanogpt_hf.training.finetuning import check_tokenizer, finetune_config
 
 ROOT = Path(__file__).parents[2]
 SHORT = (

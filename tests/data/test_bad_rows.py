@@ -264,8 +264,8 @@ def with_bad_rows(rows):
 
 
 def test_pairs_and_questions_are_those_of_the_good_rows(write, config, byte_tokenizer, caplog):
+    from nanogpt_hf.methods.pairs import load_answers, load_pairs
     from nanogpt_hf.tasks.load import load_task
-    from nanogpt_hf.training.pairs import load_answers, load_pairs
 
     pairs = [{"prompt": f"{n}?", "chosen": f"yes {n}", "rejected": "no"} for n in range(20)]
     labels = [{"prompt": f"{n}?", "completion": f"{n}", "label": n % 2 == 0} for n in range(20)]
@@ -342,8 +342,8 @@ def of_method(method, asked, number=1):
 
 def loaded_by(method, recipe):
     """What a method trains on, or is asked."""
-    from nanogpt_hf.rl.rollouts import load_questions
-    from nanogpt_hf.training.pairs import load_answers, load_pairs
+    from nanogpt_hf.methods.pairs import load_answers, load_pairs
+    from nanogpt_hf.methods.rollouts import load_questions
 
     if method == "sft":
         shutil.rmtree(recipe.data.dir, ignore_errors=True)

@@ -15,7 +15,7 @@ from nanogpt_hf.data.chat_template import ChatFormat, chat_format
 from nanogpt_hf.data.chat_window import encode_chat
 from nanogpt_hf.data.conversations import Conversation, conversation_of, labeled_of, pair_of
 from nanogpt_hf.errors import DataError
-from nanogpt_hf.training.pairs import encode_answer
+from nanogpt_hf.methods.pairs import encode_answer
 
 # ChatML with tools, calls, results and thoughts, as Qwen's; and with marks.
 TOOLS = (

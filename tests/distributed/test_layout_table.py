@@ -37,12 +37,12 @@ from nanogpt_hf.distributed.full_state import full_weights
 from nanogpt_hf.distributed.layout import check_layout
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import UserError
+from nanogpt_hf.methods.finetuning import finetune_config
 from nanogpt_hf.model import loss_gpt
 from nanogpt_hf.model.build import build_config, build_model
 from nanogpt_hf.optim.state import full_tensor
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.training.build import build_run
-from nanogpt_hf.training.finetuning import finetune_config
 from nanogpt_hf.training.step import train_step
 
 STEPS = 5

@@ -20,8 +20,9 @@ from nanogpt_hf.distributed.context_parallel import own_positions, share_positio
 from nanogpt_hf.distributed.launch import Launch
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.distributed.tensor_parallel import split_matrices, split_vocabulary
+from nanogpt_hf.methods.terms import next_token_loss
 from nanogpt_hf.model import attention
-from nanogpt_hf.model.architecture import architecture_of, next_token_loss
+from nanogpt_hf.model.architecture import architecture_of
 from nanogpt_hf.model.attention import attend_apart
 from nanogpt_hf.model.build import build_config, build_model
 from nanogpt_hf.model.recompute import recompute_blocks

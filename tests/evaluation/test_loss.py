@@ -22,8 +22,8 @@ from nanogpt_hf.evaluation import text
 from nanogpt_hf.evaluation.base import Subject
 from nanogpt_hf.evaluation.loss import evaluate_blocks, evaluate_data, evaluation_indices
 from nanogpt_hf.evaluation.text import Corpus, bootstrap_error, evaluate_text
+from nanogpt_hf.methods.terms import next_token_loss
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM
-from nanogpt_hf.model.architecture import next_token_loss
 from nanogpt_hf.runs.state import MeasuredLoss
 
 

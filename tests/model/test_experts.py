@@ -2,8 +2,6 @@
 adds up; Muon and FLOPs.
 """
 
-from functools import partial
-
 import pytest
 import torch
 from decoder_types import VOCAB, tiny, tiny_section
@@ -12,13 +10,13 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations.moe import grouped_mm_experts_forward
 
 from decoder_batch import batch, gradients
-from nanogpt_hf.config.schema import Config, OptimSection
+from nanogpt_hf.config.schema import Config, OptimSection, replace_knobs
 from nanogpt_hf.errors import UserError
+from nanogpt_hf.methods.terms import next_token_loss, text_objective
 from nanogpt_hf.model import loss_gpt
 from nanogpt_hf.model.architecture import (
     architecture_of,
     count_parameters,
-    next_token_loss,
     saved_buffers,
 )
 from nanogpt_hf.model.build import check_balance, check_causal, load_model, start_model
@@ -66,7 +64,8 @@ def test_loss_gradients_and_folder_are_those_of_transformers(architecture, tmp_p
 @pytest.mark.parametrize("architecture", TYPES)
 def test_balance_loss_adds_up_over_rows(architecture):
     model = model_of(architecture).train()
-    loss_of = partial(next_token_loss, balance=3.0)
+    config = replace_knobs(Config(), {"optim.balance_loss": 3.0})
+    loss_of = text_objective(config, None)  # pyright: ignore
     whole, metrics = loss_of(model, batch())
     rows = [
         loss_of(model, {name: tensor[i : i + 1] for name, tensor in batch().items()})

@@ -19,8 +19,10 @@ from nanogpt_hf.config.schema import Config, LoraSection, ModelSection, OptimSec
 from nanogpt_hf.data.batches import Batches
 from nanogpt_hf.data.blocks import TokenBlocks
 from nanogpt_hf.distributed.launch import Launch
+from nanogpt_hf.methods.run import Run
+from nanogpt_hf.methods.terms import next_token_loss
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM, loss_gpt
-from nanogpt_hf.model.architecture import architecture_of, next_token_loss
+from nanogpt_hf.model.architecture import architecture_of
 from nanogpt_hf.model.attention import write_out_attention
 from nanogpt_hf.model.build import build_config
 from nanogpt_hf.model.lora import add_adapters
@@ -38,7 +40,6 @@ from nanogpt_hf.planning.footprint import (
 )
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.state import TrainState
-from nanogpt_hf.training.run import Run
 from nanogpt_hf.training.step import train_step
 
 SIZE = {

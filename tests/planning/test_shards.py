@@ -25,7 +25,7 @@ from nanogpt_hf.config.schema import Config
 from nanogpt_hf.distributed.accelerator import build_accelerator
 from nanogpt_hf.distributed.launch import Launch
 from nanogpt_hf.distributed.mesh import Mesh
-from nanogpt_hf.model.architecture import next_token_loss
+from nanogpt_hf.methods.terms import next_token_loss
 from nanogpt_hf.planning.estimate import planned_model
 from nanogpt_hf.planning.footprint import LOSS, footprint
 from nanogpt_hf.planning.transfers import transfers

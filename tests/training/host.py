@@ -19,10 +19,11 @@ from accelerate.utils import DistributedType
 
 from nanogpt_hf.commands import main
 from nanogpt_hf.distributed import rendezvous
+from nanogpt_hf.methods import text
 from nanogpt_hf.reports import page
-from nanogpt_hf.training import loop, methods  # noqa: F401  (imported once for all forks)
+from nanogpt_hf.training import loop  # noqa: F401  (imported once for all forks)
 
-prepare = methods.prepare
+prepare = text.prepare
 torch.set_num_threads(1)
 page.draw_run = lambda *_: None  # the plot takes longer than the training
 os.fsync = lambda descriptor: None  # as in conftest.py
@@ -44,9 +45,7 @@ for line in sys.stdin:
         rendezvous.PEER_TIMEOUT = timedelta(seconds=command["peer_timeout"])
         rendezvous.HEARTBEAT = 0.5
         if command["busy"]:
-            methods.prepare = lambda config, busy=command["busy"]: (
-                time.sleep(busy) or prepare(config)
-            )
+            text.prepare = lambda config, busy=command["busy"]: time.sleep(busy) or prepare(config)
         status = 1
         try:
             status = main(command["arguments"])

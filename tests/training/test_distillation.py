@@ -19,10 +19,11 @@ from transformers import Gemma2Config, LlamaConfig
 
 from assertions import column, file_contents, weights
 from nanogpt_hf.config.schema import Config, DistillSection
+from nanogpt_hf.methods import distillation
+from nanogpt_hf.methods.distillation import TaughtData
+from nanogpt_hf.methods.terms import text_objective
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM, loss_gpt
 from nanogpt_hf.model.architecture import architecture_of
-from nanogpt_hf.training import distillation
-from nanogpt_hf.training.distillation import TaughtData, distillation_objective
 
 VOCAB, SIZES = 40, {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
 LLAMA = {"max_position_embeddings": 32, "hidden_size": 16, "num_key_value_heads": 1} | SIZES
@@ -52,7 +53,7 @@ def objective_of(teacher, **distill):
     teacher.eval().requires_grad_(False)
     data = TaughtData(*[None] * 4, teacher=teacher)  # pyright: ignore
     config = replace(Config(), distill=DistillSection(teacher="x", **distill))
-    return distillation_objective(config, data)
+    return text_objective(config, data)
 
 
 def plain(student, teacher, batch, weight: float, temperature: float):

@@ -13,10 +13,10 @@ from safetensors.torch import load_file
 from transformers import GPT2LMHeadModel
 
 from nanogpt_hf.checkpoint.reader import read_checkpoint
+from nanogpt_hf.methods.finetuning import finetune_config
 from nanogpt_hf.model.build import load_model
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.training import loop
-from nanogpt_hf.training.finetuning import finetune_config
 from nanogpt_hf.training.start import prepare_run
 
 pytestmark = pytest.mark.long

@@ -26,16 +26,13 @@ from nanogpt_hf.data.conversations import Conversation, labeled_of, pair_of
 from nanogpt_hf.data.prepare import held_out
 from nanogpt_hf.errors import DataError
 from nanogpt_hf.evaluation.loss import pad_batch
+from nanogpt_hf.methods import preference_losses, reference
+from nanogpt_hf.methods.pairs import LabeledAnswers, Pairs, encode_answer
+from nanogpt_hf.methods.preference_losses import kto_objective, preference_objective
+from nanogpt_hf.methods.preferences import divergence
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.metrics import read_metrics
-from nanogpt_hf.training import preferences
-from nanogpt_hf.training.pairs import LabeledAnswers, Pairs, encode_answer
-from nanogpt_hf.training.preferences import (
-    divergence,
-    kto_objective,
-    preference_objective,
-)
 
 SECTIONS = {
     "dpo": AlignSection(loss="dpo", beta=0.3),
@@ -341,14 +338,14 @@ def whole(align):
 def test_a_signal_ends_the_reference_without_a_file(
     folder, arguments, forget_accelerate, monkeypatch
 ):
-    log_probs = preferences.pair_log_probs
+    log_probs = preference_losses.pair_log_probs
 
     def stopped(*given):
         if not torch.is_grad_enabled():  # no step
             os.kill(os.getpid(), signal.SIGTERM)
         return log_probs(*given)
 
-    monkeypatch.setattr(preferences, "pair_log_probs", stopped)
+    monkeypatch.setattr(reference, "pair_log_probs", stopped)
     forget_accelerate()
     assert main(["align", *arguments("dpo stopped")]) == 75
     forget_accelerate()
@@ -432,7 +429,7 @@ def test_reference_that_is_overwritten_or_lost_is_computed_again(align):
 def rows_of(first: int, second: int, **changed) -> bytes:
     tensors = {"train": torch.full((first, 2), -1.5), "validation": -torch.rand(second, 2)}
     tensors = {name: changed.get(name, tensor) for name, tensor in tensors.items()}
-    return preferences.reference_content(tensors)
+    return reference.reference_content(tensors)
 
 
 REFERENCE = rows_of(5, 2)
@@ -466,11 +463,11 @@ REFERENCES = {
 @pytest.mark.parametrize("content", REFERENCES.values(), ids=REFERENCES)
 def test_damaged_reference_is_found_out_with_one_warning(tmp_path, caplog, content):
     path, splits = tmp_path / "reference.safetensors", {"train": range(5), "validation": range(2)}
-    assert preferences.read_reference(path, splits) == {}
+    assert reference.read_reference(path, splits) == {}
     path.write_bytes(REFERENCE)
-    assert preferences.read_reference(path, splits).keys() == splits.keys()
+    assert reference.read_reference(path, splits).keys() == splits.keys()
     path.write_bytes(content)
-    assert preferences.read_reference(path, splits) == {}
+    assert reference.read_reference(path, splits) == {}
     (record,) = caplog.records
     assert record.getMessage().startswith(f"{path}: is damaged: ")
     assert record.getMessage().endswith("; its log-probabilities are computed again")

@@ -16,9 +16,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.data.blocks import TokenBlocks, TokenStream
 from nanogpt_hf.evaluation.loss import evaluate_blocks
+from nanogpt_hf.methods.run import Run
 from nanogpt_hf.model import loss_gpt
 from nanogpt_hf.training.build import build_run, keep_freed_memory
-from nanogpt_hf.training.run import Run
 from nanogpt_hf.training.step import seed_dropout, train_step
 
 LAYERS, ACCUMULATION = 2, 3

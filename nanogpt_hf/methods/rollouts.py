@@ -26,7 +26,7 @@ from nanogpt_hf.data.tokenizer import build_tokenizer
 from nanogpt_hf.evaluation.answers import Answers, AnswerSampler, encode_question
 from nanogpt_hf.evaluation.loss import eval_mode
 from nanogpt_hf.generate import Completions
-from nanogpt_hf.rl.objective import advantages, completion_log_probs
+from nanogpt_hf.methods.policy_loss import advantages, completion_log_probs
 from nanogpt_hf.tasks.load import load_task
 from nanogpt_hf.tasks.reward import RewardFunction
 from nanogpt_hf.tasks.task import Question, Task, is_generated

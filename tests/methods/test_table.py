@@ -7,12 +7,15 @@ from torch.nn.functional import cross_entropy
 
 from assertions import column, copy_at, same_weights
 from nanogpt_hf.config.load import load_config
+from nanogpt_hf.config.methods import RecipeMethod
 from nanogpt_hf.data.blocks import Blocks
 from nanogpt_hf.evaluation.loss import evaluate_blocks
-from nanogpt_hf.training import methods
+from nanogpt_hf.methods import method, table
+from nanogpt_hf.methods.method import Method
+from nanogpt_hf.methods.run import Evaluated
+from nanogpt_hf.methods.table import method_of
+from nanogpt_hf.methods.text import TEXT
 from nanogpt_hf.training.loop import train
-from nanogpt_hf.training.methods import TEXT, Method, method_of
-from nanogpt_hf.training.run import Evaluated
 from nanogpt_hf.training.start import prepare_run
 
 
@@ -59,26 +62,37 @@ def evaluate_halves(run, stopping):
     return Evaluated(loss, None, {"val/loss": loss}, [f"loss of the last token {loss:.4f}"], [])
 
 
-HALVES = Method(
-    "halves",
-    is_chosen=lambda config: config.name == "halves",
-    load=load_halves,
-    objective=lambda config, _: last_token_loss,
-    evaluate=evaluate_halves,
-    describe_best=lambda score: f"best loss of the last token {score:.4f}",
-)
+RECIPE = RecipeMethod("data.max_epochs", "halves", {}, 16, "text")
+
+
+def halves() -> Method:
+    return Method(
+        "halves",
+        recipe=RECIPE,
+        is_chosen=lambda config: config.data.max_epochs is not None,
+        load=load_halves,
+        objective=lambda config, _: last_token_loss,
+        evaluate=evaluate_halves,
+        describe_best=lambda score: f"best loss of the last token {score:.4f}",
+    )
 
 
 @pytest.fixture
 def config(tmp_path, make_recipe, monkeypatch):
-    monkeypatch.setattr(methods, "METHODS", [HALVES, *methods.METHODS])
-    knobs = {"model__dropout": 0.1, "eval__tokens": 160, "checkpoint__keep": 9}
+    monkeypatch.setattr(method, "RECIPE_METHODS", [RECIPE])
+    monkeypatch.setattr(table, "METHODS", [halves(), *table.METHODS])
+    knobs = {
+        "data__max_epochs": 99,
+        "model__dropout": 0.1,
+        "eval__tokens": 160,
+        "checkpoint__keep": 9,
+    }
     return load_config(make_recipe(tmp_path / "halves.yaml", **knobs))
 
 
 @pytest.mark.long
 def test_row_of_another_method_trains_and_resumes_bit_for_bit(config, tmp_path, forget_accelerate):
-    assert method_of(config) is HALVES
+    assert method_of(config).name == "halves"
     run = train(prepare_run(config, tmp_path / "run"))
     losses = column(run, "val/loss")
     assert losses[6] < losses[0] - 0.1

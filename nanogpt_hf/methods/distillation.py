@@ -22,17 +22,17 @@ from transformers.utils import CONFIG_NAME
 from transformers.utils.hub import cached_file
 
 from nanogpt_hf.config.names import GPT2_NAMES, folder_or_hub_id
-from nanogpt_hf.config.schema import Config, DistillSection
+from nanogpt_hf.config.schema import Config
 from nanogpt_hf.config.sources import packs
 from nanogpt_hf.config.stages import stages_of
 from nanogpt_hf.data.prepared import PreparedData
 from nanogpt_hf.data.tokenizer import build_tokenizer, load_tokenizer, vocabulary_hash
 from nanogpt_hf.distributed.accelerate_config import requested_precision
 from nanogpt_hf.errors import DataError, UserError
-from nanogpt_hf.model.architecture import Metrics, Objective, architecture_of, next_token_loss
+from nanogpt_hf.methods.term import RowValues, Term
+from nanogpt_hf.model.architecture import architecture_of
 from nanogpt_hf.model.attention import attend_apart
 from nanogpt_hf.model.build import check_causal, load_model
-from nanogpt_hf.model.loss_gpt import IGNORED
 from nanogpt_hf.own_files import read_json
 from nanogpt_hf.runs.folder import find_model
 from nanogpt_hf.runs.origin import config_digest
@@ -111,25 +111,28 @@ def _load_teacher(config: Config) -> tuple[Any, PreTrainedTokenizerBase]:
     return model, tokenizer
 
 
-def distillation_objective(config: Config, data: PreparedData) -> Objective:
-    """In training the loss beside a teacher, with both of its parts as metrics."""
+def teacher_divergence(
+    config: Config, data: PreparedData, model: torch.nn.Module, batch: dict[str, Tensor]
+) -> RowValues:
+    """KL(teacher ‖ student) of each row, at the temperature of the recipe."""
     if not isinstance(data, TaughtData):
         raise UserError("distill.teacher: only a run loads the teacher; leave it out")
-    teacher, balance = data.teacher, config.optim.balance_loss
+    teacher = data.teacher
+    temperature = config.distill.temperature
+    inputs = {name: tensor for name, tensor in batch.items() if name != "shift_labels"}
+    with torch.no_grad():
+        _place(teacher, model, batch["input_ids"].device)
+        logits_of = teacher.logits_of_rows(**inputs)
 
-    def objective(model: torch.nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Metrics]:
-        if not torch.is_grad_enabled():
-            return next_token_loss(model, batch)
-        inputs = {name: tensor for name, tensor in batch.items() if name != "shift_labels"}
+    def values(chunk: slice, logits: Tensor) -> Tensor:
+        # Rows of either vocabulary may be padding: only tokens that both models have are compared.
         with torch.no_grad():
-            _place(teacher, model, batch["input_ids"].device)
-            logits_of = teacher.logits_of_rows(**inputs)
-        row_loss = DistillationLoss(config.distill, logits_of)
-        arguments: Any = batch | {"row_loss": row_loss}
-        loss, metrics = next_token_loss(model, arguments, balance)
-        return loss, metrics | row_loss.sums
+            taught = logits_of(chunk)[:, : logits.shape[-1]].float() / temperature
+            taught = taught.log_softmax(-1)
+        student = (logits / temperature).log_softmax(-1)[:, : taught.shape[-1]]
+        return F.kl_div(student, taught, reduction="none", log_target=True).sum(-1)
 
-    return objective
+    return values
 
 
 def _place(teacher: Any, model: torch.nn.Module, device: torch.device) -> None:
@@ -143,27 +146,12 @@ def _place(teacher: Any, model: torch.nn.Module, device: torch.device) -> None:
         register_fsdp_forward_method(fully_shard(teacher, mesh=mesh), "logits_of_rows")
 
 
-class DistillationLoss:
-    """The loss of a micro-batch's rows; `sums` has its parts, summed over the targets so far."""
-
-    def __init__(self, distill: DistillSection, logits_of: Callable[[slice], Tensor]):
-        self.weight, self.temperature = distill.weight, distill.temperature
-        self.logits_of = logits_of  # the teacher's
-        self.sums: Metrics = {}
-
-    def __call__(self, chunk: slice, logits: Tensor, targets: Tensor) -> Tensor:
-        """The summed loss of some rows from their logits (R, V) and targets (R,), in float32.
-
-        The tokens that both models have are compared: rows of a vocabulary may be padding.
-        """
-        logits, temperature = logits.float(), self.temperature
-        with torch.no_grad():
-            teacher = self.logits_of(chunk)[:, : logits.shape[-1]].float() / temperature
-            teacher = teacher.log_softmax(-1)
-        student = (logits / temperature).log_softmax(-1)[:, : teacher.shape[-1]]
-        divergences = F.kl_div(student, teacher, reduction="none", log_target=True).sum(-1)
-        divergence = divergences.where(targets != IGNORED, 0.0).sum()
-        cross_entropy = F.cross_entropy(logits, targets, reduction="sum")
-        for name, value in (("kl", divergence), ("cross_entropy", cross_entropy)):
-            self.sums[name] = self.sums.get(name, 0) + value.detach()
-        return (1 - self.weight) * cross_entropy + self.weight * temperature**2 * divergence
+# (1 - weight) · cross-entropy + weight · T² · KL: the factor T² keeps the size of the gradients,
+# which a temperature divides by T².
+DIVERGENCE = Term(
+    "kl",
+    knob="distill.teacher",
+    weight=lambda config: config.distill.weight * config.distill.temperature**2,
+    share=lambda config: 1 - config.distill.weight,
+    rows=teacher_divergence,
+)

@@ -13,11 +13,11 @@ from nanogpt_hf.data.batches import Batches
 from nanogpt_hf.data.prepared import PreparedData
 from nanogpt_hf.distributed.mesh import Mesh, mesh_of
 from nanogpt_hf.distributed.pipeline import Pipeline, pipeline_of
+from nanogpt_hf.methods.finetuning import learned_ids
 from nanogpt_hf.model.architecture import Architecture, Metrics, Objective, architecture_of
 from nanogpt_hf.model.build import extend_vocabulary, load_model
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.state import MeasuredLoss, TrainState
-from nanogpt_hf.training.finetuning import learned_ids
 
 
 @dataclass

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanogpt_hf.config.compatibility import check_settings, recipe_settings
-from nanogpt_hf.config.finetune import POLICY, RecipeMethod, chosen_method, finetune_defaults
+from nanogpt_hf.config.finetune import finetune_defaults
 from nanogpt_hf.config.load import Overrides, load_config, stated_knobs
+from nanogpt_hf.config.methods import POLICY, RecipeMethod, chosen_method
 from nanogpt_hf.config.names import GPT2_NAMES
 from nanogpt_hf.config.schema import KNOBS, Config, get_value, replace_knobs
 from nanogpt_hf.config.settings import Setting

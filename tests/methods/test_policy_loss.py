@@ -12,9 +12,9 @@ from torch.nn import functional as F
 from nanogpt_hf.config.schema import RlSection
 from nanogpt_hf.evaluation.answers import Answers
 from nanogpt_hf.generate import Completions
+from nanogpt_hf.methods.policy_loss import advantages, policy_objective
+from nanogpt_hf.methods.rollouts import sequence_batch
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM
-from nanogpt_hf.rl.objective import advantages, policy_objective
-from nanogpt_hf.rl.rollouts import sequence_batch
 
 PROMPTS = [[3, 4, 5, 6], [7, 8]]  # four completions each
 LENGTHS = [5, 1, 3, 2, 4, 5, 2, 1]

@@ -1,0 +1,126 @@
+"""Preference training: on pairs of a chosen and a rejected answer, or on answers that are labeled
+alone.
+
+A step's loss is the mean over its pairs or answers.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from nanogpt_hf.config import methods as recipes
+from nanogpt_hf.data.blocks import Blocks
+from nanogpt_hf.distributed.accelerator import sum_over_ranks
+from nanogpt_hf.evaluation.loss import eval_mode, evaluation_indices
+from nanogpt_hf.formatting import format_number
+from nanogpt_hf.methods.method import Method
+from nanogpt_hf.methods.pairs import LabeledAnswers, load_answers, load_pairs
+from nanogpt_hf.methods.preference_losses import (
+    LOSSES,
+    kto_objective,
+    pair_log_probs,
+    preference_objective,
+)
+from nanogpt_hf.methods.reference import batches_of, fill_reference, lost_reference
+from nanogpt_hf.methods.run import Evaluated, Run
+from nanogpt_hf.model.architecture import Metrics
+
+
+def begin_pairs(run: Run, step: int) -> dict[str, float]:
+    """Compute the log-probabilities before training, if a step needs them and has none yet."""
+    fill_reference(run, lambda: False)
+    return {}
+
+
+def begin_answers(run: Run, step: int) -> dict[str, float]:
+    """Estimate the KL divergence on the answers of `step`, which its loss compares with."""
+    fill_reference(run, lambda: False)
+    blocks: Any = run.data.train
+    blocks.kl = divergence(run, blocks, run.batches.indices(step))
+    return {"kl": blocks.kl}
+
+
+def evaluate_preferences(run: Run, stopping: Callable[[], bool]) -> Evaluated | None:
+    """The loss on held-out pairs or answers, the share whose rewards are on the right side, and the
+    margin between the mean rewards of both sides, if both occur; the same on all processes.
+    """
+    if not fill_reference(run, stopping):
+        return None
+    blocks = run.data.validation
+    indices, sides = evaluation_indices(blocks, run.config.eval.tokens), ("chosen", "rejected")
+    if labeled := isinstance(blocks, LabeledAnswers):
+        blocks.kl, sides = divergence(run, blocks, indices), ("desirable", "undesirable")
+    means = _mean_metrics(run, blocks, indices, stopping)
+    if means is None:
+        return None
+    if labeled:
+        means["kl"], share = blocks.kl, means.pop("desirable")
+        for side, part in zip(sides, (share, 1 - share), strict=True):
+            reward = means.pop(f"reward_{side}")
+            means |= {f"reward_{side}": reward / part} if part > 0 else {}
+    rewards = [means[f"reward_{side}"] for side in sides if f"reward_{side}" in means]
+    line = f"held-out {'answers' if labeled else 'pairs'}: loss {format_number(means['loss'], 4)}, "
+    line += f"accuracy {means['accuracy']:.3f}"
+    if len(rewards) == 2:
+        means["margin"] = rewards[0] - rewards[1]
+        line += f", margin {format_number(means['margin'], 4)}"
+    metrics = {f"val/{name}": value for name, value in means.items()}
+    return Evaluated(means["loss"], None, metrics, [line], [])
+
+
+def _mean_metrics(
+    run: Run, blocks: Blocks, indices: np.ndarray, stopping: Callable[[], bool]
+) -> dict[str, float] | None:
+    """The means of the objective's loss and metrics over blocks; None if `stopping()` has ended
+    it.
+    """
+    totals: Metrics = {}
+    with torch.no_grad(), eval_mode(run.model):
+        for _, batch in batches_of(run, blocks, indices):
+            loss, metrics = run.objective(run.model, batch)
+            for name, value in {"loss": loss, **metrics}.items():
+                totals[name] = totals.get(name, 0) + value.float()
+            if stopping():
+                return None
+    return {
+        name: sum_over_ranks(run.accelerator, total).item() / len(indices)
+        for name, total in totals.items()
+    }
+
+
+@torch.no_grad()
+def divergence(run: Run, blocks: LabeledAnswers, indices: np.ndarray) -> float:
+    """The mean log-ratio of the mismatched pairs of all processes, or 0 if it is negative."""
+    total = torch.zeros((), device=run.accelerator.device)
+    with eval_mode(run.model):
+        for _, batch in batches_of(run, blocks, indices):
+            sums, lengths = pair_log_probs(
+                run.model, batch["input_ids"][:, 1:], batch["shift_labels"][:, 1:]
+            )
+            total += torch.where(lengths > 0, sums - batch["reference"][:, 1:], 0.0).sum()
+    return max(0.0, sum_over_ranks(run.accelerator, total).item() / len(indices))
+
+
+PREFERENCES = Method(
+    "preference training",
+    recipe=recipes.PREFERENCES,
+    is_chosen=lambda config: config.align.loss in LOSSES,
+    load=load_pairs,
+    objective=lambda config, _: preference_objective(config.align),
+    evaluate=evaluate_preferences,
+    describe_best=lambda score: f"best loss on held-out pairs {format_number(score, 4)}",
+    begin_step=begin_pairs,
+    resume_problem=lost_reference,
+)
+KTO = replace(
+    PREFERENCES,
+    name="preference training on single answers",
+    is_chosen=lambda config: config.align.loss == "kto",
+    load=load_answers,
+    objective=lambda config, _: kto_objective(config.align),
+    describe_best=lambda score: f"best loss on held-out answers {format_number(score, 4)}",
+    begin_step=begin_answers,
+)
