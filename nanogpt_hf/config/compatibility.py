@@ -54,6 +54,12 @@ RULES = [
         "use shuffled",
     ),
     *rules(
+        given("eval.metrics"),
+        given("rl.task", "align.loss"),
+        "its evaluations measure answers of their own",
+        "leave it out",
+    ),
+    *rules(
         choice("data.packing", "documents") + given("data.mask"),
         given("rl.task", "align.loss"),
         "only rows of text are documents there",
@@ -146,7 +152,7 @@ RULES = [
     ),
     # with the accelerate config
     *rules(
-        given("train.gradient_groups"),
+        given("train.gradient_groups", "eval.metrics"),
         LAYOUTS,
         "it needs whole models or FSDP2's shards, and whole sequences",
         "use accelerate_configs/ddp.yaml or fsdp2.yaml",
@@ -374,7 +380,9 @@ def recipe_settings(config: Config) -> Settings:
     settings: Settings = {}
     for key, knob in KNOBS.items():
         value = get_value(config, key)
-        words = f"{key} {str(value).lower() if isinstance(value, bool) else value}"
+        shown = str(value).lower() if isinstance(value, bool) else str(value)
+        # A list may be as long as a file.
+        words = f"{key} {shown[:80] if isinstance(value, list) else shown}"
         if isinstance(value, str):
             settings[KnobSetting(key, value)] = words
         if value != knob.default:

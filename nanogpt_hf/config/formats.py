@@ -70,6 +70,11 @@ def rules_of(name: str, row: FormatRow) -> list[Rule]:
         found += rules(choice("data.tokenizer", "char"), form, end, "use gpt2")
         remedy = f"name a file of {row.noun}s"
         found += rules(choice("data.source", "python-docs"), form, "it is text", remedy)
+    if not row.chats:
+        answers = "its texts have no answers to compare"
+        found += rules(
+            given("eval.metrics"), form, answers, "train on conversations, or leave it out"
+        )
     if "random" not in row.orders:
         cut = f"it would cut {row.noun}s"
         found += rules(choice("data.order", "random"), form, cut, "use shuffled")

@@ -295,6 +295,10 @@ class EvalSection:
         [], "prompts to continue at step 0 and at each evaluation, for the report"
     )
     sample_tokens: int = knob(100, "tokens generated for each of eval.samples", 1, 1_000_000)
+    metrics: list[str] = knob(  # noqa: RUF009
+        [], "metrics of the evaluate library on answers to held-out rows: names, folders or files"
+    )
+    metric_rows: int = knob(100, "held-out rows that eval.metrics compares", 1)
 
 
 @dataclass(frozen=True)

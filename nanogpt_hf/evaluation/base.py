@@ -44,13 +44,27 @@ class Option(NamedTuple):
         return getattr(arguments, self.flag[2:].replace("-", "_"))
 
 
-# Two evaluations have these options. One object serves both, so that `evaluate` adds it once.
+# Several evaluations have these options. One object serves all, so that `evaluate` adds it once.
 TASKS = Option(
     "--tasks A,B",
     "lm-eval tasks: names, patterns or YAML files; or rl:NAME, a task of the `rl` command, for "
     "pass@k",
 )
 LIMIT = Option("--limit N", "number of questions per task, the first ones (default: all)", COUNT)
+DATA = Option(
+    "--data TEXT",
+    "text to measure: a file, folder, URL, data set or prepared data; with --metrics, rows of "
+    "conversations",
+    names_source=True,
+)
+TEMPERATURE = Option(
+    "--temperature T",
+    "temperature of answers (default: 0 for one answer, 1 for several)",
+    bounded(float, 0),
+)
+MAX_NEW_TOKENS = Option(
+    "--max-new-tokens N", "maximum tokens of an answer (default: 256, or what fits)", COUNT
+)
 
 
 class Result(NamedTuple):

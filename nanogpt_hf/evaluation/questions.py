@@ -7,14 +7,15 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from nanogpt_hf.config.schema import KNOBS, DataSection
+from nanogpt_hf.config.schema import KNOBS, Config, DataSection
 from nanogpt_hf.config.seeds import derive_seed
-from nanogpt_hf.config.values import bounded
-from nanogpt_hf.errors import DataError, UserError
+from nanogpt_hf.errors import UserError
 from nanogpt_hf.evaluation.base import (
     COUNT,
     LIMIT,
+    MAX_NEW_TOKENS,
     TASKS,
+    TEMPERATURE,
     Evaluation,
     Loaded,
     Option,
@@ -25,10 +26,12 @@ from nanogpt_hf.evaluation.base import (
 )
 from nanogpt_hf.evaluation.tasks import QUESTIONS, task_names
 from nanogpt_hf.formatting import plural
-from nanogpt_hf.tasks.task import PASSED, Question
+from nanogpt_hf.tasks.task import PASSED, Question, Task
 
 if TYPE_CHECKING:
-    from nanogpt_hf.evaluation.answers import AnswerSampler
+    from transformers import PreTrainedTokenizerBase
+
+    from nanogpt_hf.evaluation.answers import Answers, AnswerSampler
 
 # Default of --limit for a task that generates its questions. 500 questions give pass@1 with a
 # standard error of at most 0.022.
@@ -60,15 +63,11 @@ class QuestionAnswers(Evaluation):
         ),
         Option("--samples K", "rl: answers to each question (default 1)", COUNT),
         Option(
-            "--temperature T",
-            "rl: temperature of sampling (default: 0 for one answer, 1 for several)",
-            bounded(float, 0),
+            "--reward FILE:FUNCTION",
+            "your own score of an answer to --questions, as for `rl`",
         ),
-        Option(
-            "--max-new-tokens N",
-            "rl: maximum tokens of an answer (default: 256, or what fits)",
-            COUNT,
-        ),
+        TEMPERATURE,
+        MAX_NEW_TOKENS,
         LIMIT,
     )
 
@@ -78,43 +77,56 @@ class QuestionAnswers(Evaluation):
         return f"--tasks {QUESTIONS}NAME"
 
     def wanted(self, arguments: Namespace) -> bool:
-        return bool(task_names(arguments, of_rl=True))
+        return bool(task_names(arguments, of_rl=True) or arguments.reward)
 
     def load(self, request: Request) -> Loaded:
-        names = task_names(request.arguments, of_rl=True)
-        tasks = [_load_question_task(name, request) for name in names]
+        arguments = request.arguments
+        # A reward alone scores the answers to the rows of --questions instead of `exact`.
+        titles = task_names(arguments, of_rl=True) or [f"{QUESTIONS}exact"]
+        tasks = [
+            load_question_task(
+                title.removeprefix(QUESTIONS),
+                request,
+                title=title,
+                source=arguments.questions,
+                option="--questions",
+                reward=arguments.reward,
+            )
+            for title in titles
+        ]
         revisions = {f"questions of {task.name}": task.revision for task in tasks}
         return Loaded(partial(_measure, tasks), revisions)
 
 
-def _load_question_task(name: str, request: Request) -> QuestionTask:
-    """Load the task rl:NAME. A task without questions of its own asks all rows of --questions.
+def load_question_task(
+    name: str,
+    request: Request,
+    *,
+    title: str,
+    source: str | None,
+    option: str,
+    reward: str | None = None,
+) -> QuestionTask:
+    """Load the task `name` for `evaluate`; `title` is its name in the output.
+
+    A task without questions of its own asks all rows of `source`, which `option` names. `reward`
+    replaces its score.
 
     Raises UserError if the task, its questions or the tokenizer cannot be used, or no question
     leaves room for an answer.
     """
-    from nanogpt_hf.data.chat_template import chat_of
-    from nanogpt_hf.evaluation.answers import AnswerSampler, encode_question
-    from nanogpt_hf.tasks.load import Generated, load_task
-    from nanogpt_hf.tasks.reward import RewardFunction
+    from nanogpt_hf.tasks.load import Generated
 
     arguments = request.arguments
-    tokenizer = request.tokenizer.hf
     knobs: dict[str, Any] = {**request.knobs}
-    if arguments.questions:
-        knobs["source"] = arguments.questions
+    if source:
+        knobs["source"] = source
     try:
-        task = load_task(
-            name.removeprefix(QUESTIONS),
-            DataSection(**knobs),
-            seed=_SEED,
-            where="--tasks",
-            hold_out_all=True,
-            encode=partial(encode_question, tokenizer=tokenizer, chat=chat_of(tokenizer)),
-        )
-    except DataError as error:
+        task = _load(name, DataSection(**knobs), request.tokenizer.hf, reward, hold_out_all=True)
+    except UserError as error:
         # The functions name knobs of a recipe; this command has options instead.
-        raise DataError(str(error).replace("data.source:", "--questions:")) from None
+        line = str(error).replace("data.source:", f"{option}:").replace("rl.reward:", "--reward:")
+        raise type(error)(line) from None
     limit = arguments.limit
     # There is no end of generated questions.
     if limit is None and isinstance(task.held_out, Generated):
@@ -124,25 +136,128 @@ def _load_question_task(name: str, request: Request) -> QuestionTask:
     # One answer is the most probable one. Several would all be equal at temperature 0.
     if temperature is None:
         temperature = 1.0 if samples > 1 else 0.0
+    try:
+        return _with_sampler(
+            title,
+            task,
+            task.held_out[:limit],
+            request.tokenizer.hf,
+            samples=samples,
+            temperature=temperature,
+            max_new_tokens=arguments.max_new_tokens,
+            batch_size=arguments.batch_size,
+            positions=request.positions,
+        )
+    except UserError as error:
+        line = str(error).replace("max_new_tokens", "--max-new-tokens")
+        where = f"--tasks: {title}" if option == "--questions" else option
+        raise UserError(f"{where}: {line}") from None
+
+
+def training_question_task(
+    config: Config, tokenizer: "PreTrainedTokenizerBase", rows: int
+) -> QuestionTask:
+    """Load the first `rows` held-out conversations of a run as questions, with greedy answers.
+
+    Raises UserError if no question leaves room for an answer.
+    """
+    task = _load("exact", config.data, tokenizer, None, hold_out_all=False)
+    size = config.train.micro_batch_size
+    try:
+        return _with_sampler(
+            "held-out rows",
+            task,
+            task.held_out[:rows],
+            tokenizer,
+            samples=1,
+            temperature=0.0,
+            max_new_tokens=None,
+            batch_size=size if isinstance(size, int) else 1,
+            positions=config.data.block_size,
+        )
+    except UserError as error:
+        raise UserError(f"eval.metrics: {error}") from None
+
+
+def _load(
+    name: str,
+    data: DataSection,
+    tokenizer: "PreTrainedTokenizerBase",
+    reward: str | None,
+    *,
+    hold_out_all: bool,
+) -> Task:
+    """Load a task whose questions the tokenizer can encode."""
+    from nanogpt_hf.data.chat_template import chat_of
+    from nanogpt_hf.evaluation.answers import encode_question
+    from nanogpt_hf.tasks.load import load_task
+
+    return load_task(
+        name,
+        data,
+        reward=reward,
+        seed=_SEED,
+        where="--tasks",
+        hold_out_all=hold_out_all,
+        encode=partial(encode_question, tokenizer=tokenizer, chat=chat_of(tokenizer)),
+    )
+
+
+def _with_sampler(
+    title: str,
+    task: Task,
+    questions: Sequence[Question],
+    tokenizer: "PreTrainedTokenizerBase",
+    *,
+    samples: int,
+    temperature: float,
+    max_new_tokens: int | None,
+    batch_size: int,
+    positions: int,
+) -> QuestionTask:
+    """Add a sampler of answers. Without `max_new_tokens` an answer may be as long as the longest
+    question leaves room for, up to 256 tokens.
+    """
+    from nanogpt_hf.evaluation.answers import AnswerSampler
+    from nanogpt_hf.tasks.reward import RewardFunction
+
     sampler = AnswerSampler(
         tokenizer,
         RewardFunction(task.score, _SECONDS, "stop"),
-        max_new_tokens=arguments.max_new_tokens or 0,
+        max_new_tokens=max_new_tokens or 0,
         temperature=temperature,
-        batch_size=arguments.batch_size,
-        positions=request.positions,
+        batch_size=batch_size,
+        positions=positions,
     )
-    try:
-        questions, left_out = sampler.fitting(task.held_out[:limit], "shorten the questions")
-    except UserError as error:
-        line = str(error).replace("max_new_tokens", "--max-new-tokens")
-        raise UserError(f"--tasks: {name}: {line}") from None
-    # The default of --max-new-tokens: as much as the longest question leaves room for.
-    if arguments.max_new_tokens is None:
-        longest = max(len(sampler.encode(question)) for question in questions)
-        room = min(_MAX_NEW_TOKENS, request.positions - longest)
+    fitting, left_out = sampler.fitting(questions, "shorten the questions")
+    if max_new_tokens is None:
+        longest = max(len(sampler.encode(question)) for question in fitting)
+        room = min(_MAX_NEW_TOKENS, positions - longest)
         sampler = dataclasses.replace(sampler, max_new_tokens=room)
-    return QuestionTask(name, questions, task.revision, sampler, samples, len(left_out))
+    return QuestionTask(title, fitting, task.revision, sampler, samples, len(left_out))
+
+
+def answers_to(task: QuestionTask, subject: Subject) -> "Answers":
+    """Sample the answers to all questions of a task, on all processes, with a progress bar."""
+    from tqdm import tqdm
+
+    # The random numbers of an answer follow from the numbers of its question and sample alone, not
+    # from the batch or process that generates it.
+    seeds = [
+        derive_seed(_SEED, "answers", number, sample)
+        for number in range(len(task.questions))
+        for sample in range(task.samples)
+    ]
+    with tqdm(
+        desc=task.name,
+        total=len(seeds),
+        unit="answer",
+        disable=not subject.shows_bars,
+        leave=False,
+    ) as bar:
+        return task.sampler.sample(
+            subject.accelerator, subject.model, task.questions, seeds, bar.update
+        )
 
 
 def _measure(tasks: list[QuestionTask], subject: Subject) -> Iterator[Result]:
@@ -183,27 +298,9 @@ def _sample_answers(
     """Sample answers to the questions of a task. Return figures by name, and the standard errors
     over the questions for the figures that are rates.
     """
-    from tqdm import tqdm
-
     from nanogpt_hf.evaluation.answers import pass_at_k
 
-    # The random numbers of an answer follow from the numbers of its question and sample alone, not
-    # from the batch or process that generates it.
-    seeds = [
-        derive_seed(_SEED, "answers", number, sample)
-        for number in range(len(task.questions))
-        for sample in range(task.samples)
-    ]
-    with tqdm(
-        desc=task.name,
-        total=len(seeds),
-        unit="answer",
-        disable=not subject.shows_bars,
-        leave=False,
-    ) as bar:
-        answers = task.sampler.sample(
-            subject.accelerator, subject.model, task.questions, seeds, bar.update
-        )
+    answers = answers_to(task, subject)
     # pass@k for k = 1, 2, 4, ... and for the number of samples
     counts = {2**power for power in range(task.samples.bit_length())} | {task.samples}
     reward = answers.grouped_rewards.double()  # (questions, samples)

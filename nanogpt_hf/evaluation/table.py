@@ -9,6 +9,7 @@ from nanogpt_hf.config.values import convert
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.evaluation.base import Evaluation, Measure, Option
 from nanogpt_hf.evaluation.core import CoreScore
+from nanogpt_hf.evaluation.metrics import AnswerMetrics
 from nanogpt_hf.evaluation.questions import QuestionAnswers
 from nanogpt_hf.evaluation.samples import Samples
 from nanogpt_hf.evaluation.tasks import LmEvalTasks
@@ -22,6 +23,7 @@ EVALUATIONS: tuple[Evaluation, ...] = (
     TextLoss(),
     LmEvalTasks(),
     QuestionAnswers(),
+    AnswerMetrics(),
     CoreScore(),
     Samples(),
 )

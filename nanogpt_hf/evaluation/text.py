@@ -3,6 +3,7 @@
 import math
 import os
 import tempfile
+from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -13,6 +14,7 @@ from nanogpt_hf.config.schema import DataSection
 from nanogpt_hf.errors import DataError, UserError
 from nanogpt_hf.evaluation.base import (
     COUNT,
+    DATA,
     Evaluation,
     Loaded,
     Option,
@@ -54,14 +56,14 @@ class Corpus(NamedTuple):
 
 class TextLoss(Evaluation):
     options = (
-        Option(
-            "--data TEXT",
-            "text to measure: a file, folder, URL, data set or prepared data",
-            names_source=True,
-        ),
+        DATA,
         Option("--block-size N", "tokens read at once (default: all of the model's)", COUNT),
         Option("--stride N", "tokens from one window to the next (default: --block-size)", COUNT),
     )
+
+    def wanted(self, arguments: Namespace) -> bool:
+        # With --metrics, --data has rows with questions and answers.
+        return bool(arguments.data and not arguments.metrics)
 
     def load(self, request: Request) -> Loaded:
         arguments = request.arguments

@@ -136,7 +136,7 @@ _FREE += ("rl.eval_questions", "rl.eval_samples", "rl.reward_seconds", "rl.rewar
 _FREE += ("model.depth", "model.aspect_ratio")
 # knobs that decide no number of a step or of its evaluation: places, texts to show, uploads
 _ELSEWHERE = ("model.", "data.", "hub.", "lora.", "tracking.trackers", "tracking.project")
-_ELSEWHERE += ("eval.tasks", "eval.samples")
+_ELSEWHERE += ("eval.tasks", "eval.samples", "eval.metrics", "eval.metric_rows")
 # parts of the data's identity whose name alone does not explain them
 _SHOWN = {
     "teacher": "distill.teacher: its weights changed",

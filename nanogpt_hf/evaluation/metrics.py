@@ -1,0 +1,298 @@
+"""Metrics of generated answers by the `evaluate` library: ROUGE, BLEU, chrF, exact match,
+accuracy, or one of your own, in `evaluate --metrics` and during training.
+"""
+
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from nanogpt_hf.config.schema import Config
+from nanogpt_hf.errors import UserError, one_line
+from nanogpt_hf.evaluation.base import (
+    DATA,
+    LIMIT,
+    MAX_NEW_TOKENS,
+    TEMPERATURE,
+    Evaluation,
+    Loaded,
+    Measure,
+    Option,
+    Request,
+    Result,
+    Subject,
+    with_error,
+)
+from nanogpt_hf.evaluation.questions import (
+    QuestionTask,
+    answers_to,
+    load_question_task,
+    training_question_task,
+)
+from nanogpt_hf.formatting import plural
+
+if TYPE_CHECKING:
+    from evaluate import EvaluationModule
+    from transformers import PreTrainedTokenizerBase
+
+METRICS = Option(
+    "--metrics A,B",
+    "metrics of the `evaluate` library on answers to the rows of --data: names such as rouge, "
+    "folders or files",
+)
+# Each resample computes all metrics again, and ROUGE takes about a millisecond for a row.
+_RESAMPLES = 100
+_SEED = 1337
+
+
+class Metric(NamedTuple):
+    """A loaded metric, and whether it compares numbers of classes instead of texts."""
+
+    name: str
+    module: "EvaluationModule"
+    compares_classes: bool
+
+
+class AnswerMetrics(Evaluation):
+    options = (METRICS, DATA, MAX_NEW_TOKENS, TEMPERATURE, LIMIT)
+
+    def load(self, request: Request) -> Loaded:
+        if not request.arguments.data:
+            raise UserError("--metrics: needs rows with questions and answers: --data rows.jsonl")
+        names = [name for name in request.arguments.metrics.split(",") if name]
+        metrics = load_metrics(names, "--metrics")
+        rows = request.arguments.data
+        task = load_question_task("exact", request, title=rows, source=rows, option="--data")
+        facts = {f"answers of {rows}": task.revision}
+        return Loaded(partial(_measure, metrics, task), facts)
+
+    def load_for_training(
+        self, config: Config, tokenizer: "PreTrainedTokenizerBase"
+    ) -> Measure | None:
+        if not config.eval.metrics:
+            return None
+        metrics = load_metrics(config.eval.metrics, "eval.metrics")
+        task = training_question_task(config, tokenizer, config.eval.metric_rows)
+        return partial(_measure_in_training, metrics, task)
+
+
+def load_metrics(names: Sequence[str], where: str) -> list[Metric]:
+    """Load metrics of the `evaluate` library: folders and files here, or names on the Hub.
+
+    A metric is a program, so only those that the user has named are loaded. `where` is the option
+    or knob with the names. Raises UserError if one cannot be loaded, with the reason.
+    """
+    import evaluate
+
+    if not names:
+        raise UserError(f"{where}: give a metric, such as rouge, or a folder with one")
+    metrics: list[Metric] = []
+    for name in names:
+        path = os.path.expanduser(name)
+        # Figures of the same name get this as a prefix.
+        short = Path(path).stem
+        if short in (metric.name for metric in metrics):
+            raise UserError(f"{where}: {short}: named twice")
+        # The library would look a path that does not exist up on the Hub.
+        if not os.path.exists(path) and (os.sep in path or path.endswith(".py")):
+            raise UserError(f"{where}: {name}: no such file or folder")
+        try:
+            module = evaluate.load(path, keep_in_memory=True)
+            features = module.features
+            columns = features[0] if isinstance(features, list) else features
+            dtype = str(getattr(columns["predictions"], "dtype", ""))
+        # A metric runs its own code, and the library raises errors of many types.
+        except Exception as error:
+            raise UserError(f"{where}: {name}: {_reason(name, error)}") from None
+        if not {"predictions", "references"} <= set(columns):
+            inputs = ", ".join(columns)
+            raise UserError(
+                f"{where}: {name}: compares {inputs}; a metric of predictions and references "
+                "is needed"
+            )
+        metrics.append(Metric(short, module, dtype.startswith(("int", "uint", "bool"))))
+    return metrics
+
+
+def _reason(name: str, error: Exception) -> str:
+    """Why a metric cannot be loaded, and the remedy."""
+    if isinstance(error, FileNotFoundError | ConnectionError):
+        return (
+            "no such folder, and it cannot be loaded from the Hub; check the name "
+            "(https://huggingface.co/evaluate-metric) and the network, or give a folder with "
+            f"{Path(name).name}.py"
+        )
+    return f"{type(error).__name__}: {one_line(error)}"
+
+
+def class_numbers(texts: Sequence[str], references: Sequence[str]) -> list[int]:
+    """Number texts by the place of the equal reference among all sorted references; a text that
+    equals none gets a number of its own. White space at both ends does not count.
+    """
+    classes = sorted({reference.strip() for reference in references})
+    numbers = {text: number for number, text in enumerate(classes)}
+    return [numbers.get(text.strip(), len(classes)) for text in texts]
+
+
+def compute_metrics(
+    metrics: Sequence[Metric], predictions: Sequence[str], references: Sequence[str]
+) -> dict[str, Any]:
+    """Compute all metrics by `evaluate.combine`; figures by name, plain numbers and lists.
+
+    Raises UserError for a metric that cannot compare these texts.
+    """
+    import evaluate
+
+    figures: dict[str, Any] = {}
+    # Metrics of classes, such as accuracy, get numbers; all others get the texts.
+    for compares_classes in (False, True):
+        modules = {
+            metric.name: metric.module
+            for metric in metrics
+            if metric.compares_classes == compares_classes
+        }
+        if not modules:
+            continue
+        inputs: dict[str, Sequence[Any]] = {"predictions": predictions, "references": references}
+        if compares_classes:
+            inputs = {name: class_numbers(texts, references) for name, texts in inputs.items()}
+        try:
+            # Names that two metrics share get the names of their modules as prefixes.
+            computed = evaluate.combine(modules).compute(**inputs)
+        except Exception as error:
+            names = ", ".join(modules)
+            raise UserError(
+                f"{names}: cannot be computed for these answers: {type(error).__name__}: "
+                f"{one_line(error)}"
+            ) from None
+        figures |= _plain(computed)
+    return figures
+
+
+def _plain(value: Any) -> Any:
+    """A value of a metric as JSON has it: NumPy's numbers as Python's."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(part) for key, part in value.items()}
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, list | tuple):
+        return [_plain(part) for part in value]
+    return value
+
+
+def numbers_of(figures: Mapping[str, Any]) -> dict[str, float]:
+    """The figures that are single finite numbers."""
+    return {
+        name: float(value)
+        for name, value in figures.items()
+        if isinstance(value, int | float) and math.isfinite(value)
+    }
+
+
+def standard_errors(
+    metrics: Sequence[Metric], predictions: Sequence[str], references: Sequence[str]
+) -> dict[str, float]:
+    """Standard errors of the metrics over resamples of the rows: the bootstrap, which needs no
+    formula and holds for metrics of a whole corpus such as BLEU. Empty for a single row.
+    """
+    import numpy as np
+
+    rows = len(predictions)
+    if rows < 2:
+        return {}
+    # Raw bits of the generator: no version of NumPy changes them, unlike its distributions.
+    bits = np.random.Philox(key=_SEED)
+    found: dict[str, list[float]] = {}
+    for _ in range(_RESAMPLES):
+        drawn = [int(number) % rows for number in bits.random_raw(rows)]
+        figures = compute_metrics(
+            metrics, [predictions[row] for row in drawn], [references[row] for row in drawn]
+        )
+        for name, value in numbers_of(figures).items():
+            found.setdefault(name, []).append(value)
+    return {
+        name: float(np.std(values, ddof=1)) for name, values in found.items() if len(values) > 1
+    }
+
+
+class Compared(NamedTuple):
+    """What the metrics found: figures, standard errors, and the texts that were compared."""
+
+    figures: dict[str, Any]
+    errors: dict[str, float]
+    predictions: list[str]
+    tokens: float  # per answer
+    cut_share: float  # answers that did not end by themselves
+
+
+def compare_answers(
+    metrics: Sequence[Metric], task: QuestionTask, subject: Subject, *, with_errors: bool
+) -> Compared:
+    """Generate the answers, on all processes, and compute the metrics on the main one."""
+    from accelerate.utils import broadcast_object_list
+
+    answers = answers_to(task, subject)
+    predictions = task.sampler.texts(answers, range(len(task.questions)))
+    references = [question.answer for question in task.questions]
+    # A program of the user's may give another result at each call: one process computes. The others
+    # wait for its result, and raise its error, too.
+    found: list[Any] = [None]
+    if subject.accelerator.is_main_process:
+        try:
+            figures = compute_metrics(metrics, predictions, references)
+            errors = standard_errors(metrics, predictions, references) if with_errors else {}
+            found = [(figures, errors)]
+        except UserError as error:
+            found = [error]
+    broadcast_object_list(found)
+    if isinstance(found[0], UserError):
+        raise found[0]
+    figures, errors = found[0]
+    completions = answers.completions
+    tokens = completions.lengths.double().mean().item()
+    cut_share = 1 - completions.ended.double().mean().item()
+    return Compared(figures, errors, predictions, tokens, cut_share)
+
+
+def _measure(metrics: Sequence[Metric], task: QuestionTask, subject: Subject) -> Iterator[Result]:
+    compared = compare_answers(metrics, task, subject, with_errors=True)
+    sampler = task.sampler
+    way = f"temperature {sampler.temperature:g}" if sampler.temperature else "greedy"
+    asked = f"{plural(len(task.questions), 'question')}, {way}"
+    if task.left_out:
+        asked += f" ({task.left_out:,} more leave no room for an answer, left out)"
+    lines = [f"{subject.name} on {task.name}: {asked}"]
+    for name, value in numbers_of(compared.figures).items():
+        error = compared.errors.get(name, math.nan)
+        lines.append(f"  {name:<14} {with_error(value, error, 4)}")
+    cut = f"{compared.cut_share:.1%} cut at {sampler.max_new_tokens:,}"
+    lines.append(f"  {compared.tokens:.1f} tokens per answer, {cut}")
+    answers = [
+        {"prompt": question.prompt, "answer": answer, "reference": question.answer}
+        for question, answer in zip(task.questions, compared.predictions, strict=True)
+    ]
+    figures = {
+        **compared.figures,
+        **{f"{name}_stderr": error for name, error in compared.errors.items()},
+        "rows": len(answers),
+        "rows_left_out": task.left_out,
+        "temperature": sampler.temperature,
+        "max_new_tokens": sampler.max_new_tokens,
+        "resamples": _RESAMPLES,
+        "revision": task.revision,
+        "answers": answers,
+    }
+    yield Result(lines, {"metrics": figures})
+
+
+def _measure_in_training(
+    metrics: Sequence[Metric], task: QuestionTask, subject: Subject
+) -> Iterator[Result]:
+    """Measure without standard errors, which would compute each metric a hundred times."""
+    compared = compare_answers(metrics, task, subject, with_errors=False)
+    numbers = numbers_of(compared.figures)
+    shown = ", ".join(f"{name} {value:.4f}" for name, value in numbers.items())
+    figures = {f"metrics/{name}": value for name, value in numbers.items()}
+    yield Result([f"  {plural(len(compared.predictions), 'held-out answer')}: {shown}"], figures)
