@@ -13,7 +13,8 @@ from nanogpt_hf.config.schema import Config
 from nanogpt_hf.config.seeds import derive_seed
 from nanogpt_hf.config.sources import sources_of
 from nanogpt_hf.config.stages import config_at, stages_of
-from nanogpt_hf.data.blocks import Blocks, Interleave
+from nanogpt_hf.data.blocks import Blocks
+from nanogpt_hf.data.mixture import Interleave, as_mixture
 
 
 class Batches:
@@ -41,31 +42,44 @@ class Batches:
         first_step: int = 0,
         read: Sequence[int] = (),
     ):
-        self.blocks, self.order, self.seed = blocks, order, seed
-        self.micro_batch_size, self.accumulation = micro_batch_size, accumulation
-        self.dp_rank, self.dp_size, self.pin_memory = dp_rank, dp_size, pin_memory
-        self.turn, self.first_step = turn, first_step
-        self._read = np.array(read or [0] * len(blocks.lengths), dtype=np.int64)
+        self.blocks = blocks
+        self.order = order
+        self.seed = seed
+        self.micro_batch_size = micro_batch_size
+        self.accumulation = accumulation
+        self.dp_rank = dp_rank
+        self.dp_size = dp_size
+        self.pin_memory = pin_memory
+        self.turn = turn
+        self.first_step = first_step
         self.blocks_per_step = micro_batch_size * accumulation * dp_size
         self.seconds_waited = 0.0
-        # By source, of each the last two epochs: a step may cross an epoch's end.
+        # The order is computed for a mixture; one source is a mixture of it alone.
+        self._mixture = as_mixture(blocks)
+        lengths = self._mixture.lengths
+        self._read = np.array(read or [0] * len(lengths), dtype=np.int64)
+        # Each source keeps the order of its last two epochs, since a step may cross an epoch's end.
         self._orders = [
-            lru_cache(2)(partial(epoch_order, seed, length=length)) for length in blocks.lengths
+            lru_cache(2)(partial(epoch_order, seed, length=length)) for length in lengths
         ]
+        # A step asks twice: for its targets, and for its micro-batches.
+        self._indices = lru_cache(1)(self._indices_at)
 
     def indices(self, step: int) -> np.ndarray:
         """Indices of all blocks of a step (0 is the first), in its order: int64, 1-D."""
+        return self._indices(step)
+
+    def _indices_at(self, step: int) -> np.ndarray:
         count = self.blocks_per_step
         first = (step - self.first_step) * count
-        sources, numbers = self.blocks.interleave(np.arange(first, first + count))
+        sources, numbers = self._mixture.interleave(np.arange(first, first + count))
         numbers = numbers + self._read[sources]
         bits = np.empty(0)
         if self.order == "random":
             bits = np.random.Philox(key=derive_seed(self.seed, "order", step)).random_raw(count)
-        indices, start = np.empty(count, dtype=np.int64), 0
-        for source, (length, order) in enumerate(
-            zip(self.blocks.lengths, self._orders, strict=True)
-        ):
+        indices = np.empty(count, dtype=np.int64)
+        start = 0  # the index of the source's first block in the mixture
+        for source, length in enumerate(self._mixture.lengths):
             rows = np.flatnonzero(sources == source)
             if self.order == "random":
                 indices[rows] = start + (bits[rows] % np.uint64(length)).astype(np.int64)
@@ -73,14 +87,15 @@ class Batches:
                 epochs, places = np.divmod(numbers[rows], length)
                 for epoch in np.unique(epochs):
                     now = epochs == epoch
-                    indices[rows[now]] = start + order(int(epoch))[places[now]]
+                    order = self._orders[source](int(epoch))
+                    indices[rows[now]] = start + order[places[now]]
             start += length
         return indices
 
     def epochs(self, step: int) -> list[float]:
         """How often each source was read before `step`."""
-        counts = self.blocks.interleave.counts((step - self.first_step) * self.blocks_per_step)
-        return self.blocks.epochs(self._read + counts)
+        samples = (step - self.first_step) * self.blocks_per_step
+        return self._mixture.epochs(self._read + self._mixture.interleave.counts(samples))
 
     def micro_batch_number(self, index: int) -> int:
         """The number within the step of this rank's micro-batch `index`, the same on any number
@@ -119,12 +134,14 @@ def blocks_read(config: Config, step: int) -> list[int]:
     """
     tokens = np.zeros(len(sources_of(config.data)), dtype=np.int64)
     for stage in stages_of(config):
-        steps, size = min(step, stage.last) - stage.first, stage.config.data.block_size
+        steps = min(step, stage.last) - stage.first
         if steps > 0:
+            size = stage.config.data.block_size
             weights = tuple(source.weight for source in sources_of(stage.config.data))
             samples = steps * (stage.config.train.tokens_per_step // size)
             tokens += Interleave.of(weights).counts(samples) * size
-    return (-(-tokens // config_at(config, step).data.block_size)).tolist()
+    size = config_at(config, step).data.block_size
+    return (-(-tokens // size)).tolist()
 
 
 def epoch_order(seed: int, epoch: int, length: int) -> np.ndarray:

@@ -1,10 +1,6 @@
-"""Tokens in memory-mapped shards, and the blocks that batches and evaluations draw from them; those
-of several sources, with the order in which a mixture takes them.
-"""
+"""Tokens in memory-mapped shards, and the blocks that batches and evaluations draw from them."""
 
 import hashlib
-from collections.abc import Sequence
-from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Protocol, TypedDict
 
@@ -128,13 +124,9 @@ def open_tokens(
 
 
 class Blocks(Protocol):
-    """Equally long sequences with their targets, by index. Derive kinds of blocks from it.
-
-    The blocks of a mixture are those of its sources, its `parts`, one after another.
-    """
+    """Equally long sequences with their targets, by index. Derive kinds of blocks from it."""
 
     block_size: int
-    weights: Sequence[int] = (1,)  # of the parts
 
     def __len__(self) -> int: ...
 
@@ -150,44 +142,10 @@ class Blocks(Protocol):
         """Number of targets in the blocks at `indices`, those of -100 not counted."""
         ...
 
-    @cached_property
-    def parts(self) -> Sequence["Blocks"]:
-        return [self]
-
-    @property
-    def lengths(self) -> list[int]:
-        """The number of blocks of each part."""
-        return [len(part) for part in self.parts]
-
     @property
     def samples_per_epoch(self) -> float:
         """How many blocks hold all tokens once."""
         return len(self)
-
-    @cached_property
-    def interleave(self) -> "Interleave":
-        """The order of training; validation, which has none, does not make its table."""
-        return Interleave.of(tuple(self.weights))
-
-    def epochs(self, counts: np.ndarray | Sequence[int]) -> list[float]:
-        """How often each part is read in as many of its samples as `counts` has."""
-        return [
-            float(count / part.samples_per_epoch)
-            for count, part in zip(counts, self.parts, strict=True)
-        ]
-
-    def owners(self, indices: np.ndarray) -> np.ndarray:
-        """The number of the part that has each of the blocks at `indices`."""
-        return np.searchsorted(np.cumsum(self.lengths), indices, side="right")
-
-    def _split(self, indices: np.ndarray) -> list[tuple["Blocks", np.ndarray, np.ndarray]]:
-        """(part, rows, its own indices) of each part for the blocks at `indices`."""
-        owners, starts = self.owners(indices), np.cumsum([0, *self.lengths[:-1]])
-        rows = [np.flatnonzero(owners == number) for number in range(len(self.parts))]
-        return [
-            (part, own, indices[own] - start)
-            for part, own, start in zip(self.parts, rows, starts, strict=True)
-        ]
 
 
 class TokenBlocks(Blocks):
@@ -250,80 +208,3 @@ class TokenBlocks(Blocks):
     def num_targets(self, indices: np.ndarray) -> int:
         """All tokens of the blocks but those past the stream's end."""
         return int(self.targets_of(indices).sum())
-
-
-class Interleave:
-    """The order of a mixture: sources by sample number, in shares given by integer `weights`.
-
-    Greedy, as in Megatron-LM's blended data sets (helpers.cpp), but in integers: sample n goes
-    to the source that is furthest behind its share of n + 1 samples. With integer weights that
-    order repeats after their sum, so a table of one period gives any sample at once, without
-    counting up to it.
-    """
-
-    def __init__(self, weights: Sequence[int]):
-        self.weights, self.period = np.array(weights, dtype=np.int64), sum(weights)
-        self._source = np.empty(self.period, dtype=np.int64)
-        # the sample's number within its source and period
-        self._number = np.empty(self.period, dtype=np.int64)
-        counts = [0] * len(weights)
-        for n in range(self.period):
-            behind = [
-                weight * (n + 1) - count * self.period
-                for weight, count in zip(weights, counts, strict=True)
-            ]
-            source = behind.index(max(behind))
-            self._source[n], self._number[n] = source, counts[source]
-            counts[source] += 1
-
-    @classmethod
-    @cache
-    def of(cls, weights: tuple[int, ...]) -> "Interleave":
-        """The order for `weights`, whose table is made once."""
-        return cls(weights)
-
-    def __call__(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """For each sample number, the source and the number of the sample within that source."""
-        periods, places = np.divmod(numbers, self.period)
-        sources = self._source[places]
-        return sources, periods * self.weights[sources] + self._number[places]
-
-    def counts(self, samples: int) -> np.ndarray:
-        """How many of the first `samples` samples come from each source."""
-        periods, rest = divmod(samples, self.period)
-        return periods * self.weights + np.bincount(
-            self._source[:rest], minlength=len(self.weights)
-        )
-
-
-class MixedBlocks(Blocks):
-    """The blocks of several sources, one after another by index; `interleave` gives the order of
-    training.
-    """
-
-    def __init__(self, parts: Sequence[Blocks], weights: Sequence[int]):
-        self.parts, self.weights = parts, weights
-        self.block_size = parts[0].block_size
-
-    def __len__(self) -> int:
-        return sum(self.lengths)
-
-    def batch(self, indices: np.ndarray) -> dict[str, torch.Tensor]:
-        """The blocks at `indices`, in their order.
-
-        Next to packed conversations text has positions from 0 on.
-        """
-        batches = [(rows, part.batch(own)) for part, rows, own in self._split(indices) if len(rows)]
-        positions = torch.arange(self.block_size)
-        mixed = {
-            name: torch.empty(len(indices), self.block_size, dtype=torch.int64)
-            for _, batch in batches
-            for name in batch
-        }
-        for rows, batch in batches:
-            for name, tensor in mixed.items():
-                tensor[rows] = batch.get(name, positions)
-        return mixed
-
-    def num_targets(self, indices: np.ndarray) -> int:
-        return sum(part.num_targets(own) for part, _, own in self._split(indices))

@@ -180,10 +180,10 @@ def find_manifest(data: DataSection) -> Manifest | None:
         if manifest is None:
             return None
         sources.append(PreparedSource(name, weight, section, manifest))
-    return _mixed(sources)
+    return mixed_manifest(sources)
 
 
-def _mixed(sources: list[PreparedSource]) -> Manifest:
+def mixed_manifest(sources: list[PreparedSource]) -> Manifest:
     manifests = [source.manifest for source in sources]
     first = manifests[0]
     for source in sources[1:]:

@@ -29,8 +29,9 @@ from nanogpt_hf.data.manifest import (
     MANIFEST,
     SPLITS,
     Manifest,
+    PreparedSource,
     SplitFacts,
-    find_manifest,
+    mixed_manifest,
     read_manifest,
     write_manifest,
 )
@@ -62,10 +63,13 @@ def prepare(config: Config) -> tuple[Manifest, bool]:
             f"{config.data.dir}: holds the prepared data of one source, and the recipe mixes "
             "several; choose another --data.dir"
         )
-    done = [_prepare_source(source.data)[1] for source in sources_of(config.data)]
-    manifest = find_manifest(config.data)
-    assert manifest is not None  # each source has one now
-    return manifest, any(done)
+    sources = []
+    is_any_new = False
+    for source in sources_of(config.data):
+        manifest, is_new = _prepare_source(source.data)
+        sources.append(PreparedSource(*source, manifest))
+        is_any_new = is_any_new or is_new
+    return mixed_manifest(sources), is_any_new
 
 
 def _prepare_source(data: DataSection) -> tuple[Manifest, bool]:

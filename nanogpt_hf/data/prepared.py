@@ -15,7 +15,7 @@ from nanogpt_hf.config.schema import Config, DataSection
 from nanogpt_hf.config.sources import is_mixture, sources_of
 from nanogpt_hf.config.stages import config_at, planned_tokens, tokens_by_source
 from nanogpt_hf.data.batches import blocks_read
-from nanogpt_hf.data.blocks import Blocks, MixedBlocks
+from nanogpt_hf.data.blocks import Blocks
 from nanogpt_hf.data.chat_template import chat_of
 from nanogpt_hf.data.examples import Examples
 from nanogpt_hf.data.files import file_digest, file_state, is_url
@@ -28,6 +28,7 @@ from nanogpt_hf.data.manifest import (
     read_manifest,
     write_manifest,
 )
+from nanogpt_hf.data.mixture import MixedBlocks, as_mixture
 from nanogpt_hf.data.tokenizer import end_of_text_id_of, load_tokenizer, vocabulary_hash
 from nanogpt_hf.errors import DataError
 from nanogpt_hf.formatting import plural
@@ -83,29 +84,40 @@ def in_memory(
     return PreparedData(train, validation, tokenizer, manifest, end_of_turn_id)
 
 
-def load_prepared(config: Config) -> PreparedData:
-    """Open prepared data.
+def load_prepared(config: Config, manifest: Manifest | None = None) -> PreparedData:
+    """Open prepared data. `manifest` is what `prepare` has found or written, if it was just called.
 
-    Raises DataError if it is missing, does not fit the recipe, or is too short for a block.
+    Raises DataError if the data is missing, does not fit the recipe, or is too short for a block.
     """
+    if manifest is None:
+        manifest = _fitting_manifest(config.data)
     if not is_mixture(config.data):
-        return _load_source(config.data)
-    sources = sources_of(config.data)
-    parts = [_load_source(source.data) for source in sources]
-    weights = [source.weight for source in sources]
-    manifest = find_manifest(config.data)
-    assert manifest is not None  # each source has one
+        return _load_source(config.data, manifest)
+    parts = [_load_source(source.data, source.manifest) for source in manifest.sources]
+    weights = [source.weight for source in manifest.sources]
     train = MixedBlocks([part.train for part in parts], weights)
     validation = MixedBlocks([part.validation for part in parts], weights)
-    # All tokenizers have the same ids; that of conversations also has the chat template.
-    chat = next((part for part in parts if part.end_of_turn_id is not None), parts[0])
-    return PreparedData(train, validation, chat.tokenizer, manifest, chat.end_of_turn_id)
+    # All tokenizers have the same ids; the one of conversations has the chat template, too.
+    chosen = next((part for part in parts if part.end_of_turn_id is not None), parts[0])
+    return PreparedData(train, validation, chosen.tokenizer, manifest, chosen.end_of_turn_id)
 
 
-def _load_source(data: DataSection) -> PreparedData:
+def _fitting_manifest(data: DataSection) -> Manifest:
+    """The manifest of the prepared data, whose every source fits the recipe."""
+    manifest = find_manifest(data)
+    if manifest is None:
+        for source in sources_of(data):
+            require_manifest(Path(source.data.dir))  # raises for the first that is missing
+        raise AssertionError("a source is missing")
+    if not manifest.sources:
+        check_fits(manifest, data)
+    for source in manifest.sources:
+        check_fits(source.manifest, source.data)
+    return manifest
+
+
+def _load_source(data: DataSection, manifest: Manifest) -> PreparedData:
     folder = Path(data.dir)
-    manifest = require_manifest(folder)
-    check_fits(manifest, data)
     tokenizer = open_tokenizer(folder, manifest)
     train, validation = open_blocks(folder, manifest, data)
     end_of_turn_id = format_of(data).end_of_turn(tokenizer)
@@ -214,7 +226,8 @@ def summary_lines(config: Config, data: PreparedData) -> list[str]:
         lines = _split_lines(form, data.manifest, data.train, data.validation)
         return lines + _left_out_lines(data.manifest)
     lines = []
-    for source, *parts in zip(sources, data.train.parts, data.validation.parts, strict=True):
+    parts_of = (as_mixture(data.train).parts, as_mixture(data.validation).parts)
+    for source, *parts in zip(sources, *parts_of, strict=True):
         lines += [
             f"{source.data.dir}:",
             *_split_lines(FORMATS[source.data.format], source.manifest, *parts),
@@ -268,7 +281,7 @@ def epochs_by_source(config: Config, train: Blocks) -> dict[str, float]:
     size, steps = config.data.block_size, config.train.max_steps
     tokens = np.array(blocks_read(config, steps)) * config_at(config, steps).data.block_size
     names = (source.name for source in sources_of(config.data))
-    return dict(zip(names, train.epochs(tokens / size), strict=True))
+    return dict(zip(names, as_mixture(train).epochs(tokens / size), strict=True))
 
 
 def repetition_warnings(config: Config, data: PreparedData) -> list[str]:

@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from nanogpt_hf.data.blocks import Blocks, TokenStream
 from nanogpt_hf.data.manifest import Manifest
+from nanogpt_hf.data.mixture import as_mixture
 from nanogpt_hf.data.prepared import PreparedData
 from nanogpt_hf.data.tokenizer import bytes_of_tokens
 from nanogpt_hf.distributed.accelerator import sum_over_ranks
@@ -79,7 +80,7 @@ def evaluate_data(
     mean = MeasuredLoss(0.0, 0, 0.0)
     # A period of the mixture has `weight` sequences of each source.
     period = sum(source.weight for source in manifest.sources)
-    for source, part in zip(manifest.sources, blocks.parts, strict=True):
+    for source, part in zip(manifest.sources, as_mixture(blocks).parts, strict=True):
         bytes_per_token = bytes_per_target(part, each, source.manifest, data.tokenizer)
         found = evaluate(part, tokens=each, bytes_per_token=bytes_per_token)
         if found is None:

@@ -21,9 +21,9 @@ logger = logging.getLogger(__name__)
 
 def load_text(config: Config) -> PreparedData:
     """Prepare text or conversations if they are not, and open them."""
-    prepared_now = prepare(config)[1]
+    manifest, prepared_now = prepare(config)
     logger.info(f"{config.data.dir}: {'prepared' if prepared_now else 'is prepared already'}")
-    data = load_prepared(config)
+    data = load_prepared(config, manifest)
     for line in summary_lines(config, data):
         logger.info(line)
     for line in repetition_warnings(config, data):

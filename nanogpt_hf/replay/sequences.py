@@ -16,6 +16,7 @@ from nanogpt_hf.config.sources import sources_of
 from nanogpt_hf.config.stages import config_at, stages_of
 from nanogpt_hf.data.blocks import TokenBlocks
 from nanogpt_hf.data.examples import row_lengths
+from nanogpt_hf.data.mixture import as_mixture
 from nanogpt_hf.data.prepared import load_prepared
 from nanogpt_hf.evaluation.loss import eval_mode
 from nanogpt_hf.formatting import shows_bars
@@ -74,7 +75,7 @@ def _text_of(run: Run, index: int) -> str:
 
 def _place_of(run: Run, index: int) -> dict[str, Any]:
     """Where a block is in the prepared data: source, numbers of documents, tokens."""
-    blocks = run.batches.blocks
+    blocks = as_mixture(run.batches.blocks)
     number = int(blocks.owners(np.array(index)))
     source, part = sources_of(run.config.data)[number], cast(Any, blocks.parts[number])
     place: dict[str, Any] = {"source": source.name}

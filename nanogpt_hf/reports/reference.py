@@ -72,8 +72,8 @@ def make_reference(runs: list[RunFolder], name: str) -> Reference:
         made={"date": date.today().isoformat(), "band": f"mean ± {_WIDTH} s", **versions()},
     )
     for run, config in zip(runs, configs, strict=True):
-        text_facts(config)  # a reference is made of text that is known
-        if different := [key for knobs in differences(reference, config) for key in knobs]:
+        text = text_facts(config)  # a reference is made of text that is known
+        if different := [key for knobs in differences(reference, config, text) for key in knobs]:
             raise UserError(f"{run.path}: differs in {', '.join(different)}; only the seed may")
         evaluated, values = column(read_metrics(run), "val/loss")
         if list(evaluated) != list(steps) or config.train.max_steps not in steps:
@@ -115,13 +115,25 @@ def experiment_of(config: Config) -> dict[str, Any]:
     return experiment
 
 
-def differences(reference: Reference, config: Config) -> tuple[dict[str, str], dict[str, str]]:
-    """Messages by knob or fact of the text: what forbids a comparison, and what shifts the loss."""
-    ours, theirs, text = experiment_of(config), dict(reference.experiment), None
+def _text_if_readable(config: Config) -> dict[str, Any] | None:
+    """`text_facts`, or None with a warning if the prepared data is damaged: a run's losses are
+    known without it.
+    """
     try:
-        text = text_facts(config)
-    except DataError as error:  # the losses are known without it
+        return text_facts(config)
+    except DataError as error:
         warn_once(f"{error}; the reference is compared without facts of the text")
+        return None
+
+
+def differences(
+    reference: Reference, config: Config, text: dict[str, Any] | None
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Messages by knob or fact of the `text`: what forbids a comparison, and what shifts the
+    loss.
+    """
+    ours = experiment_of(config)
+    theirs = dict(reference.experiment)
     if text and reference.text:
         knobs = [key for key in KNOBS if key.startswith("data.") and key not in _NOT_TEXT]
         ours, theirs = (
@@ -142,9 +154,10 @@ def differences(reference: Reference, config: Config) -> tuple[dict[str, str], d
 def find_reference(config: Config) -> Reference | None:
     """The reference for this experiment, if there is one; of several the nearest."""
     found = []
+    text = _text_if_readable(config)
     for path in sorted(SHIPPED.glob("*.json")):
         reference = Reference(**json.loads(path.read_text(encoding="utf-8")))
-        incomparable, shifting = differences(reference, config)
+        incomparable, shifting = differences(reference, config, text)
         if not incomparable:
             found.append((len(shifting), reference))
     return min(found, key=lambda row: row[0], default=(0, None))[1]
@@ -155,7 +168,7 @@ def judge(reference: Reference | None, config: Config, events: list[Event]) -> V
     if reference is None:
         remedy = "`compare RUN RUN RUN --make-reference FILE` makes one of three or more seeds"
         return Verdict("none", f"no reference: none ships for this experiment; {remedy}")
-    shifting = differences(reference, config)[1]
+    shifting = differences(reference, config, _text_if_readable(config))[1]
     kind, sentence = _place(reference, events)
     if kind == "above":
         return Verdict(kind, sentence, (*shifting.values(), *_CAUSES)[:3])

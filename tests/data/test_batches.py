@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from nanogpt_hf.data import batches as module
 from nanogpt_hf.data.batches import Batches
 from nanogpt_hf.data.blocks import TokenBlocks, TokenStream
 
@@ -128,3 +129,16 @@ def test_batch_time_excludes_their_use(monkeypatch):
     for _ in part.micro_batches(10):
         clock[0] += 100.0
     assert part.seconds_waited == 6.0
+
+
+def test_order_of_a_step_is_computed_once(monkeypatch):
+    computed = []
+    derive_seed = module.derive_seed
+    monkeypatch.setattr(
+        module, "derive_seed", lambda *parts: computed.append(parts) or derive_seed(*parts)
+    )
+    part = batches(order="random")
+    for step in range(3):
+        targets = part.num_targets(step)
+        assert targets == sum(batch["input_ids"].numel() for batch in part.micro_batches(step))
+    assert len(computed) == 3

@@ -10,7 +10,8 @@ import pyarrow
 import pytest
 
 from assertions import refusal
-from nanogpt_hf.data.blocks import Interleave, TokenBlocks, TokenStream
+from nanogpt_hf.data.blocks import TokenBlocks, TokenStream
+from nanogpt_hf.data.mixture import Interleave
 
 
 @pytest.fixture

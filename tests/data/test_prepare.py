@@ -278,6 +278,39 @@ def test_shards_of_another_split_are_refused_before_a_run(text, make, tmp_path):
     assert " tokens in input_ids, and manifest.json says " in message
 
 
+@pytest.mark.parametrize("documents", [1, 5])
+@pytest.mark.parametrize(
+    ("tokenizer", "kept", "openings"),
+    [
+        ("bytes", 10**6, 1),
+        ("char", 10**6, 1),
+        ("bpe", 10**6, 1),
+        # documents that do not fit into memory
+        ("bytes", 0, 1),
+        ("char", 0, 2),
+        ("bpe", 0, 3),  # the held-out documents are chosen when all are counted
+    ],
+)
+def test_source_is_opened_once_if_its_documents_fit_into_memory(
+    rows, make, byte_tokenizer, monkeypatch, documents, tokenizer, kept, openings
+):
+    opened = []
+    read_tables = source_module.read_tables
+    monkeypatch.setattr(
+        source_module, "read_tables", lambda *args: opened.append(args) or read_tables(*args)
+    )
+    monkeypatch.setattr(module, "_KEPT_CHARACTERS", kept)
+    name = byte_tokenizer if tokenizer == "bytes" else tokenizer
+    config = make(rows(["one or two words again " * 20] * documents), name, vocab_size=260)
+    prepare(config)
+    # A single document stays in memory whatever its size: it is cut.
+    assert len(opened) == (1 if documents == 1 else openings)
+    again = make(config.data.source, name, vocab_size=260, dir=f"{config.data.dir}2")
+    monkeypatch.setattr(module, "_KEPT_CHARACTERS", 10**6)
+    prepare(again)
+    assert texts_of(again) == texts_of(config)
+
+
 # --- a second call
 # ------------------------------------------------------------------------------
 

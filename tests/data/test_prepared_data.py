@@ -15,6 +15,7 @@ from assertions import refusal
 from nanogpt_hf.commands import main
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.data import encode
+from nanogpt_hf.data import manifest as manifest_module
 from nanogpt_hf.data import prepare as module
 from nanogpt_hf.data.blocks import TokenStream
 from nanogpt_hf.data.encode import Row, ShardWriter
@@ -22,6 +23,8 @@ from nanogpt_hf.data.manifest import read_manifest
 from nanogpt_hf.data.prepare import prepare
 from nanogpt_hf.data.prepared import check_prepared, load_prepared
 from nanogpt_hf.errors import Stopped
+from nanogpt_hf.reports.reference import find_reference
+from nanogpt_hf.methods.text import load_text
 
 
 @pytest.fixture(params=["text", "chat"])
@@ -44,6 +47,17 @@ def folder_of(config) -> Path:
 
 def shard(config, split="train", number=0) -> Path:
     return sorted((folder_of(config) / split).glob("*.arrow"))[number]
+
+
+def test_a_run_and_its_report_read_the_manifest_once_each(prepared, monkeypatch):
+    read = []
+    read_json = manifest_module.read_json
+    monkeypatch.setattr(
+        manifest_module, "read_json", lambda *args: read.append(args) or read_json(*args)
+    )
+    load_text(prepared)
+    find_reference(prepared)  # compares with every reference that ships
+    assert len(read) == 2
 
 
 # --- identity

@@ -19,6 +19,7 @@ from nanogpt_hf.reports.reference import (
     find_reference,
     judge,
     make_reference,
+    text_facts,
 )
 from nanogpt_hf.runs.metrics import column, read_metrics
 
@@ -59,11 +60,11 @@ def test_make_reference_refuses_unsuitable_runs(run_of):
 def test_differences_separates_incomparable_from_shifting_knobs(run_of, tmp_path):
     reference = make_reference([run_of(seed) for seed in range(3)], "tiny")
     same = load_config(run_of(9, train__micro_batch_size=8, checkpoint__every=7).recipe)
-    assert differences(reference, same) == ({}, {})
+    assert differences(reference, same, text_facts(same)) == ({}, {})
     other = load_config(
         run_of(10, model__n_layer=3, optim__learning_rate=0.5, train__tokens_per_step=256).recipe
     )
-    incomparable, shifting = differences(reference, other)
+    incomparable, shifting = differences(reference, other, text_facts(other))
     assert list(incomparable) == ["model.n_layer"]
     assert "3 here, 2 " in incomparable["model.n_layer"]
     assert list(shifting) == ["optim.learning_rate", "train.tokens_per_step"]
@@ -81,11 +82,14 @@ def test_differences_compares_prepared_tokens(run_of, tmp_path, text_file):
     elsewhere = {"data__source": str(copy), "data__dir": str(tmp_path / "elsewhere")}
     config = load_config(run_of(4, **elsewhere).recipe)
     prepare(config)
-    assert differences(reference, config) == ({}, {})  # equal text under another name
+    assert differences(reference, config, text_facts(config)) == (
+        {},
+        {},
+    )  # equal text under another name
     copy.write_text(text_file.read_text() + "one line more\n" * 9)
     config = load_config(run_of(5, **elsewhere | {"data__dir": str(tmp_path / "more")}).recipe)
     prepare(config)
-    incomparable, _ = differences(reference, config)
+    incomparable, _ = differences(reference, config, text_facts(config))
     assert "text.train_tokens" in incomparable
 
 
@@ -95,7 +99,7 @@ def test_shipped_references_fit_the_shipped_recipes(path, tmp_path, monkeypatch)
     config = load_config(ROOT / "recipes" / f"{path.stem}.yaml")
     reference = find_reference(config)
     assert reference.name == path.stem
-    assert differences(reference, config) == ({}, {})
+    assert differences(reference, config, text_facts(config)) == ({}, {})
     assert len(reference.seeds) >= 5 or reference.published
 
 

@@ -20,8 +20,8 @@ from nanogpt_hf.config.sources import chats, learns_parts, packs
 from nanogpt_hf.data.prepare import prepare
 from nanogpt_hf.data.prepared import load_prepared, summary_lines
 from nanogpt_hf.errors import UserError
-from nanogpt_hf.model.build import build_config, build_model
-from nanogpt_hf.training import start
+from nanogpt_hf.model.build import build_config, build_model, check_causal
+from nanogpt_hf.training import build
 
 NAME = more_formats.NAME
 
@@ -137,11 +137,10 @@ def test_run_is_checked_trained_inspected_and_evaluated(
     pretrain, packing, source, capsys, monkeypatch
 ):
     checked = []
-    check = start.check_causal
     monkeypatch.setattr(
-        start,
+        build,
         "check_causal",
-        lambda model, *, packs: checked.append(packs) or check(model, packs=packs),
+        lambda model, *, packs: checked.append(packs) or check_causal(model, packs=packs),
     )
     sizes = {"model__n_positions": 64, "data__block_size": 64, "train__tokens_per_step": 256}
     ended = pretrain("--eval.every", 10, data__packing=packing, train__max_steps=20, **sizes)
