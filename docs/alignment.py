@@ -14,7 +14,7 @@ import re
 import sys
 from pathlib import Path
 
-from nanogpt_hf.data.source import arithmetic_question
+from nanogpt_hf.data.built_in import arithmetic_question
 from nanogpt_hf.reports.curves import RUN_COLORS
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.metrics import read_metrics

@@ -151,7 +151,7 @@ def run_evaluate(arguments: Namespace, overrides: Overrides) -> None:
     import datasets
     from transformers.utils import logging
 
-    from nanogpt_hf.data.files import file_digest
+    from nanogpt_hf.data.manifest import file_digest
     from nanogpt_hf.data.tokenizer import build_tokenizer, check_vocabulary
     from nanogpt_hf.distributed.accelerator import build_evaluation_accelerator, describe_machine
     from nanogpt_hf.distributed.rendezvous import one_line_for_a_lost_process, prepare_on_all_ranks

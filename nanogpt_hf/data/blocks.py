@@ -1,14 +1,15 @@
 """Tokens in memory-mapped shards, and the blocks that batches and evaluations draw from them."""
 
 import hashlib
+import json
 from pathlib import Path
-from typing import Any, Protocol, TypedDict
+from typing import Any, NamedTuple, Protocol, TypedDict
 
 import numpy as np
 import pyarrow
 import torch
 
-from nanogpt_hf.data.manifest import Manifest
+from nanogpt_hf.data.manifest import Manifest, Shard, SplitFacts, file_digest
 from nanogpt_hf.errors import DamagedFileError, DataError
 from nanogpt_hf.own_files import read_json, reading
 
@@ -16,6 +17,11 @@ from nanogpt_hf.own_files import read_json, reading
 def token_dtype(vocab_size: int) -> type[np.unsignedinteger]:
     """The dtype of token ids on the disk."""
     return np.uint16 if vocab_size <= 2**16 else np.uint32
+
+
+# The size at which a shard ends.
+SHARD_BYTES = 500_000_000
+_RECORD_TOKENS = 2**20  # in a record batch, or the tokens of one row
 
 
 class _DataFile(TypedDict):
@@ -121,6 +127,99 @@ def open_tokens(
             f"{facts.tokens:,}; copy it again, or remove {folder} to prepare it again"
         )
     return stream
+
+
+class Row(NamedTuple):
+    """An encoded document, or conversation or a part of one."""
+
+    document: int  # its number
+    ids: np.ndarray
+    bytes: int  # of its text; in conversations, of its answers
+    mask: np.ndarray | None = None  # in conversations 1 for each token of an answer
+
+
+class ShardWriter:
+    """Write rows as arrow shards that `datasets.load_from_disk` reads; count and hash them."""
+
+    def __init__(self, folder: Path):
+        from datasets import Features  # slow to import, and reading does without
+
+        folder.mkdir()
+        self._folder, self._features, self._stream = folder, Features(), None
+        self._digests = [hashlib.sha256() for _ in range(3)]  # for ids, mask and lengths
+        self._pending: list[Row] = []
+        self._shards: dict[str, Shard] = {}
+        self._documents = self._tokens = self._bytes = self._answers = self._pending_tokens = 0
+
+    def write(self, rows: list[Row]) -> None:
+        """Add rows, whose documents are complete."""
+        if rows and not self._features:
+            from datasets import Features, List, Value
+
+            columns = {"input_ids": rows[0].ids, "assistant_mask": rows[0].mask}
+            self._features = Features(
+                {
+                    name: List(Value(values.dtype.name))
+                    for name, values in columns.items()
+                    if values is not None
+                }
+            )
+        for row in rows:
+            mask = np.zeros(0) if row.mask is None else row.mask
+            for digest, values in zip(self._digests, (row.ids, mask, len(row.ids)), strict=True):
+                digest.update(np.ascontiguousarray(values, dtype="<u4").data)
+            self._pending_tokens += len(row.ids)
+            self._bytes += row.bytes
+            self._answers += int(mask.sum())
+        self._documents += len({row.document for row in rows})
+        self._pending += rows
+        if self._pending_tokens >= _RECORD_TOKENS:
+            self._write_pending()
+
+    def _write_pending(self) -> None:
+        if self._stream is None:
+            self._path = self._folder / f"data-{len(self._shards):05}.arrow"
+            self._file = pyarrow.OSFile(str(self._path), "wb")
+            self._stream = pyarrow.ipc.new_stream(self._file, self._features.arrow_schema)
+        columns: dict[str, list[Any]] = {"input_ids": [row.ids for row in self._pending]}
+        if len(self._features) > 1:
+            columns["assistant_mask"] = [row.mask for row in self._pending]
+        schema = self._features.arrow_schema
+        self._stream.write_batch(pyarrow.RecordBatch.from_pydict(columns, schema))
+        self._tokens += self._pending_tokens
+        self._pending, self._pending_tokens = [], 0
+        if self._file.tell() >= SHARD_BYTES:
+            self._end_shard()
+
+    def _end_shard(self) -> None:
+        if self._stream is not None:
+            self._stream.close()
+            self._file.close()
+            self._shards[self._path.name] = {"sha256": file_digest([self._path])}
+            self._stream = None
+
+    def close(self) -> SplitFacts:
+        """Write what is left, and the files that `datasets` keeps beside the shards."""
+        from datasets import DatasetInfo
+
+        if self._pending:
+            self._write_pending()
+        self._end_shard()
+        ids, *others = (digest.hexdigest() for digest in self._digests)
+        has_mask = len(self._features) > 1
+        sha256 = hashlib.sha256("".join([ids, *others]).encode()).hexdigest() if has_mask else ids
+        DatasetInfo(features=self._features).write_to_directory(str(self._folder))
+        state = dict.fromkeys(("_format_columns", "_format_type", "_split")) | {
+            "_data_files": [{"filename": name} for name in self._shards],
+            "_fingerprint": sha256[:16],
+            "_format_kwargs": {},
+            "_output_all_columns": False,
+        }
+        (self._folder / "state.json").write_text(json.dumps(state, indent=2), encoding="utf-8")
+        answers = self._answers if has_mask else None
+        return SplitFacts(
+            self._documents, self._tokens, self._bytes, answers, sha256, shards=self._shards
+        )
 
 
 class Blocks(Protocol):

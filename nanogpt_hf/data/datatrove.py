@@ -14,8 +14,9 @@ from tqdm import tqdm
 
 from nanogpt_hf.config.schema import DataSection
 from nanogpt_hf.data.blocks import Blocks, TokenStream
-from nanogpt_hf.data.formats import Format, local_files
+from nanogpt_hf.data.formats import Format
 from nanogpt_hf.data.manifest import SPLITS, Manifest, SplitFacts
+from nanogpt_hf.data.source import local_files
 from nanogpt_hf.data.text import end_to_end
 from nanogpt_hf.data.tokenizer import Tokenizer, bytes_of_tokens
 from nanogpt_hf.errors import DataError

@@ -4,7 +4,9 @@ config/formats.py has a row of facts for each format, and names the file whose F
 """
 
 import importlib
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,11 +15,16 @@ from transformers import PreTrainedTokenizerBase
 
 from nanogpt_hf.config.formats import FORMATS
 from nanogpt_hf.config.schema import DataSection
-from nanogpt_hf.data.blocks import Blocks
-from nanogpt_hf.data.encode import Encode
-from nanogpt_hf.data.files import find_files
+from nanogpt_hf.data.blocks import Blocks, Row
 from nanogpt_hf.data.manifest import Manifest, SplitFacts
 from nanogpt_hf.data.tokenizer import Tokenizer
+from nanogpt_hf.errors import DataError
+
+_BATCH_DOCUMENTS, _BATCH_CHARACTERS = 1000, 2**20  # encoded at once by a thread
+
+
+# (documents, number of the first) -> their rows; an empty document has none
+Encode = Callable[[list[Any], int], list[Row]]
 
 
 @dataclass(frozen=True)
@@ -62,9 +69,64 @@ def format_of(data: DataSection) -> Format:
     return importlib.import_module(f"nanogpt_hf.data.{FORMATS[data.format].code}").FORMAT
 
 
-def local_files(data: DataSection) -> list[Path]:
-    """`find_files` of the recipe's source and format; token files without tokens are left out."""
-    files = find_files(data.one_source, format_of(data).endings)
-    if FORMATS[data.format].has_tokens:
-        return [path for path in files if path.stat().st_size]
-    return files
+def encoded(
+    documents: Iterable[Any], encode: Encode, num_threads: int = 1, limit: int | None = None
+) -> Iterator[tuple[int, list[Row]]]:
+    """(number of documents so far, rows) of the first documents that have at most `limit` tokens in
+    all, in order.
+
+    With one thread the caller's encodes; the libraries that tokenize text do so without Python's
+    lock, so that threads are enough.
+    """
+    tokens = 0
+    for count, rows in _encoded(documents, encode, num_threads):
+        for row in rows:
+            tokens += len(row.ids)
+            if limit is not None and tokens > limit:
+                yield row.document, [kept for kept in rows if kept.document < row.document]
+                return
+        yield count, rows
+
+
+def _encoded(
+    documents: Iterable[Any], encode: Encode, num_threads: int
+) -> Iterator[tuple[int, list[Row]]]:
+    if num_threads == 1:
+        for first, batch in _batches(documents):
+            yield first + len(batch), encode(batch, first)
+        return
+    pending: deque[tuple[int, Future[list[Row]]]] = deque()
+    with ThreadPoolExecutor(num_threads) as pool:
+
+        def submitted() -> Iterator[tuple[int, Future[list[Row]]]]:
+            try:
+                for first, batch in _batches(documents):
+                    yield first + len(batch), pool.submit(encode, batch, first)
+            except DataError as error:  # comes after the batches before it, as with one thread
+                failed = Future()
+                failed.set_exception(error)
+                yield 0, failed
+
+        try:
+            for batch in submitted():
+                pending.append(batch)
+                if len(pending) > 2 * num_threads:
+                    count, rows = pending.popleft()
+                    yield count, rows.result()
+            for count, rows in pending:
+                yield count, rows.result()
+        finally:
+            pool.shutdown(cancel_futures=True)  # if it was interrupted
+
+
+def _batches(documents: Iterable[Any]) -> Iterator[tuple[int, list[Any]]]:
+    """(number of the first, documents), of a bounded size."""
+    first, batch, size = 0, [], 0
+    for document in documents:
+        batch.append(document)
+        size += len(document or "")
+        if len(batch) == _BATCH_DOCUMENTS or size > _BATCH_CHARACTERS:
+            yield first, batch
+            first, batch, size = first + len(batch), [], 0
+    if batch:
+        yield first, batch

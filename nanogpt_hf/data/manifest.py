@@ -47,6 +47,26 @@ def tool_versions() -> dict[str, str]:
     return tools | {"python": sys.version.split()[0]}
 
 
+def file_state(files: list[Path]) -> str:
+    """A fingerprint of names, sizes and times: equal only if the files are unchanged."""
+    states = [(path.as_posix(), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    return hashlib.sha256(json.dumps(states).encode()).hexdigest()
+
+
+def file_digest(files: list[Path]) -> str:
+    """The sha256 of the files' contents, one after another, with a zero byte between them."""
+    digest = hashlib.sha256()
+    for number, path in enumerate(files):
+        digest.update(b"\0" * (number > 0))
+        try:
+            with path.open("rb") as file:
+                while block := file.read(1 << 20):
+                    digest.update(block)
+        except OSError as error:
+            raise DataError(f"{path}: cannot be read: {error.strerror}") from None
+    return digest.hexdigest()
+
+
 class Shard(TypedDict):
     """What the manifest has of a file of tokens."""
 

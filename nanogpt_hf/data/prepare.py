@@ -6,13 +6,14 @@ The folder is complete or absent, also if several processes prepare it.
 import itertools
 import logging
 import os
+import pickle
 import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 from tqdm import tqdm
@@ -21,9 +22,8 @@ from nanogpt_hf.config.schema import Config, DataSection
 from nanogpt_hf.config.seeds import derive_seed
 from nanogpt_hf.config.sources import is_mixture, sources_of
 from nanogpt_hf.cpu import allowed_cores
-from nanogpt_hf.data.encode import Encode, Row, ShardWriter, Spool, encoded
-from nanogpt_hf.data.files import file_digest, file_state
-from nanogpt_hf.data.formats import format_of, local_files
+from nanogpt_hf.data.blocks import Row, ShardWriter
+from nanogpt_hf.data.formats import Encode, encoded, format_of
 from nanogpt_hf.data.manifest import (
     DECIDING_KNOBS,
     MANIFEST,
@@ -31,12 +31,14 @@ from nanogpt_hf.data.manifest import (
     Manifest,
     PreparedSource,
     SplitFacts,
+    file_digest,
+    file_state,
     mixed_manifest,
     read_manifest,
     write_manifest,
 )
 from nanogpt_hf.data.prepared import TOKENIZER, check_fits, open_blocks
-from nanogpt_hf.data.source import BadRows, Documents, check_source, load_documents
+from nanogpt_hf.data.source import BadRows, Documents, check_source, load_documents, local_files
 from nanogpt_hf.data.tokenizer import Tokenizer, build_tokenizer, save_tokenizer, vocabulary_hash
 from nanogpt_hf.errors import DataError
 from nanogpt_hf.formatting import plural, shows_bars
@@ -134,6 +136,25 @@ def _prepare_in(folder: Path, data: DataSection) -> Manifest:
     return write_facts(
         folder, data, tokenizer, documents.revision, end_of_text_id, facts, left_out + more
     )
+
+
+class Spool:
+    """Rows in a scratch file, to write them when the number of their documents is known.
+
+    It is a tempfile.TemporaryFile, which no other user can open: pickle runs code of its input.
+    """
+
+    def __init__(self, file: IO[bytes], rows: Iterable[tuple[int, list[Row]]]):
+        self.documents = self._batches = 0
+        self._file = file
+        for self.documents, batch in rows:
+            pickle.dump(batch, file)
+            self._batches += 1
+
+    def __iter__(self) -> Iterator[list[Row]]:
+        self._file.seek(0)
+        for _ in range(self._batches):
+            yield pickle.load(self._file)
 
 
 class Reading:

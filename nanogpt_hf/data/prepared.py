@@ -14,21 +14,22 @@ from nanogpt_hf.config.formats import FORMATS, FormatRow
 from nanogpt_hf.config.schema import Config, DataSection
 from nanogpt_hf.config.sources import is_mixture, sources_of
 from nanogpt_hf.config.stages import config_at, planned_tokens, tokens_by_source
-from nanogpt_hf.data.batches import blocks_read
+from nanogpt_hf.data.batches import MixedBlocks, as_mixture, blocks_read
 from nanogpt_hf.data.blocks import Blocks
 from nanogpt_hf.data.chat_template import chat_of
 from nanogpt_hf.data.examples import Examples
-from nanogpt_hf.data.files import file_digest, file_state, is_url
-from nanogpt_hf.data.formats import format_of, local_files
+from nanogpt_hf.data.formats import format_of
 from nanogpt_hf.data.manifest import (
     SPLITS,
     Manifest,
     SplitFacts,
+    file_digest,
+    file_state,
     find_manifest,
     read_manifest,
     write_manifest,
 )
-from nanogpt_hf.data.mixture import MixedBlocks, as_mixture
+from nanogpt_hf.data.source import is_url, local_files
 from nanogpt_hf.data.tokenizer import end_of_text_id_of, load_tokenizer, vocabulary_hash
 from nanogpt_hf.errors import DataError
 from nanogpt_hf.formatting import plural

@@ -19,16 +19,19 @@ from typing import IO, Any
 
 import pyarrow
 
-from nanogpt_hf.data.files import (
-    ARCHIVE,
-    COMPRESSIONS,
-    KNOWN,
-    NOT_READ,
-    ROW_ENDINGS,
-    TEXT_ENDINGS,
-    file_ending,
+# The endings of files that are read: of rows, and of text.
+ROW_ENDINGS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
+TEXT_ENDINGS = (".txt", ".md", *ROW_ENDINGS)
+COMPRESSIONS = (".gz", ".bz2", ".xz", ".lzma", ".zst")
+ARCHIVE = ".zip"
+# Forms that hold text and are not read.
+OTHER_ARCHIVES = (".tar", ".tgz", ".tbz", ".tbz2", ".txz", ".7z", ".rar")
+OTHER_COMPRESSIONS = (".lz4", ".snappy", ".sz", ".br", ".lz", ".lzo", ".z")
+NOT_READ = (*OTHER_ARCHIVES, *OTHER_COMPRESSIONS)
+KNOWN = (
+    f"known are {', '.join(TEXT_ENDINGS)}, each also compressed ({', '.join(COMPRESSIONS)}) or in "
+    f"a {ARCHIVE}"
 )
-
 # The methods that the zipfile of Python 3.11 reads.
 _METHODS = {
     zipfile.ZIP_STORED: "stored",
@@ -38,6 +41,12 @@ _METHODS = {
 }
 _ENCRYPTED = 0x1  # the bit of a member's flags
 _AT_ONCE = 1 << 17  # bytes
+
+
+def file_ending(path: Path) -> str:
+    """`a.jsonl.xz` -> .jsonl"""
+    compressed = path.suffix.lower() in (*COMPRESSIONS, ARCHIVE)
+    return Path(path.stem if compressed else path.name).suffix.lower()
 
 
 class _Streams(io.RawIOBase):

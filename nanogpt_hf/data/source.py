@@ -4,40 +4,44 @@ Built in are Python's documentation and generated additions and subtractions.
 """
 
 import contextlib
+import glob
 import logging
 import os
+import re
 import sys
-import zlib
+import urllib.parse
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import fsspec
 from huggingface_hub import HfApi
 
 from nanogpt_hf.config.formats import FORMATS
 from nanogpt_hf.config.schema import DataSection
-from nanogpt_hf.config.seeds import derive_seed
-from nanogpt_hf.data.files import (
+from nanogpt_hf.data.built_in import (
     ARITHMETIC,
     BUILT_IN,
-    ROW_ENDINGS,
-    download,
-    file_digest,
-    find_files,
-    is_url,
+    arithmetic_rows,
+    arithmetic_text,
+    python_docs,
 )
-from nanogpt_hf.data.formats import format_of, local_files
-from nanogpt_hf.data.manifest import SPLITS
-from nanogpt_hf.data.rows import read_tables, unpacked
+from nanogpt_hf.data.formats import format_of
+from nanogpt_hf.data.manifest import SPLITS, file_digest
+from nanogpt_hf.data.rows import (
+    ARCHIVE,
+    KNOWN,
+    OTHER_ARCHIVES,
+    OTHER_COMPRESSIONS,
+    ROW_ENDINGS,
+    TEXT_ENDINGS,
+    file_ending,
+    read_tables,
+    unpacked,
+)
 from nanogpt_hf.errors import DataError, UserError, one_line
 from nanogpt_hf.formatting import plural, shows_bars
-
-_LARGEST = 99  # operand
-_DOCUMENTS, _LINES = 2_000, 50  # documents and lines of the text
-_ROWS = 10_000
-_HELD_OUT_SHARE = 10  # one question in ten
 
 _NAMED = 3  # rows that a message names
 _REMEDY = "; data.max_bad_rows N leaves out up to N such rows"
@@ -122,6 +126,79 @@ class BadRows:
         )
 
 
+def _is_read(path: Path, endings: tuple[str, ...]) -> bool:
+    """Whether a folder's file is read. Raises DataError for text in a form that is not known."""
+    ending, last = file_ending(path), path.suffix.lower()
+    if ending in endings:
+        return True
+    if TEXT_ENDINGS[0] not in endings and ROW_ENDINGS[0] not in endings:
+        return False
+    is_compressed = last in OTHER_COMPRESSIONS and Path(path.stem).suffix.lower() in endings
+    if ending in OTHER_ARCHIVES or is_compressed:
+        raise DataError(
+            f"data.source: {path}: {ending} is not read; {KNOWN}: extract it, or move it elsewhere"
+        )
+    return last == ARCHIVE
+
+
+def is_url(source: str) -> bool:
+    return bool(re.match(r"[a-z][a-z0-9+.-]*://", source))
+
+
+def find_files(source: str, endings: tuple[str, ...] = TEXT_ENDINGS) -> list[Path]:
+    """The files of a local source, sorted; [] for a URL, a built-in source or a name that may be a
+    Hub data set.
+
+    Of a folder, those of the given endings that are not hidden. Raises DataError for a path without
+    files.
+    """
+    if source in BUILT_IN or is_url(source):
+        return []
+    path = Path(os.path.expanduser(source))  # unlike Path.expanduser, accepts an unknown user's ~
+    if os.path.isdir(path):  # unlike Path.is_dir, false for a name that is too long
+        found = [
+            file
+            for file in path.rglob("*")
+            if not any(part.startswith(".") for part in file.relative_to(path).parts)
+            and _is_read(file, endings)
+        ]
+    else:  # a name that exists may have characters of a pattern
+        found = [path] if os.path.exists(path) else glob.glob(str(path), recursive=True)
+    if files := sorted(Path(file) for file in found if os.path.isfile(file)):
+        return files
+    is_path = source.startswith((".", "/", "~")) or source.count("/") > 1
+    is_path |= os.path.exists(path) or glob.has_magic(source)
+    if is_path or file_ending(path) in TEXT_ENDINGS:
+        raise DataError(f"data.source: {source}: no file, or folder with {', '.join(endings)}")
+    return []
+
+
+def download(url: str, folder: Path, sha256: str | None) -> Path:
+    """Copy the file at a URL that fsspec reads into `folder`, and check its sha256 if given.
+
+    Raises DataError if it cannot be downloaded, or is another file.
+    """
+    options: dict[str, Any] = {}
+    if url.startswith("http"):
+        from aiohttp import ClientTimeout
+
+        # by default a download ends after five minutes
+        options["client_kwargs"] = {"timeout": ClientTimeout(sock_connect=60, sock_read=60)}
+    try:
+        target = folder / (Path(urllib.parse.urlsplit(url).path).name or "file.txt")
+        system, path = fsspec.core.url_to_fs(url, **options)
+        system.get_file(path, str(target))
+    except Exception as error:  # the network, a file system, a package that it needs
+        reason = one_line(error) or type(error).__name__
+        if isinstance(error, ValueError):  # its text may show a part of a password
+            reason = "not a URL"
+        raise DataError(f"data.source: {url}: cannot be downloaded: {reason}") from None
+    digest = file_digest([target])
+    if sha256 and digest != sha256.lower():
+        raise DataError(f"data.sha256: {url} has sha256 {digest}, not {sha256}; nothing was kept")
+    return target
+
+
 @dataclass(frozen=True)
 class Documents:
     """The documents of a source, in order; each call of a split reads them again.
@@ -144,6 +221,14 @@ class Documents:
         documents = list(getattr(self, split)())
         self.bad_rows[split].left_out(len(documents))
         return documents
+
+
+def local_files(data: DataSection) -> list[Path]:
+    """`find_files` of the recipe's source and format; token files without tokens are left out."""
+    files = find_files(data.one_source, format_of(data).endings)
+    if FORMATS[data.format].has_tokens:
+        return [path for path in files if path.stat().st_size]
+    return files
 
 
 def load_documents(data: DataSection, scratch: Path, read_row: ReadRow | None = None) -> Documents:
@@ -175,7 +260,7 @@ def load_documents(data: DataSection, scratch: Path, read_row: ReadRow | None = 
                 "out (data.validation_fraction is held out)"
             )
     if source in BUILT_IN:
-        rows, revision = [_python_docs()], f"Python {sys.version.split()[0]}"
+        rows, revision = [python_docs()], f"Python {sys.version.split()[0]}"
         if source == ARITHMETIC:
             rows = arithmetic_text() if reads_plain_text else arithmetic_rows()
             revision = f"{ARITHMETIC} 1"
@@ -320,44 +405,3 @@ def _rows(split: Any) -> Iterator[dict[str, Any]]:
     for batch in split.iter(1000):
         for values in zip(*batch.values(), strict=True):
             yield dict(zip(batch, values, strict=True))
-
-
-def _python_docs() -> str:
-    from pydoc_data.topics import topics
-
-    return "\n\n\n".join(topics[name].strip() for name in sorted(topics)) + "\n"
-
-
-def is_held_out(question: str) -> bool:
-    """Whether a generated question is held out: by its text, so that it is in one split only."""
-    return zlib.crc32(question.encode()) % _HELD_OUT_SHARE == 0
-
-
-def arithmetic_question(seed: int, index: int, *, held_out: bool) -> tuple[str, str]:
-    """Question `index` and its answer, such as ("12+7", "19"); a pure function of its arguments."""
-    draws = np.random.Philox(key=derive_seed(seed, "questions", int(held_out), index))
-    while True:
-        first, second, sign = (int(bits) for bits in draws.random_raw(3))
-        first, second = first % (_LARGEST + 1), second % (_LARGEST + 1)
-        question, answer = (
-            (f"{first}+{second}", first + second)
-            if sign % 2
-            else (f"{first}-{second}", first - second)
-        )
-        if is_held_out(question) == held_out:
-            return question, str(answer)
-
-
-def arithmetic_text() -> Iterator[str]:
-    """Documents of lines such as `12+7=19`, of questions that are not held out."""
-    for document in range(_DOCUMENTS):
-        questions = range(document * _LINES, (document + 1) * _LINES)
-        lines = ("=".join(arithmetic_question(0, number, held_out=False)) for number in questions)
-        yield "".join(f"{line}\n" for line in lines)
-
-
-def arithmetic_rows() -> Iterator[dict[str, str]]:
-    """Rows of a question and its answer, of questions that are not held out."""
-    for number in range(_ROWS):
-        question, answer = arithmetic_question(1, number, held_out=False)
-        yield {"prompt": question, "completion": answer}

@@ -72,7 +72,7 @@ def load_bundle(source: str, limit: int | None = None) -> tuple[list[CoreTask], 
     A bundle is a folder with core.yaml, eval_meta_data.csv and eval_data/*.jsonl. Raises DataError,
     one line, if there is no such bundle, or a file cannot be read.
     """
-    from nanogpt_hf.data.files import file_digest
+    from nanogpt_hf.data.manifest import file_digest
 
     path = Path(os.path.expanduser(source))
     try:

@@ -11,9 +11,9 @@ from accelerate import Accelerator
 from accelerate.utils import send_to_device
 from transformers import PreTrainedTokenizerBase
 
+from nanogpt_hf.data.batches import as_mixture
 from nanogpt_hf.data.blocks import Blocks, TokenStream
 from nanogpt_hf.data.manifest import Manifest
-from nanogpt_hf.data.mixture import as_mixture
 from nanogpt_hf.data.prepared import PreparedData
 from nanogpt_hf.data.tokenizer import bytes_of_tokens
 from nanogpt_hf.distributed.accelerator import sum_over_ranks

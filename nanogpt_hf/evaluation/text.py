@@ -154,9 +154,9 @@ def _read_text(
     data: DataSection, split: str | None, tokenizer: "Tokenizer", scratch: Path
 ) -> Corpus:
     from nanogpt_hf.data.blocks import TokenStream
-    from nanogpt_hf.data.encode import encoded
-    from nanogpt_hf.data.files import BUILT_IN, find_files, is_url
-    from nanogpt_hf.data.source import load_documents
+    from nanogpt_hf.data.built_in import BUILT_IN
+    from nanogpt_hf.data.formats import encoded
+    from nanogpt_hf.data.source import find_files, is_url, load_documents
     from nanogpt_hf.data.text import text_encoder
 
     name = data.one_source

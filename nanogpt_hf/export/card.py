@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig
 from nanogpt_hf.config.load import config_to_yaml
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.config.sources import chats, source_text, sources_of
-from nanogpt_hf.data.files import BUILT_IN
+from nanogpt_hf.data.built_in import BUILT_IN
 from nanogpt_hf.data.manifest import Manifest, PreparedSource
 from nanogpt_hf.formatting import format_number
 from nanogpt_hf.model.architecture import architecture_of, count_parameters

@@ -11,7 +11,7 @@ import pytest
 from assertions import file_contents, refusal
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.schema import DataSection, replace_knobs
-from nanogpt_hf.data import encode
+from nanogpt_hf.data import formats
 from nanogpt_hf.data.prepare import prepare
 from nanogpt_hf.data.prepared import load_prepared, summary_lines
 from nanogpt_hf.data.source import load_documents
@@ -161,7 +161,7 @@ def prepared(config, tmp_path):
 @pytest.mark.parametrize("format", ["text", "chat"])
 @pytest.mark.parametrize("tokenizer", ["byte", "bpe"])
 def test_tokens_are_those_of_the_good_rows(write, config, tmp_path, format, tokenizer, monkeypatch):
-    monkeypatch.setattr(encode, "_BATCH_DOCUMENTS", 7)
+    monkeypatch.setattr(formats, "_BATCH_DOCUMENTS", 7)
     knobs = {"format": format}
     if tokenizer == "bpe":
         knobs |= {"tokenizer": "bpe", "vocab_size": 300}
@@ -188,7 +188,7 @@ def test_tokens_are_those_of_the_good_rows(write, config, tmp_path, format, toke
 def test_limit_of_tokens_counts_the_bad_rows_before_it(
     write, config, tmp_path, monkeypatch, threads
 ):
-    monkeypatch.setattr(encode, "_BATCH_DOCUMENTS", 3)
+    monkeypatch.setattr(formats, "_BATCH_DOCUMENTS", 3)
     path = write("rows.jsonl", ("x\n" + f"{GOOD}\n" * 3) * 30)
     knobs = {"max_tokens": 100, "max_bad_rows": 30, "num_threads": threads}
     _, manifest = prepared(config(path, **knobs), tmp_path)
@@ -201,7 +201,7 @@ def test_limit_of_tokens_counts_the_bad_rows_before_it(
 def test_bad_row_beyond_the_limit_of_tokens_is_not_refused(
     write, config, tmp_path, monkeypatch, threads
 ):
-    monkeypatch.setattr(encode, "_BATCH_DOCUMENTS", 3)
+    monkeypatch.setattr(formats, "_BATCH_DOCUMENTS", 3)
     path = write("rows.jsonl", f"{GOOD}\n" * 25 + "x\n")
     _, manifest = prepared(config(path, max_tokens=100, num_threads=threads), tmp_path)
     assert manifest.train.documents + manifest.validation.documents == 20

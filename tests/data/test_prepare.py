@@ -16,10 +16,10 @@ import pytest
 
 from assertions import refusal
 from nanogpt_hf.config.schema import Config, DataSection, replace_knobs
-from nanogpt_hf.data import encode
 from nanogpt_hf.data import prepare as module
 from nanogpt_hf.data import prepared as prepared_module
 from nanogpt_hf.data import source as source_module
+from nanogpt_hf.data.blocks import ShardWriter
 from nanogpt_hf.data.manifest import read_manifest
 from nanogpt_hf.data.prepare import prepare
 from nanogpt_hf.data.prepared import load_prepared
@@ -433,7 +433,7 @@ def test_full_disk_is_one_line(monkeypatch, text, make, tmp_path):
     def write(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(encode.ShardWriter, "_write_pending", write)
+    monkeypatch.setattr(ShardWriter, "_write_pending", write)
     assert "No space left" in refusal(prepare, make(text()))
     assert is_empty_but_for_lock(tmp_path / "data")
 

@@ -22,8 +22,8 @@ import pytest
 
 from assertions import refusal
 from nanogpt_hf.config.schema import DataSection
-from nanogpt_hf.data.files import file_digest, file_state, find_files
-from nanogpt_hf.data.source import load_documents
+from nanogpt_hf.data.manifest import file_digest, file_state
+from nanogpt_hf.data.source import find_files, load_documents
 
 ROWS = ["first\nof two lines", 'second, "quoted"', "third: ünï 😀\u2028.", "  spaces  kept  "]
 

@@ -13,7 +13,7 @@ import pytest
 
 from assertions import file_contents, refusal
 from nanogpt_hf.config.load import load_config
-from nanogpt_hf.data import encode
+from nanogpt_hf.data import blocks, formats
 from nanogpt_hf.data.manifest import SplitFacts
 from nanogpt_hf.data.prepare import prepare
 
@@ -101,9 +101,9 @@ def test_streamed_folder_equals_the_ordinary_one_byte_for_byte(
             rows = [text and text.encode() for text in texts(number, ROWS)]
             rows[number * 5] = b"\xff"
             files[f"data/train-{number:05}.parquet"] = parquet(rows)
-    monkeypatch.setattr(encode, "SHARD_BYTES", 800)
-    monkeypatch.setattr(encode, "_RECORD_TOKENS", 300)
-    monkeypatch.setattr(encode, "_BATCH_DOCUMENTS", 7)
+    monkeypatch.setattr(blocks, "SHARD_BYTES", 800)
+    monkeypatch.setattr(blocks, "_RECORD_TOKENS", 300)
+    monkeypatch.setattr(formats, "_BATCH_DOCUMENTS", 7)
     prepare(config(**knobs))
     assert len(list((tmp_path / "data" / "train").glob("*.arrow"))) > 1
     alone = remove(tmp_path / "data")
@@ -118,7 +118,7 @@ def test_streamed_folder_equals_the_ordinary_one_byte_for_byte(
 
 @pytest.mark.parametrize("format", ["text", "chat"])
 def test_a_limit_keeps_the_first_whole_documents(config, tmp_path, format, monkeypatch):
-    monkeypatch.setattr(encode, "_BATCH_DOCUMENTS", 7)
+    monkeypatch.setattr(formats, "_BATCH_DOCUMENTS", 7)
     path, turns = tmp_path / "rows.jsonl", [text for text in texts(3, 60) if text]
     rows = [{"text": text, "prompt": text, "completion": text} for text in turns]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))

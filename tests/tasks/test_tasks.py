@@ -8,7 +8,7 @@ import pytest
 
 from assertions import refusal
 from nanogpt_hf.config.schema import DataSection
-from nanogpt_hf.data.source import arithmetic_rows, arithmetic_text, is_held_out
+from nanogpt_hf.data.built_in import arithmetic_rows, arithmetic_text, is_held_out
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.tasks.load import load_task
 
