@@ -6,7 +6,6 @@ turn or starts another.
 """
 
 import contextlib
-import hashlib
 import itertools
 import json
 import re
@@ -17,20 +16,15 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from nanogpt_hf.data.conversations import (
-    Conversation,
-    Message,
-    answers_of,
-    fields_of,
-    texts_of,
-)
+from nanogpt_hf.data.chat_fields import FieldCheck
+from nanogpt_hf.data.messages import Conversation, Message, answers_of, texts_of
 from nanogpt_hf.data.tokenizer import start_of_text_id_of, unknown_characters_named
 from nanogpt_hf.errors import DataError, one_line
 from nanogpt_hf.time_limit import TimeUpError, time_limit
 
 _SECONDS = 10.0  # templates render in milliseconds
 _LONGEST_SHAPE = 5000  # characters
-_SHAPES = 1000  # of conversations whose special tokens and fields are remembered
+_SHAPES = 1000  # of conversations whose special tokens are remembered
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _TODAY = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 # The date that templates write: the one that Llama 3.1's has for programs without a clock.
@@ -41,23 +35,6 @@ _PROBE: list[Message] = [
     {"role": "user", "content": "How?"},
     {"role": "assistant", "content": "So."},
 ]
-_NAME = re.compile(r"Part\d+of")
-
-
-class _Part(NamedTuple):
-    """A field of a message, or an item of one that is a list."""
-
-    message: int  # its index; -1 for what is beside the messages
-    field: str
-    item: int | None = None
-
-    def __str__(self) -> str:
-        where = f"message {self.message + 1}: " if self.message >= 0 else ""
-        return f"{where}{self.field}" + ("" if self.item is None else f": item {self.item + 1}")
-
-
-# Yields (index of the last message, text) of the texts that a conversation becomes.
-_TextsOf = Callable[[Conversation, int], Iterator[tuple[int, str]]]
 
 
 class ChatExample(NamedTuple):
@@ -107,7 +84,7 @@ class ChatFormat:
         if hf.unk_token_id not in (hf.bos_token_id, hf.eos_token_id):
             self._special_ids.discard(hf.unk_token_id)  # any text may have unknown characters
         self._remembered = lru_cache(_SHAPES)(self._special_of)
-        self._checked = set[bytes]()
+        self._fields = FieldCheck()
         self._begun = set[tuple[tuple[str, str], ...]]()
 
     def prompt_ids(self, messages: list[Message], tools: list[Any] | None = None) -> list[int]:
@@ -118,7 +95,7 @@ class ChatFormat:
         write.
         """
         asked = Conversation(messages, tools)
-        self._check_fields(asked, self._prompt_texts)
+        self._fields.check(asked, self._prompt_texts, len(messages))
         asked = self._harmless(asked)
         with unknown_characters_named(self.hf, texts_of(asked)):
             (ids,) = self._tokens([self._render(asked, add_generation_prompt=True)])
@@ -136,7 +113,9 @@ class ChatFormat:
         """
         for conversation in conversations:
             with _named(conversation):
-                self._check_fields(conversation, self._example_texts)
+                # What follows the last learned answer does not matter.
+                last = _learned(conversation)[-1]
+                self._fields.check(conversation, self._example_texts, last)
         found = list(map(self._harmless, conversations))
         by_marks = self._by_marks(found) if self.is_marked else itertools.repeat(None)
         examples = []
@@ -194,66 +173,6 @@ class ChatFormat:
         ]
         tools = broken(conversation.tools, self._control)
         return conversation._replace(messages=messages, tools=tools)
-
-    def _check_fields(self, conversation: Conversation, rendered: _TextsOf) -> None:
-        """Raises DataError for a field with content that changes nothing in the texts.
-
-        Messages of the same roles and fields are checked once: templates choose by these what
-        they write.
-        """
-        parts = list(_parts(conversation))
-        shape = (
-            rendered.__name__,
-            [message["role"] for message in conversation.messages],
-            parts,
-            sorted(conversation.unlearned),
-        )
-        digest = hashlib.sha256(repr(shape).encode()).digest()
-        if digest in self._checked:
-            return
-        last = len(conversation.messages)
-        if rendered == self._example_texts:  # what follows the last learned answer does not matter
-            last = _learned(conversation)[-1]
-        written = self._found(conversation, parts, rendered)
-        try:
-            texts = dict(rendered(conversation, 0))
-        except DataError:
-            # A template that writes no calls of tools may fail for want of a text.
-            if all(message["content"] is not None for message in conversation.messages):
-                raise
-            filled = [m | {"content": m["content"] or ""} for m in conversation.messages]
-            self._check_fields(conversation._replace(messages=filled), rendered)
-            raise
-        for part in parts:
-            if part in written or part.message > last:
-                continue
-            others = rendered(_without(conversation, part), part.message)
-            with contextlib.suppress(DataError):  # a template that fails asks for the field
-                if all(text == texts[end] for end, text in others):
-                    break
-        else:
-            if len(self._checked) < _SHAPES:  # a server's clients choose the fields
-                self._checked.add(digest)
-            return
-        raise DataError(
-            f"{part}: the model's chat template does not write it, so it would be lost; leave it "
-            "out, or choose another model"
-        )
-
-    def _found(
-        self, conversation: Conversation, parts: list[_Part], rendered: _TextsOf
-    ) -> set[_Part]:
-        """The parts of a conversation that are found in the texts if each is a name of its own.
-
-        One rendering finds what almost all templates write.
-        """
-        names = {part: f"Part{number}of" for number, part in enumerate(parts)}
-        try:
-            text = "".join(text for _, text in rendered(_with_names(conversation, names), 0))
-        except DataError:
-            return set()
-        found = set(_NAME.findall(text))
-        return {part for part, name in names.items() if name in found}
 
     def _prompt_texts(self, conversation: Conversation, _: int) -> Iterator[tuple[int, str]]:
         yield len(conversation.messages) - 1, self._render(conversation, add_generation_prompt=True)
@@ -594,62 +513,3 @@ def _learned(conversation: Conversation) -> list[int]:
     """The indices of the answers that are trained on."""
     answers = answers_of(conversation.messages)
     return [number for number in answers if number not in conversation.unlearned]
-
-
-def _parts(conversation: Conversation) -> Iterator[_Part]:
-    """Every field that has to change the texts; of a list, each item."""
-    fields = list(fields_of(conversation.messages))
-    for number, field in [*fields, (-1, "tools")] if conversation.tools else fields:
-        value = _value(conversation, number, field)
-        if isinstance(value, list):
-            yield from (_Part(number, field, place) for place in range(len(value)))
-        else:
-            yield _Part(number, field)
-
-
-def _value(conversation: Conversation, number: int, field: str) -> Any:
-    return conversation.tools if number < 0 else conversation.messages[number][field]
-
-
-def _replaced(conversation: Conversation, part: _Part, value: Any) -> Conversation:
-    """The conversation with another value of a field; None leaves the field out."""
-    number, field, _ = part
-    if number < 0:
-        return conversation._replace(tools=value)
-    message = dict(conversation.messages[number])
-    if value is None:
-        del message[field]
-    else:
-        message[field] = value
-    messages = conversation.messages
-    return conversation._replace(messages=[*messages[:number], message, *messages[number + 1 :]])
-
-
-def _without(conversation: Conversation, part: _Part) -> Conversation:
-    """The conversation without a part; a message has other text instead."""
-    value = _value(conversation, part.message, part.field)
-    if part.field == "content":
-        return _replaced(conversation, part, "Yes." if value.strip() != "Yes." else "No.")
-    left = None
-    if part.item is not None:
-        left = [*value[: part.item], *value[part.item + 1 :]] or None
-    return _replaced(conversation, part, left)
-
-
-def _with_names(conversation: Conversation, names: dict[_Part, str]) -> Conversation:
-    """The conversation with names in place of the texts of parts, or of the names of functions."""
-    messages = [dict(message) for message in conversation.messages]
-    beside = {"tools": conversation.tools}
-    for part, name in names.items():
-        place: Any = messages[part.message] if part.message >= 0 else beside
-        key: Any = part.field
-        if part.item is not None:
-            if not part.item:  # the list is still the conversation's own
-                place[key] = list(place[key])
-            place, key = place[key], part.item
-        value = place[key]
-        if isinstance(value, str):
-            place[key] = name
-        elif isinstance(value, dict) and isinstance(value.get("function"), dict):
-            place[key] = value | {"function": value["function"] | {"name": name}}
-    return conversation._replace(messages=messages, tools=beside["tools"])

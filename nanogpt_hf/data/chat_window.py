@@ -3,7 +3,7 @@
 from typing import Any
 
 from nanogpt_hf.data.chat_template import ChatFormat
-from nanogpt_hf.data.conversations import Conversation, Message, texts_of
+from nanogpt_hf.data.messages import Conversation, Message, texts_of
 from nanogpt_hf.data.tokenizer import unknown_characters_named
 
 

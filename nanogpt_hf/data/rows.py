@@ -1,7 +1,6 @@
 """Read the rows of files: text, JSON, tables and Parquet, compressed or in a .zip."""
 
 import bz2
-import contextlib
 import csv
 import gzip
 import io
@@ -104,8 +103,6 @@ _OPENERS: tuple[Callable[[Any], Any], ...] = (
 _DECOMPRESS: dict[str, Callable[[Any], Any]] = dict(zip(COMPRESSIONS, _OPENERS, strict=True))
 # Control characters that no text has; one has white space, backspaces and the escapes of terminals.
 _BINARY = re.compile(r"[\0-\7\x0e-\x1a\x1c-\x1f]")
-_JSON = ("[", "{", " ", "\n")  # how JSON of messages may begin
-_MESSAGES = ("messages", "conversations", "prompt", "chosen", "rejected", "completion")
 # An exception among rows stands for a row that cannot be read; the rows after it can.
 Rows = Iterator[Any]
 
@@ -132,72 +129,6 @@ def text_of(row: Any, column: str) -> str | None:
         )
     (text or "").encode()  # JSON can escape half a character, which UTF-8 cannot encode
     return text
-
-
-def unpacked(row: Any) -> Any:
-    """A row whose messages are lists of objects.
-
-    `datasets` and polars write them as an object of lists, too, duckdb as maps, and all as JSON
-    text. A prompt and answers are text unless all of them are JSON of messages.
-    """
-    if type(row) is not dict or all(map(_is_listed, map(row.get, _MESSAGES))):
-        return row
-    parsed = {
-        column: _json(row[column]) for column in ("messages", "conversations") if column in row
-    }
-    answers = [name for name in ("chosen", "rejected", "completion") if name in row]
-    if answers == ["completion"]:
-        answers.append("prompt")
-    messages = {name: _json_messages(row.get(name)) for name in (*answers, "prompt")}
-    if answers and all(messages[name] for name in answers):
-        parsed |= {name: value for name, value in messages.items() if value}
-    row = row | parsed
-    return row | {name: _listed(row[name]) for name in _MESSAGES if name in row}
-
-
-def _is_listed(value: Any) -> bool:
-    """Whether a value is none of messages, or a list of objects already."""
-    if isinstance(value, list):
-        return all(type(message) is dict for message in value)
-    return value is None or (isinstance(value, str) and value[:1] not in _JSON)
-
-
-def _json(value: Any) -> Any:
-    """What a JSON text holds; another value as it is."""
-    if isinstance(value, str):
-        with contextlib.suppress(ValueError, RecursionError):
-            return json.loads(value)
-    return value
-
-
-def _json_messages(value: Any) -> list[Any] | None:
-    """The messages of a JSON text, or those of a value that is no text; None if it is text."""
-    value = _listed(_json(value))
-    is_list = isinstance(value, list) and value
-    return value if is_list and all({"role", "from"} & set(_object(m)) for m in value) else None
-
-
-def _object(message: Any) -> dict[str, Any]:
-    """A message of any layout as an object, {} if it is none."""
-    message = _json(message)
-    if isinstance(message, list) and all(type(pair) is tuple for pair in message):  # a map
-        message = dict(message)
-    return message if isinstance(message, dict) else {}
-
-
-def _listed(value: Any) -> Any:
-    """Messages as a list of objects; what is none is left, to be refused with the row."""
-    if isinstance(value, dict):
-        parts = {name: part for name, part in value.items() if part is not None}
-        if not parts or not all(isinstance(part, list) for part in parts.values()):
-            return value
-        if len({len(part) for part in parts.values()}) > 1:
-            raise ValueError("the lists of its messages have different lengths")
-        messages = zip(*parts.values(), strict=True)
-        return [dict(zip(parts, message, strict=True)) for message in messages]
-    if isinstance(value, list):
-        return [_object(message) or message for message in value]
-    return value
 
 
 def read_tables(path: Path, column: str | None) -> Iterator[tuple[str, Rows]]:

@@ -29,6 +29,7 @@ from nanogpt_hf.data.built_in import (
 )
 from nanogpt_hf.data.formats import format_of
 from nanogpt_hf.data.manifest import SPLITS, file_digest
+from nanogpt_hf.data.messages import unpacked
 from nanogpt_hf.data.rows import (
     ARCHIVE,
     KNOWN,
@@ -38,7 +39,6 @@ from nanogpt_hf.data.rows import (
     TEXT_ENDINGS,
     file_ending,
     read_tables,
-    unpacked,
 )
 from nanogpt_hf.errors import DataError, UserError, one_line
 from nanogpt_hf.formatting import plural, shows_bars

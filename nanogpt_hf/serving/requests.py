@@ -14,7 +14,7 @@ from pydantic import (
     model_validator,
 )
 
-from nanogpt_hf.data.conversations import Message, functions_of
+from nanogpt_hf.data.messages import Message, functions_of
 
 MAX_CHOICES = 16  # per request
 _ANY = object()

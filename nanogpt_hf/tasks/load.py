@@ -17,7 +17,8 @@ from nanogpt_hf.config.schema import DataSection
 from nanogpt_hf.config.seeds import derive_seed
 from nanogpt_hf.config.sources import is_mixture
 from nanogpt_hf.data.built_in import arithmetic_question, is_held_out
-from nanogpt_hf.data.conversations import Message, conversation_of
+from nanogpt_hf.data.conversations import conversation_of
+from nanogpt_hf.data.messages import Message
 from nanogpt_hf.data.prepare import split_documents
 from nanogpt_hf.data.source import load_documents
 from nanogpt_hf.errors import DataError, UserError, did_you_mean, one_line

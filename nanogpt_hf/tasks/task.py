@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nanogpt_hf.data.conversations import Message
+from nanogpt_hf.data.messages import Message
 from nanogpt_hf.errors import UserError, did_you_mean
 from nanogpt_hf.tasks.answer_text import chosen_letter, final_number
 

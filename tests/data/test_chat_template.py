@@ -10,7 +10,7 @@ from assertions import refusal
 from chat_templates import CHATML, MARKED, QWEN, SHAPES, THOUGHT, byte_level
 from nanogpt_hf.data import chat_template
 from nanogpt_hf.data.chat_template import ChatFormat, chat_format
-from nanogpt_hf.data.conversations import Conversation
+from nanogpt_hf.data.messages import Conversation
 from nanogpt_hf.data.tokenizer import char_tokenizer
 
 TWO = [

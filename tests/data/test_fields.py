@@ -13,7 +13,8 @@ from assertions import refusal
 from chat_templates import CHATML, MARKED, QWEN, QWEN3, SHAPES, byte_level
 from nanogpt_hf.data.chat_template import ChatFormat, chat_format
 from nanogpt_hf.data.chat_window import encode_chat
-from nanogpt_hf.data.conversations import Conversation, conversation_of, labeled_of, pair_of
+from nanogpt_hf.data.conversations import conversation_of, labeled_of, pair_of
+from nanogpt_hf.data.messages import Conversation
 from nanogpt_hf.errors import DataError
 from nanogpt_hf.methods.pairs import encode_answer
 

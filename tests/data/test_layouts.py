@@ -9,7 +9,8 @@ import pytest
 
 from assertions import refusal
 from nanogpt_hf.config.schema import DataSection
-from nanogpt_hf.data.conversations import Conversation, labeled_of, pair_of
+from nanogpt_hf.data.conversations import labeled_of, pair_of
+from nanogpt_hf.data.messages import Conversation
 from nanogpt_hf.data.source import load_documents
 
 MESSAGES = [{"role": "user", "content": "a?"}, {"role": "assistant", "content": "b"}]
