@@ -22,8 +22,8 @@ from nanogpt_hf.data.manifest import read_manifest
 from nanogpt_hf.data.prepare import prepare
 from nanogpt_hf.data.prepared import check_prepared, load_prepared
 from nanogpt_hf.errors import Stopped
-from nanogpt_hf.reports.reference import find_reference
 from nanogpt_hf.methods.text import load_text
+from nanogpt_hf.reports.reference import find_reference
 
 
 @pytest.fixture(params=["text", "chat"])
