@@ -1,15 +1,19 @@
-"""Attention functions beside those of transformers, registered in its table.
+"""Attention functions of our own, registered in transformers' table: for bfloat16 on CPUs, and for
+packed documents.
 
 Written out for bfloat16 on CPUs, where torch's fused kernel has a slow backward pass: forward and
 backward of one layer of 12 sequences of 64 tokens, 4 heads of 32, on one core with AVX512_BF16 take
 14.8 ms fused, 1.3 ms written out (docs/performance.md).
 
-Of packed documents and conversations, without a mask of all pairs of positions: on CUDA torch's
-flex attention skips the blocks of pairs that are of several documents. On a CPU, where flex has no
-backward pass in torch 2.13, long sequences attend document by document.
+Packed documents and conversations need no mask of all pairs of positions: on CUDA torch's flex
+attention skips the blocks of pairs that are of several documents. On a CPU, where flex has no
+backward pass in torch 2.13, each document of a long sequence attends alone.
+
+Shapes in comments: B rows, H heads, T positions, D values of a head.
 """
 
 import sys
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -66,17 +70,32 @@ def attend_written_out(
         fused: Any = ALL_ATTENTION_FUNCTIONS["sdpa"]
         options |= {"scaling": scaling, "dropout": dropout}
         return fused(module, query, key, value, attention_mask, **options)
+    # (B, H, T, D); fewer heads of keys and values with grouped queries, until they are repeated
     q, k, v = (x.bfloat16() for x in (query, key, value))
-    if k.shape[1] < heads:  # grouped queries
+    if k.shape[1] < heads:
         k, v = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (k, v))
-    future = q.new_full((positions, positions), -torch.inf).triu(1)
+    # Scores have the variance of one product times D. Scaled by 1/√D the softmax begins with
+    # weights that are neither all equal nor all on one position.
     scale = size**-0.5 if scaling is None else scaling
-    scores = torch.baddbmm(future, q.flatten(0, 1), k.flatten(0, 1).mT, alpha=scale)
+    # (T, T): -inf above the diagonal, so that no position sees a later one. The product adds to it.
+    future = q.new_full((positions, positions), -torch.inf).triu(1)
+    scores = torch.baddbmm(future, q.flatten(0, 1), k.flatten(0, 1).mT, alpha=scale)  # (B·H, T, T)
     weights = scores.softmax(-1)
     if dropout:
         weights = F.dropout(weights, dropout)
     out = torch.bmm(weights, v.flatten(0, 1)).view(batch, heads, positions, -1)
     return out.transpose(1, 2).contiguous(), None
+
+
+@dataclass(frozen=True)
+class DocumentMask:
+    """Where documents begin, in place of a mask of all pairs of positions.
+
+    transformers hands it from `PackedAttention.build_mask` through the layers to
+    `PackedAttention.attend`, as it would a tensor.
+    """
+
+    begins: list[list[int]]  # for each row the first positions of its documents, without 0
 
 
 def attend_apart(model: PreTrainedModel) -> None:
@@ -86,7 +105,6 @@ def attend_apart(model: PreTrainedModel) -> None:
     run with flex attention, with heads too small for it, and on a CPU with windows of attention.
     """
     config: Any = model.config
-    inner = config._attn_implementation
     heads = size_of(config, "num_attention_heads", 1)
     if (
         not model._supports_flex_attn
@@ -95,27 +113,49 @@ def attend_apart(model: PreTrainedModel) -> None:
         or any("sinks" in name for name, _ in model.named_parameters())  # not on CPUs
     ):
         return
-    drops = any("drop" in knob and value for knob, value in config.to_dict().items())
+    has_dropout = any("drop" in knob and value for knob, value in config.to_dict().items())
+    attention = PackedAttention(config._attn_implementation, has_dropout)
+    ALL_ATTENTION_FUNCTIONS.register(attention.name, attention.attend)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(attention.name, attention.build_mask)
+    model.set_attn_implementation(attention.name)
 
-    def build_mask(**options: Any) -> Any:
-        length, device = options["q_length"], torch.device(options["device"]).type
-        packs = not options.get("allow_is_causal_skip", True) and not options.get("use_vmap")
-        packs = packs and not (drops and torch.is_grad_enabled())
-        if packs and options.get("attention_mask") is None and options["kv_length"] == length > 1:
+
+class PackedAttention:
+    """An attention function of transformers and its mask, for rows of packed documents.
+
+    Wherever documents cannot attend apart, both are those of the function `inner`.
+    """
+
+    def __init__(self, inner: str, has_dropout: bool):
+        self._inner = inner
+        self._has_dropout = has_dropout
+        # Models of a name share the functions.
+        self.name = f"documents_{inner}{'_evaluated' * has_dropout}"
+
+    def build_mask(self, **options: Any) -> Any:
+        """The mask of a batch: flex attention's blocks, a DocumentMask, or what `inner` takes."""
+        if self._packs(options):
+            device = torch.device(options["device"]).type
             if device in FLEX_DEVICES:
-                make: Any = torch.compile(create_block_mask)  # else it computes all pairs
-                sizes = options["batch_size"], None, length, length
-                return make(options["mask_function"], *sizes, device=options["device"])
-            is_whole = (options.get("local_size") or length) >= length
-            if device == "cpu" and inner != "eager" and length >= MIN_POSITIONS and is_whole:
-                # a document begins at a token that does not see the one before
-                rows, place = torch.arange(options["batch_size"])[:, None], torch.arange(1, length)
-                sees = options["mask_function"](rows, 0, place, place - 1)
-                if not is_tracing(sees):
-                    return [(~row).nonzero()[:, 0].add(1).tolist() for row in sees]
-        return ALL_MASK_ATTENTION_FUNCTIONS[inner](**options)
+                return _block_mask(options)
+            if device == "cpu" and self._inner != "eager" and _is_long_and_whole(options):
+                documents = _document_mask(options)
+                if documents is not None:
+                    return documents
+        return ALL_MASK_ATTENTION_FUNCTIONS[self._inner](**options)
+
+    def _packs(self, options: dict[str, Any]) -> bool:
+        """Whether rows are read from their first token, with documents in them."""
+        # transformers does not skip the mask of a packed row, so it does not allow that here.
+        packs = not options.get("allow_is_causal_skip", True) and not options.get("use_vmap")
+        # Flex attention has no dropout.
+        if self._has_dropout and torch.is_grad_enabled():
+            packs = False
+        has_padding = options.get("attention_mask") is not None
+        return packs and not has_padding and options["kv_length"] == options["q_length"] > 1
 
     def attend(
+        self,
         module: Any,
         query: torch.Tensor,
         key: torch.Tensor,
@@ -124,24 +164,82 @@ def attend_apart(model: PreTrainedModel) -> None:
         **options: Any,
     ) -> tuple[torch.Tensor, Any]:
         """(B, H, T, D) -> (B, T, H, D), as all attention functions of transformers."""
-        qkv, device = (query, key, value), query.device.type
         if isinstance(attention_mask, BlockMask):
-            if torch.is_autocast_enabled(device):  # as it casts for the fused kernels
-                qkv = (x.to(torch.get_autocast_dtype(device)) for x in qkv)
-            flex: Any = ALL_ATTENTION_FUNCTIONS["flex_attention"]
-            return flex(module, *qkv, attention_mask, **options)
+            return _attend_by_blocks(module, query, key, value, attention_mask, **options)
         own: Any = vars(sys.modules[type(module).__module__]).get("eager_attention_forward")
-        function: Any = ALL_ATTENTION_FUNCTIONS.get_interface(inner, own)
-        if not isinstance(attention_mask, list):
-            return function(module, *qkv, attention_mask, **options)
-        rows = []
-        for row, begins in enumerate(attention_mask):
-            parts = zip(*(x[row, None].tensor_split(begins, 2) for x in qkv), strict=True)
-            alone = [function(module, *part, None, **options)[0] for part in parts]
-            rows.append(torch.cat(alone, 1))
-        return torch.cat(rows), None
+        function: Any = ALL_ATTENTION_FUNCTIONS.get_interface(self._inner, own)
+        if isinstance(attention_mask, DocumentMask):
+            qkv = (query, key, value)
+            return _attend_by_documents(function, module, qkv, attention_mask, options), None
+        return function(module, query, key, value, attention_mask, **options)
 
-    name = f"documents_{inner}{'_evaluated' * drops}"  # models of a name share the functions
-    ALL_ATTENTION_FUNCTIONS.register(name, attend)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(name, build_mask)
-    model.set_attn_implementation(name)
+
+# On CUDA: flex attention, which skips blocks of pairs.
+
+
+def _block_mask(options: dict[str, Any]) -> BlockMask:
+    """Which blocks of 128 x 128 pairs of positions have pairs that see each other."""
+    make: Any = torch.compile(create_block_mask)  # else it computes all pairs
+    length = options["q_length"]
+    return make(
+        options["mask_function"],
+        options["batch_size"],
+        None,  # the same for all heads
+        length,
+        length,
+        device=options["device"],
+    )
+
+
+def _attend_by_blocks(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: BlockMask,
+    **options: Any,
+) -> tuple[torch.Tensor, Any]:
+    device = query.device.type
+    qkv = (query, key, value)
+    if torch.is_autocast_enabled(device):  # as it casts for the fused kernels
+        qkv = (x.to(torch.get_autocast_dtype(device)) for x in qkv)
+    flex: Any = ALL_ATTENTION_FUNCTIONS["flex_attention"]
+    return flex(module, *qkv, mask, **options)
+
+
+# On a CPU: one document after another.
+
+
+def _is_long_and_whole(options: dict[str, Any]) -> bool:
+    """Whether a row is so long that its documents are worth it, and has no window of attention."""
+    length = options["q_length"]
+    window = options.get("local_size") or length
+    return length >= MIN_POSITIONS and window >= length
+
+
+def _document_mask(options: dict[str, Any]) -> DocumentMask | None:
+    """The documents of a batch; None in a compiled model, whose mask has no values yet."""
+    rows = torch.arange(options["batch_size"])[:, None]  # (B, 1)
+    places = torch.arange(1, options["q_length"])  # (T - 1,)
+    # A document begins at a token that does not see the one before it.
+    sees = options["mask_function"](rows, 0, places, places - 1)  # (B, T - 1)
+    if is_tracing(sees):
+        return None
+    return DocumentMask([(~row).nonzero()[:, 0].add(1).tolist() for row in sees])
+
+
+def _attend_by_documents(
+    function: Any,
+    module: Any,
+    qkv: tuple[torch.Tensor, ...],
+    mask: DocumentMask,
+    options: dict[str, Any],
+) -> torch.Tensor:
+    """Attention of each document alone, without a mask: T²/n pairs for n equal documents."""
+    rows = []
+    for row, begins in enumerate(mask.begins):
+        # Query, key and value of the row, (1, H, T, D), each cut into its documents.
+        documents = zip(*(x[row, None].tensor_split(begins, 2) for x in qkv), strict=True)
+        alone = [function(module, *document, None, **options)[0] for document in documents]
+        rows.append(torch.cat(alone, 1))  # (1, T, H, D)
+    return torch.cat(rows)

@@ -40,7 +40,7 @@ MODELS = {
     "qwen3": {"architecture": "qwen3", "n_kv_head": 2},
 }
 # How packed documents attend, and the mask that models get.
-WAYS = {"mask": torch.Tensor, "alone": list, "flex": flex_attention.BlockMask}
+WAYS = {"mask": torch.Tensor, "alone": attention.DocumentMask, "flex": flex_attention.BlockMask}
 # The lengths of the documents of four rows, the last without targets as padding is: of one token,
 # across the middle, from it, and one as long as a row.
 DOCUMENTS = ((70, 29, 1, 60, 40), (1, 1, 158, 40), (100, 60, 40), (200,))

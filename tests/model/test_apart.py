@@ -118,7 +118,7 @@ def test_loss_and_gradient_equal_those_with_a_mask(name, kind, way, masks):
     assert (
         difference(loss_and_gradient(model, precision=torch.bfloat16), with_mask) < 1.2 * rounding
     )
-    expected = "BlockMask" if kind == "flex" else "Tensor" if name == "gemma2" else "list"
+    expected = "BlockMask" if kind == "flex" else "Tensor" if name == "gemma2" else "DocumentMask"
     assert {type(mask).__name__ for mask in masks} == {expected}
     # calls that pack nothing are as before, also with a cache
     ids = torch.arange(9)[None]
@@ -206,7 +206,7 @@ def test_dropout_keeps_the_mask_in_training_only(way, masks):
             logits.append(model.eval()(**inputs).logits)
     torch.testing.assert_close(*logits, atol=1e-5, rtol=1e-5)
     loss_and_gradient(model.train())
-    assert [type(mask) for mask in masks] == [list, torch.Tensor]
+    assert [type(mask) for mask in masks] == [attention.DocumentMask, torch.Tensor]
 
 
 @pytest.mark.slow
