@@ -23,7 +23,7 @@ from transformers.generation.logits_process import (
 from nanogpt_hf.data.chat_template import ChatFormat
 from nanogpt_hf.data.tokenizer import end_of_text_id_of
 from nanogpt_hf.errors import DataError, DivergedError
-from nanogpt_hf.model.decoders import caches
+from nanogpt_hf.model.config_fields import has_cache
 
 LOGITS_NOT_FINITE = (
     "the model's logits are not finite: its training diverged, or its weights are damaged; choose "
@@ -154,7 +154,7 @@ class _Texts:
         self._padding = torch.tensor(padding, device=model.device)  # (rows,)
         filled = [[0] * n + prompt for n, prompt in zip(padding, prompts, strict=True)]
         self._ids = torch.tensor(filled, device=model.device)  # (rows, T)
-        self._use_cache = caches(model, padded=self._is_padded)
+        self._use_cache = has_cache(model.config, padded=self._is_padded)
         self._cache = None
         self._cached = 0  # columns that the cache holds
 

@@ -19,7 +19,7 @@ from nanogpt_hf.distributed.expert_parallel import experts_problem, split_expert
 from nanogpt_hf.distributed.launch import Launch
 from nanogpt_hf.distributed.mesh import mesh_of
 from nanogpt_hf.distributed.stages import stages_problem, tiny_model
-from nanogpt_hf.distributed.tensor_parallel import split_matrices, split_vocabulary
+from nanogpt_hf.distributed.tensor_parallel import split_matrices, split_vocabulary, splits_of
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.formatting import plural
 from nanogpt_hf.model.architecture import architecture_of
@@ -119,7 +119,7 @@ def model_settings(config: Config, model: Any, launch: Launch) -> dict[Setting, 
     window = fields.get("sliding_window") or fields.get("attention_chunk_size")
     if launch.tp_size > 1:
         try:
-            plans = map(architecture.tensor_parallel, architecture.blocks(model))
+            plans = [splits_of(architecture, block) for block in architecture.blocks(model)]
             if any("heads" in plan.values() for plan in plans):
                 found[Setting.SPLIT_NORMS_OF_HEADS] = f"the norms of heads of {name}"
         except ValueError as error:
@@ -158,7 +158,7 @@ def _sizes_problem(config: Config, model: Any, launch: Launch) -> str | None:
         block: Any = architecture.blocks(model)[0]
         divided = widths | {
             f"the width of {name}": block.get_submodule(name).out_features
-            for name, split in architecture.tensor_parallel(block).items()
+            for name, split in splits_of(architecture, block).items()
             if split == "outputs"
         }
         for name, width in divided.items():

@@ -10,7 +10,7 @@ on every process, and get equal gradients there.
 
 import logging
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from nanogpt_hf.distributed.stages import own_blocks
-from nanogpt_hf.model.architecture import architecture_of
+from nanogpt_hf.model.architecture import Architecture, architecture_of
 from nanogpt_hf.model.loss_gpt import (
     IGNORED,
     Head,
@@ -40,7 +40,16 @@ from nanogpt_hf.model.loss_gpt import (
 )
 from nanogpt_hf.optim.state import local_part
 
-_STYLES: dict[str, ParallelStyle] = {
+# Ways to split a layer: each process computes a part of its outputs, or the sum over a part of its
+# inputs for every output. A layer of heads has one weight for all heads, and each process has a
+# part of the heads.
+Split = Literal["outputs", "inputs", "heads"]
+_SPLITS: dict[str, Split] = {  # by the styles of transformers' plans
+    "colwise": "outputs",
+    "rowwise": "inputs",
+    "replicated_with_grad_allreduce": "heads",
+}
+_STYLES: dict[Split, ParallelStyle] = {
     "outputs": ColwiseParallel(),
     "inputs": RowwiseParallel(),
     # A layer on (batch, position, head, width), whose gradient is a sum over heads. Transformers'
@@ -48,6 +57,35 @@ _STYLES: dict[str, ParallelStyle] = {
     # earlier ones several times.
     "heads": SequenceParallel(sequence_dim=2, use_local_output=True),
 }
+
+
+def splits_of(architecture: Architecture, block: nn.Module) -> dict[str, Split]:
+    """How tensor parallelism splits a block's layers, by name: the plan in the config class, as
+    far as we can follow it.
+
+    Raises ValueError with the reason if it has another kind of split, or none for a layer of
+    attention or MLP.
+    """
+    tensor_plan = architecture.config_class.base_model_tp_plan or {}
+    # layers.*.self_attn.q_proj -> self_attn.q_proj
+    styles = {name.rpartition(".*.")[2]: style for name, style in tensor_plan.items()}
+    plan: dict[str, Split] = {}
+    for name in dict.fromkeys(name.rpartition(".")[0] for name, _ in block.named_parameters()):
+        module = block.get_submodule(name)
+        if not ("." in name or isinstance(module, nn.Linear) or any(module.children())):
+            continue  # a norm of the residual stream, the same on all processes
+        if styles.get(name) not in _SPLITS:
+            raise ValueError(
+                f"transformers has no plan that splits {architecture.name}'s {name} "
+                f"({styles.get(name, 'not in it')})"
+            )
+        plan[name] = _SPLITS[styles[name]]
+    for last in (list(part)[-1] for part in architecture.linear_layers(block)):
+        if plan[last] != "inputs":
+            raise ValueError(
+                f"transformers' plan for {architecture.name} does not split {last} by its inputs"
+            )
+    return plan
 
 
 def split_matrices(model: PreTrainedModel, mesh: DeviceMesh) -> None:
@@ -59,7 +97,7 @@ def split_matrices(model: PreTrainedModel, mesh: DeviceMesh) -> None:
         frozen = [
             name for name, parameter in block.named_parameters() if not parameter.requires_grad
         ]
-        splits = architecture.tensor_parallel(block)
+        splits = splits_of(architecture, block)
         plan = {name: _STYLES[split] for name, split in splits.items()}
         parallelize_module(block, mesh, plan, src_data_rank=None)
         for name in {

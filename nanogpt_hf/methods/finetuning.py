@@ -42,6 +42,7 @@ def finetune_config(
     start, revision = find_model(str(stated["finetune.model"])), stated.get("finetune.revision")
     generated = is_generated(task)
 
+    from nanogpt_hf.model.adapter_targets import lora_targets
     from nanogpt_hf.model.architecture import architecture_of
     from nanogpt_hf.model.build import check_balance, load_base_config
 
@@ -61,7 +62,7 @@ def finetune_config(
         # A model that has learned without dropout starts worse with it.
         dropout=getattr(base, "dropout", None),
     )
-    targets = architecture.lora_targets(base)
+    targets = lora_targets(architecture, base)
     defaults |= {"data.tokenizer": tokenizer, "lora.targets": list(targets)}
     source = task if generated else _stated_value(stated, "data.source") or ""
     entries = source if isinstance(source, list) else [{"source": source}]

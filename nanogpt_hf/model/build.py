@@ -33,6 +33,7 @@ from nanogpt_hf.model.architecture import (
 from nanogpt_hf.model.experts import experts_of
 from nanogpt_hf.model.generation_file import check_end_ids, check_generation_file
 from nanogpt_hf.model.look_back import check_look_back, look_back
+from nanogpt_hf.model.trial_step import output_shapes
 from nanogpt_hf.program import program
 
 logger = logging.getLogger(__name__)
@@ -257,7 +258,7 @@ def check_balance(config: Config, model_config: PreTrainedConfig) -> None:
         return
     architecture = architecture_of(model_config)
     model = architecture.on_meta(model_config)
-    if not experts_of(model) or getattr(architecture.output_shapes(model), "routing", None) is None:
+    if not experts_of(model) or getattr(output_shapes(model), "routing", None) is None:
         raise UserError(
             f"optim.balance_loss: {architecture.name} has no experts whose routers show their "
             "logits; leave it out"

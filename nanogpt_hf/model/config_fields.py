@@ -215,6 +215,17 @@ def _stated(config: Any, names: Iterable[str]) -> tuple[Any, str]:
     return next((pair for pair in found if pair[0] is not None), (None, ""))
 
 
+def has_cache(config: Any, *, padded: bool = False) -> bool:
+    """Whether a model keeps keys and values of the tokens that it has read, which needs a layer
+    with attention. Rows `padded` on the left cannot have blocks of tokens that are counted from the
+    first column.
+    """
+    kinds = getattr(config, "layer_types", None) or ["attention"]
+    if padded and any("compressed" in kind for kind in kinds):
+        return False
+    return any("attention" in kind and kind != "linear_attention" for kind in kinds)
+
+
 def size_of(config: Any, name: str, default: Any = None) -> Any:
     """A size of a config; of the first block if blocks have sizes of their own."""
     value = getattr(next(iter(config.per_layer_config), config), name, default)

@@ -1,8 +1,13 @@
 """Chunked cross-entropy for a large vocabulary, which never holds all logits in memory.
 
-GPT-2 has 50,257 logits per token, more than all other activations of a small GPT. So they are
-computed for a chunk of rows at a time, and each chunk's gradient directly after its loss, while its
-logits exist. Imports only its three neighbors, so that it can be shipped with a model.
+GPT-2 has 50,257 logits per token, more than all other activations of a small GPT: 12 rows of 1,024
+tokens have 2.5 GB of logits in float32, and their gradient is as large. So logits are computed for
+a chunk of rows at a time, and each chunk's gradient directly after its loss, while its logits
+exist. At most LOGITS_PER_CHUNK logits are in memory, however large the batch is.
+
+From the model's forward pass to the loss: `with_loss` -> `summed_loss` -> `Head.forward` -> one
+cross-entropy, or `chunked_loss` if there are several chunks. Imports only its three neighbors, so
+that it can be shipped with a model.
 
 Shapes in comments: N rows, R rows of a chunk, C n_embd, V rows of the head's matrix, padded ones
 included.
@@ -31,16 +36,18 @@ RowLoss = Callable[[slice, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def rows_of_a_chunk(rows: int, vocab_size: int, device_type: str = "cpu") -> int:
-    """As many of `rows` as LOGITS_PER_CHUNK allows, or down to half as many if the chunks are then
-    equal; on another device than a CPU, CHUNKS_OF_A_GPU times as many.
-
-    With equal chunks a compiled function sees one shape only.
+    """Rows of a chunk: as many of `rows` as LOGITS_PER_CHUNK allows, or down to half as many if the
+    chunks are then equal; on another device than a CPU, CHUNKS_OF_A_GPU times as many.
     """
     logits = LOGITS_PER_CHUNK * (1 if device_type == "cpu" else CHUNKS_OF_A_GPU)
     limit = max(1, logits // vocab_size)
     if rows <= limit:
         return rows
-    return next((size for size in range(limit, limit // 2, -1) if rows % size == 0), limit)
+    # With equal chunks a compiled function sees one shape only.
+    for size in range(limit, limit // 2, -1):
+        if rows % size == 0:
+            return size
+    return limit
 
 
 def cap_logits(logits: torch.Tensor, softcap: float | None) -> torch.Tensor:
@@ -71,6 +78,8 @@ def cap_gradient(
     """Multiply the gradient by capped logits with the derivative of the cap, 1 - tanh²;
     overwrites the logits.
     """
+    # d/dx [softcap · tanh(x / softcap)] = 1 - tanh²(x / softcap), and the capped logits divided by
+    # softcap are that tanh.
     gradient[:, :vocab_size] *= logits[:, :vocab_size].div_(softcap).square_().neg_().add_(1)
 
 
@@ -103,11 +112,14 @@ def chunk_loss(
     The gradient, by the logits before they are capped, is softmax minus one at the target; for
     rows with an IGNORED target, as if it were token 0.
     """
-    logits = head_logits(rows, weight, bias, vocab_size, softcap)
+    logits = head_logits(rows, weight, bias, vocab_size, softcap)  # (R, V)
+    # In float32 also under bf16, whose 8 bits would round away small differences of the loss.
     log_softmax = F.log_softmax(logits, dim=-1, dtype=torch.float32)
-    counts = targets != IGNORED
-    index = targets.where(counts, 0)[:, None]
+    counts = targets != IGNORED  # (R,)
+    index = targets.where(counts, 0)[:, None]  # (R, 1)
+    # The cross-entropy of a row is -log p(target).
     loss = -log_softmax.gather(1, index)[:, 0].where(counts, 0.0).sum()
+    # Its derivative by logit v is p(v) - [v is the target]. exp_ makes p of log p in place.
     gradient = log_softmax.exp_()
     subtract_one_at(gradient, index, torch.ones_like(index, dtype=gradient.dtype))
     if softcap is not None:
@@ -125,7 +137,8 @@ def chunk_row_loss(
     *,
     row_loss: Any,
 ):
-    """As `chunk_loss`, of another loss than the cross-entropy, whose gradient autograd computes."""
+    """The same as `chunk_loss` for a loss `row_loss`, whose gradient autograd computes."""
+    # Autograd begins at the logits and ends at the loss: it holds one chunk's graph, no more.
     logits = F.linear(rows, weight, bias).requires_grad_()
     with torch.enable_grad():
         loss = row_loss(cap_logits(logits[:, :vocab_size], softcap), targets)
@@ -141,7 +154,7 @@ class Head(nn.Linear):
     """
 
     chunk_loss: Any = staticmethod(chunk_loss)  # `compile_loss` gives a head a compiled one
-    # used for the loss; forward without targets returns the logits before they are capped
+    # Only the loss caps logits here; forward without targets returns them before they are capped.
     softcap: float | None = None
 
     @classmethod
@@ -155,18 +168,23 @@ class Head(nn.Linear):
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, hidden, targets=None, vocab_size=0, row_loss=None
     ):
+        compute = super().forward
         if targets is None:
-            return super().forward(hidden)
+            return compute(hidden)
         size = rows_of_a_chunk(len(hidden), vocab_size, hidden.device.type)
         is_compiled = self.chunk_loss is not chunk_loss
-        if (size < len(hidden) or is_compiled) and torch.is_grad_enabled():
+        if torch.is_grad_enabled() and (size < len(hidden) or is_compiled):
             gradient = self.chunk_loss if row_loss is None else chunk_row_loss
             if self.softcap is not None:
                 gradient = partial(gradient, softcap=self.softcap)
-            where = self.weight, self.bias, targets, vocab_size, size
-            return chunked_loss(hidden, *where, gradient, row_loss)
-        compute = super().forward
-        return _recomputed_loss(compute, hidden, targets, vocab_size, self.softcap, row_loss)
+            return chunked_loss(
+                hidden, self.weight, self.bias, targets, vocab_size, size, gradient, row_loss
+            )
+        if size == len(hidden):
+            # All logits fit: the cross-entropy as anyone would write it.
+            logits = cap_logits(compute(hidden)[:, :vocab_size], self.softcap)
+            return (row_loss or cross_entropy)(slice(None), logits, targets)
+        return recomputed_loss(compute, hidden, targets, vocab_size, self.softcap, row_loss)
 
 
 def compile_loss(head: nn.Module | None, **options: Any) -> None:
@@ -192,7 +210,7 @@ class SummedLoss(PreTrainedModel if TYPE_CHECKING else object):
         size = self.config.vocab_size
         if isinstance(head, Head):
             return head(hidden, targets, size, row_loss)
-        return _recomputed_loss(head, hidden, targets, size, self.softcap, row_loss)
+        return recomputed_loss(head, hidden, targets, size, self.softcap, row_loss)
 
     def logits_of_rows(self, **inputs):
         """A function from some of the B · T rows to their logits (R, V), which only then exist."""
@@ -215,17 +233,20 @@ class SummedLoss(PreTrainedModel if TYPE_CHECKING else object):
         `num_items_in_batch`; `row_loss` replaces the cross-entropy. `skip_logits` (default: when
         training on labels) omits the logits to save memory.
         """
-        hidden, loss, logits = out.last_hidden_state, None, None
+        hidden = out.last_hidden_state  # (B, T, C)
+        loss = None
+        logits = None
         if skip_logits is None:
             skip_logits = self.training and shift_labels is not None
         if shift_labels is not None:
-            targets = shift_labels.reshape(-1).to(hidden.device)
+            targets = shift_labels.reshape(-1).to(hidden.device)  # (N,)
             items = (targets != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch
             loss = self.summed_loss(hidden.reshape(len(targets), -1), targets, row_loss) / items
         if not skip_logits:
-            kept = (
-                slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-            )
+            # The last positions, by their number, or those that a tensor lists.
+            kept = logits_to_keep
+            if isinstance(logits_to_keep, int):
+                kept = slice(-logits_to_keep, None)
             head: Any = self.get_output_embeddings()
             # Without padded rows, so that they are never sampled and saving loses nothing.
             logits = cap_logits(head(hidden[:, kept]), self.softcap)[..., : self.config.vocab_size]
@@ -242,9 +263,11 @@ def shifted_labels(labels, arguments):
     """`shift_labels`, or the `labels` shifted by one, and `row_loss`; both are removed from the
     `arguments`.
     """
-    # as arguments of forward, the Trainer would require them in every batch
-    shift_labels, row_loss = (arguments.pop(name, None) for name in ("shift_labels", "row_loss"))
+    # They are no arguments of forward, since the Trainer would require them in every batch.
+    shift_labels = arguments.pop("shift_labels", None)
+    row_loss = arguments.pop("row_loss", None)
     if shift_labels is None and labels is not None:
+        # The target at position t is token t + 1; the last position has none.
         shift_labels = F.pad(labels, (0, 1), value=IGNORED)[..., 1:]
     return shift_labels, row_loss
 
@@ -254,7 +277,13 @@ def cross_entropy(chunk, logits, targets):
     return F.cross_entropy(logits.float(), targets, reduction="sum")
 
 
-def _recomputed_loss(logits_of, hidden, targets, vocab_size, softcap=None, row_loss=None):
+def recomputed_loss(logits_of, hidden, targets, vocab_size, softcap=None, row_loss=None):
+    """The summed loss of rows (N, C), chunk by chunk, for any function from rows to logits.
+
+    Each chunk's logits are computed again in the backward pass instead of being kept for it. That
+    costs a fourth product with the head, and works for a head of which only its logits are known.
+    """
+
     def loss_of(chunk, rows, row_targets):
         logits = cap_logits(logits_of(rows)[:, :vocab_size], softcap)
         return (row_loss or cross_entropy)(chunk, logits, row_targets)
@@ -262,12 +291,17 @@ def _recomputed_loss(logits_of, hidden, targets, vocab_size, softcap=None, row_l
     size = rows_of_a_chunk(len(hidden), vocab_size, hidden.device.type)
     if size == len(hidden):
         return loss_of(slice(None), hidden, targets)
-    # Each chunk's logits are recomputed in the backward pass instead of being kept for it.
-    chunks = [slice(start, start + size) for start in range(0, len(hidden), size)]
-    loss: Any = sum(
-        checkpoint(loss_of, *chunk, use_reentrant=False, preserve_rng_state=False)
-        for chunk in zip(chunks, hidden.split(size), targets.split(size), strict=True)
-    )
+    loss: Any = 0
+    for start in range(0, len(hidden), size):
+        chunk = slice(start, start + size)
+        loss = loss + checkpoint(
+            loss_of,
+            chunk,
+            hidden[chunk],
+            targets[chunk],
+            use_reentrant=False,
+            preserve_rng_state=False,  # the head draws no numbers
+        )
     return loss
 
 
@@ -275,19 +309,28 @@ def chunked_loss(hidden, weight, bias, targets, vocab_size, size, gradient, row_
     """The loss, whose gradients are computed in the forward pass; the backward pass only scales
     them.
 
-    Recomputing logits in the backward pass would cost a fourth matrix product of the head.
+    The head takes part in three products of (N, C) with (C, V): logits, the gradient of the rows,
+    and the gradient of the weight. Recomputing logits in the backward pass would be a fourth.
     """
     is_training = torch.is_grad_enabled()
     hidden = hidden if is_training else hidden.detach()
-    needed = (
-        is_training and weight.requires_grad,
-        is_training and bias is not None and bias.requires_grad,
-    )
+    needs_weight = is_training and weight.requires_grad
+    needs_bias = is_training and bias is not None and bias.requires_grad
     bias_value = None if bias is None else bias.detach()
     loss, *gradients = _ChunkedLoss.apply(
-        hidden, weight.detach(), bias_value, targets, vocab_size, size, gradient, row_loss, needed
+        hidden,
+        weight.detach(),
+        bias_value,
+        targets,
+        vocab_size,
+        size,
+        gradient,
+        row_loss,
+        (needs_weight, needs_bias),
     )
-    return loss + _Zero.apply(weight, bias, *gradients) if any(needed) else loss
+    if needs_weight or needs_bias:
+        loss = loss + _Zero.apply(weight, bias, *gradients)
+    return loss
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -303,7 +346,8 @@ class _ChunkedLoss(torch.autograd.Function):
         )
         needs_weight, needs_bias = needed
         hidden_gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        # summed in float32, whatever the dtype of the chunks
+        # Summed in float32, whatever the dtype of the chunks: in bf16 the small gradients of later
+        # chunks would be lost in a large sum.
         weight_gradient = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
         bias_gradient = torch.zeros_like(bias, dtype=torch.float32) if needs_bias else None
         total = torch.zeros((), device=hidden.device)
@@ -313,37 +357,45 @@ class _ChunkedLoss(torch.autograd.Function):
                 gradient = partial(gradient, bias=bias.to(dtype))
             for start in range(0, len(hidden), size):
                 chunk = slice(start, start + size)
-                rows, counts = hidden[chunk].to(dtype), (targets[chunk] != IGNORED)[:, None]
+                rows = hidden[chunk].to(dtype)  # (R, C)
+                counts = (targets[chunk] != IGNORED)[:, None]  # (R, 1)
                 own = {"row_loss": partial(row_loss, chunk)} if row_loss else {}
                 loss, by_logits = gradient(rows, matrix, targets[chunk], vocab_size, **own)
                 total += loss
+                # logits = rows @ matrix.T, so the chain rule gives (R, V) @ (V, C) for the rows,
+                # and (V, R) @ (R, C) for the matrix. Rows without a target have no gradient.
                 if hidden_gradient is not None:
                     hidden_gradient[chunk] = (by_logits @ matrix) * counts
                 if weight_gradient is not None and dtype == torch.float32:
                     weight_gradient.addmm_(by_logits.T, rows * counts)
                 elif weight_gradient is not None and weight_gradient.is_cuda:
                     # One product that adds in float32: no chunk's gradient is rounded or stored.
-                    factors = by_logits.T, rows * counts
-                    options = {"out_dtype": torch.float32, "out": weight_gradient}
-                    torch.addmm(weight_gradient, *factors, **options)
+                    torch.addmm(
+                        weight_gradient,
+                        by_logits.T,
+                        rows * counts,
+                        out_dtype=torch.float32,
+                        out=weight_gradient,
+                    )
                 elif weight_gradient is not None:
                     weight_gradient += by_logits.T @ (rows * counts)
                 if bias_gradient is not None:
                     bias_gradient += (by_logits * counts).sum(0)
-                del by_logits  # not beside the logits of the next chunk
+                # Else it would stay in memory while the next chunk's logits are computed.
+                del by_logits
         ctx.save_for_backward(hidden_gradient)
         ctx.mark_non_differentiable(
             *(tensor for tensor in (weight_gradient, bias_gradient) if tensor is not None)
         )
-        ctx.set_materialize_grads(False)  # zeros for these two
+        ctx.set_materialize_grads(False)  # no zeros as the gradients of these two
         return total, weight_gradient, bias_gradient
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, by_total, *_):  # pyright: ignore[reportIncompatibleMethodOverride]
         (hidden_gradient,) = ctx.saved_tensors
-        # in float32: a divisor rounded to bf16 would scale the gradients of all lower layers by up
-        # to 0.4%
+        # In float32: a divisor rounded to bf16 would scale the gradients of all lower layers by up
+        # to 0.4%.
         hidden_gradient = (hidden_gradient.float() * by_total).to(hidden_gradient.dtype)
         return hidden_gradient, *[None] * 8
 

@@ -41,9 +41,10 @@ def eager_attention_forward(
 
     Returns (B, T, H, D).
     """
-    weights = query @ key.transpose(-1, -2) * scaling
+    weights = query @ key.transpose(-1, -2) * scaling  # (B, H, T, T)
     if attention_mask is not None:
-        weights = weights + attention_mask
+        weights = weights + attention_mask  # -inf where a position must not look
+    # In float32, since the sum of many small exponentials is rounded badly in bf16.
     weights = F.softmax(weights, dim=-1, dtype=torch.float32).to(value.dtype)
     weights = F.dropout(weights, p=dropout, training=module.training)
     return (weights @ value).transpose(1, 2).contiguous(), weights
@@ -52,33 +53,42 @@ def eager_attention_forward(
 class Attention(nn.Module):
     def __init__(self, config: GPTConfig, layer_idx: int):
         super().__init__()
-        self.config, self.layer_idx = config, layer_idx
+        self.config = config
+        self.layer_idx = layer_idx
         self.head_dim = config.n_embd // config.n_head
+        # A product of D independent values of variance 1 has variance D. Divided by √D the scores
+        # keep variance 1, so that the softmax does not begin with all weight on one position.
         self.scaling = self.head_dim**-0.5
         self.dropout = config.dropout
         self.is_causal = True
-        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (
-            nn.Linear(config.n_embd, config.n_embd, bias=config.bias) for _ in range(4)
-        )
-        # for _init_weights
+        # Three layers where GPT-2 has one of three times the width: tensor parallelism and LoRA
+        # then need no knowledge of how the three lie in it.
+        self.q_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
+        self.k_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
+        self.v_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
+        self.o_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
+        # `_init_weights` reads this mark.
         self.o_proj.writes_residual = True  # pyright: ignore[reportArgumentType]
 
     def forward(self, x, attention_mask=None, past_key_values=None, **kwargs):
-        # -1: tensor parallelism leaves fewer than n_head heads
+        # (B, T, C) -> (B, T, H, D) -> (B, H, T, D): each head attends by itself. The number of
+        # heads is -1, since tensor parallelism leaves fewer than n_head on a process.
         heads = (*x.shape[:-1], -1, self.head_dim)
-        query, key, value = (
-            p(x).view(heads).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        query = self.q_proj(x).view(heads).transpose(1, 2)
+        key = self.k_proj(x).view(heads).transpose(1, 2)
+        value = self.v_proj(x).view(heads).transpose(1, 2)
         if past_key_values is not None:
+            # In generation: keys and values of all earlier positions come from the cache.
             key, value = past_key_values.update(key, value, self.layer_idx)
+        # The fused kernel, flex attention or another function, by the config.
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(
             str(self.config._attn_implementation), eager_attention_forward
         )
         dropout = self.dropout if self.training else 0.0
-        # (B, H, T, D) in, (B, T, H, D) out
         out, weights = attend(
             self, query, key, value, attention_mask, scaling=self.scaling, dropout=dropout, **kwargs
         )
+        # (B, T, H, D) -> (B, T, C): the heads side by side, mixed by the last matrix.
         return self.o_proj(out.reshape(*x.shape[:-1], -1)), weights
 
 
@@ -86,12 +96,14 @@ class MLP(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.fc = nn.Linear(config.n_embd, config.inner_size, bias=config.bias)
-        # the same function as one kernel instead of seven; they differ by rounding
+        # torch's tanh form of GELU is one kernel instead of gelu_new's seven; they differ by
+        # rounding.
         self.act = ACT2FN[config.activation_function.replace("gelu_new", "gelu_pytorch_tanh")]
         self.proj = nn.Linear(config.inner_size, config.n_embd, bias=config.bias)
         self.proj.writes_residual = True  # pyright: ignore[reportArgumentType]  (for _init_weights)
 
     def forward(self, x):
+        # (B, T, C) -> (B, T, 4·C) -> (B, T, C); inner_size is 4·C unless n_inner is set
         return self.proj(self.act(self.fc(x)))
 
 
@@ -105,6 +117,8 @@ class Block(GradientCheckpointingLayer):
         self.drop = nn.Dropout(config.dropout)
 
     def forward(self, x, attention_mask=None, past_key_values=None, **kwargs):
+        # Each part reads a normalized copy and adds to x, the residual stream. So gradients reach
+        # the lowest block through sums alone (pre-norm, GPT-2 paper, section 2.3).
         attended, _ = self.attn(self.ln_1(x), attention_mask, past_key_values, **kwargs)
         x = x + self.drop(attended)
         return x + self.drop(self.mlp(self.ln_2(x)))
@@ -126,11 +140,11 @@ class GPTPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module):
-        # normal with std initializer_range; biases zero; LayerNorm one
+        # transformers' own: normal with std initializer_range; biases zero; LayerNorm one.
         super()._init_weights(module)
         if getattr(module, "writes_residual", False):
-            # Each of the 2·n_layer projections adds to the residual stream (GPT-2 paper, section
-            # 2.3).
+            # 2·n_layer projections add to the residual stream. Divided by the square root of their
+            # number, its variance does not grow with the depth (GPT-2 paper, section 2.3).
             std = self.config.initializer_range / math.sqrt(2 * self.config.n_layer)
             init.normal_(module.weight, mean=0.0, std=std)
 
@@ -163,7 +177,7 @@ class GPTModel(GPTPreTrainedModel):
         **kwargs,
     ):
         if inputs_embeds is None:
-            inputs_embeds = self.wte(input_ids)
+            inputs_embeds = self.wte(input_ids)  # (B, T) -> (B, T, C)
         if inputs_embeds.shape[1] > self.config.n_positions:
             limit = self.config.n_positions
             raise ValueError(
@@ -176,15 +190,15 @@ class GPTModel(GPTPreTrainedModel):
             inputs_embeds=inputs_embeds,
             attention_mask=attention_mask,
             past_key_values=past_key_values,
-            # Only a caller's, whose restarts at 0 separate packed conversations; to look for them
-            # the host must wait.
+            # Restarts at 0 separate packed conversations. Only a caller's positions can have them,
+            # and to look for them the host must wait, so our own are computed after this.
             position_ids=position_ids,
         )
         if position_ids is None:
             past = past_key_values.get_seq_length() if past_key_values is not None else 0
-            position_ids = (
-                torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past
-            )[None]
+            places = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device)
+            position_ids = (places + past)[None]  # (1, T), the same for all rows
+        # Learned positions are added to the tokens: (B, T, C) + (1, T, C).
         x = self.drop(inputs_embeds + self.wpe(position_ids))
         for block in self.h:
             x = block(
@@ -231,12 +245,12 @@ class GPTForCausalLM(  # pyright: ignore[reportIncompatibleMethodOverride]
     ):
         """Logits (B, T, V), and the loss if labels (B, T) are given; label -100 is not counted.
 
-        `labels` are the input ids, shifted here by one; `shift_labels` are already shifted. The
-        others are those of `with_loss` (loss_gpt.py).
+        `labels` are the input ids, shifted here by one; `shift_labels` are already shifted.
+        `with_loss` (loss_gpt.py) describes the other arguments.
         """
         shift_labels, row_loss = shifted_labels(labels, kwargs)
         if use_cache is None and shift_labels is not None:
-            use_cache = False
+            use_cache = False  # training reads each text once
         out = self.transformer(
             input_ids,
             attention_mask=attention_mask,

@@ -12,6 +12,7 @@ from transformers import Qwen3Model
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from nanogpt_hf.errors import UserError
+from nanogpt_hf.model import trial_step
 from nanogpt_hf.model.architecture import architecture_of_type, count_parameters
 from nanogpt_hf.model.build import build_config, load_base_config, load_model
 
@@ -73,7 +74,7 @@ def test_model_that_cannot_generate_is_refused_before_a_run(monkeypatch):
 def count_blocks(monkeypatch, architecture):
     """Lists of the numbers of blocks that take a step, and of the models that are built."""
     stepped, built = [], []
-    step, build = architecture.output_shapes, architecture.model_class.__init__
+    step, build = trial_step.output_shapes, architecture.model_class.__init__
 
     def noted_step(model):
         stepped.append(len(architecture.blocks(model)))
@@ -83,7 +84,7 @@ def count_blocks(monkeypatch, architecture):
         built.append(self)
         build(self, *arguments, **options)
 
-    monkeypatch.setattr(architecture, "output_shapes", noted_step)
+    monkeypatch.setattr(trial_step, "output_shapes", noted_step)
     monkeypatch.setattr(architecture.model_class, "__init__", noted_build)
     return stepped, built
 

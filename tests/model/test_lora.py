@@ -18,6 +18,7 @@ from nanogpt_hf.data.tokenizer import char_tokenizer
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.export.model_folder import write_model_folder
 from nanogpt_hf.model import GPTConfig
+from nanogpt_hf.model.adapter_targets import lora_targets
 from nanogpt_hf.model.architecture import GPT2, architecture_of
 from nanogpt_hf.model.build import build_config, build_model, load_model
 from nanogpt_hf.model.lora import add_adapters, merged_weights, save_adapter
@@ -78,7 +79,7 @@ def test_adapter_folder_names_base_and_revision(tiny_base, tmp_path):
 
 
 def test_every_linear_layer_of_gpt2_is_a_target():
-    assert list(GPT2.lora_targets(GPTConfig())) == LORA_TARGETS
+    assert list(lora_targets(GPT2, GPTConfig())) == LORA_TARGETS
 
 
 @pytest.mark.parametrize("architecture", ["llama4_text", "gemma3n_text", "mamba"])
@@ -87,7 +88,7 @@ def test_every_adapter_gets_a_gradient(architecture):
     without calling it.
     """
     model = tiny(architecture)
-    targets = architecture_of(model).lora_targets(model.config)
+    targets = lora_targets(architecture_of(model), model.config)
     add_adapters(model, LoraSection(rank=2, targets=list(targets)), 0)
     batch = {"input_ids": TOKENS, "shift_labels": TOKENS, "num_items_in_batch": 1}
     model(**batch, use_cache=False).loss.backward()
@@ -106,7 +107,7 @@ def test_adapters_of_decoders_open_with_peft(architecture, tmp_path):
     base = build_model(build_config(section, 20), seed=0)
     row = architecture_of(base)
     row.write_model(tmp_path / "base", base.config, base.state_dict())
-    lora = LoraSection(rank=3, targets=list(row.lora_targets(base.config)))
+    lora = LoraSection(rank=3, targets=list(lora_targets(row, base.config)))
     model = base_with_adapters(tmp_path / "base", lora)
     linear = [m for m in row.blocks(base).modules() if isinstance(m, torch.nn.Linear)]
     assert sum(".lora_A" in name for name, _ in model.named_parameters()) == len(linear)
@@ -260,7 +261,7 @@ def test_adapters_of_every_type_sample_evaluate_and_export(architecture, tmp_pat
         base = tiny(architecture)
     row, hf = architecture_of(base), char_tokenizer(CHARACTERS).hf
     write_model_folder(tmp_path / "base", base.config, base.state_dict(), hf)
-    targets = row.lora_targets(base.config)
+    targets = lora_targets(row, base.config)
     if not targets:
         pytest.skip("no layer can have an adapter")
     section = LoraSection(rank=2, targets=list(targets))

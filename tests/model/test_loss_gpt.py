@@ -112,7 +112,7 @@ def test_other_head_class_recomputes_logits():
 
     _, hidden, targets = build()
     head = Doubled(WIDTH, PADDED)
-    ours = gradients(loss_gpt._recomputed_loss, head, hidden, targets)
+    ours = gradients(loss_gpt.recomputed_loss, head, hidden, targets)
     assert head.calls == 2 * CHUNKS
     for actual, expected in zip(ours, gradients(plain, head, hidden, targets), strict=True):
         torch.testing.assert_close(actual, expected, atol=1e-6, rtol=1e-5)
