@@ -1,5 +1,5 @@
-"""Kinds of optimizers, a row each; build a run's optimizer, set learning rates, skip steps that are
-not finite.
+"""Kinds of optimizers, a row for each; build a run's optimizer, set learning rates, skip steps that
+are not finite.
 
 Matrices and embeddings decay, biases and LayerNorms do not. With Muon, it updates the matrices
 inside the blocks.
@@ -40,7 +40,7 @@ class OptimizerKind:
     describe: Callable[[OptimSection], str]  # for the model card
     state_bytes: Callable[[PreTrainedModel, int], float]  # on one of N shards
     check: Callable[[], None] = lambda: None  # raises UserError if this machine lacks something
-    reads_found_inf: bool = False  # by a step, on the device; else the host waits for the norm
+    reads_found_inf: bool = False  # a step reads it on the device; else the host waits for the norm
     as_saved: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor
     restore: Callable[[Any, torch.Tensor], Any] = lambda tensor, values: tensor.copy_(values)
     update_bytes: Callable[..., float] | None = None  # (model, on_cpu, shards, processes): buffers
@@ -53,39 +53,50 @@ def describe_adamw(optim: OptimSection) -> str:
     return f"AdamW, {betas}, weight decay {optim.weight_decay:g}"
 
 
+def build_adamw(
+    model: PreTrainedModel,
+    groups: list[Group],
+    optim: OptimSection,
+    accelerator: Accelerator | None,
+) -> torch.optim.Optimizer:
+    # Fused: one kernel for many tensors, which reads `found_inf` on the device.
+    betas = (optim.beta1, optim.beta2)
+    return torch.optim.AdamW(groups, lr=optim.learning_rate, betas=betas, fused=True)
+
+
 def adamw_bytes(model: PreTrainedModel, shards: int) -> float:
     """Two float32 tensors for each trainable parameter."""
     return 8 * model.num_parameters(only_trainable=True) / shards
 
 
+def muon_bytes(model: PreTrainedModel, shards: int) -> float:
+    """Bytes of AdamW's state, less the second tensor of matrices, which have one momentum each."""
+    saved = 4 * sum(p.numel() for p in muon.matrices(model))
+    return adamw_bytes(model, shards) - saved / shards
+
+
 # By optim.name and optim.state. config/optimizers.py has what each does not combine with.
 OPTIMIZERS: dict[tuple[str, str], OptimizerKind] = {
     ("adamw", "float32"): OptimizerKind(
-        lambda model, groups, optim, accelerator: torch.optim.AdamW(
-            groups, lr=optim.learning_rate, betas=(optim.beta1, optim.beta2), fused=True
-        ),
-        describe_adamw,
-        adamw_bytes,
+        build=build_adamw,
+        describe=describe_adamw,
+        state_bytes=adamw_bytes,
         reads_found_inf=True,
         in_trainer="adamw_torch_fused",
     ),
     ("adamw", "8bit"): OptimizerKind(
-        lambda model, groups, optim, accelerator: adamw_8bit.build_adamw_8bit(
-            groups, optim.learning_rate, (optim.beta1, optim.beta2)
-        ),
-        lambda optim: f"{describe_adamw(optim)}, 8-bit state (torchao)",
-        adamw_8bit.state_bytes,
+        build=adamw_8bit.build_adamw_8bit,
+        describe=lambda optim: f"{describe_adamw(optim)}, 8-bit state (torchao)",
+        state_bytes=adamw_8bit.state_bytes,
         check=adamw_8bit.check_8bit,
         as_saved=adamw_8bit.as_float32,
         restore=adamw_8bit.restore,
         in_trainer="adamw_torch_8bit",
     ),
     ("muon", "float32"): OptimizerKind(
-        muon.build_muon,
-        lambda optim: f"{muon.describe(optim)}; for the rest {describe_adamw(optim)}",
-        lambda model, shards: (
-            adamw_bytes(model, shards) - 4 * sum(p.numel() for p in muon.matrices(model)) / shards
-        ),
+        build=muon.build_muon,
+        describe=lambda optim: f"{muon.describe(optim)}; for the rest {describe_adamw(optim)}",
+        state_bytes=muon_bytes,
         reads_found_inf=True,
         update_bytes=muon.update_bytes,
         update_flops=muon.update_flops,
@@ -117,21 +128,26 @@ def build_optimizer(
     """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     architecture = architecture_of(model)
-    depths, families = architecture.depths(model), architecture.families(model)
-    top, groups = max(depths.values()), {}
+    depths = architecture.depths(model)
+    families = architecture.families(model)
+    top = max(depths.values())
+    groups: dict[Any, Group] = {}
+    # In two passes, so that the groups that decay come first, as in nanoGPT.
     for decays in (True, False):
         for name, parameter in trained.items():
-            if (families[name] != "vectors") == decays:
-                factor = optim.rates.get(families[name], 1.0)
-                scale = factor * layer_decay ** (top - depths[name])
-                group = {"params": [], "weight_decay": optim.weight_decay * decays, "scale": scale}
-                # the fused kernel takes no mixture of whole and split (tensor-parallel) tensors
-                key = (decays, scale, isinstance(parameter, DTensor))
-                groups.setdefault(key, group)["params"].append(parameter)
+            # Biases and norms do not decay: towards 0 is no simpler function for them.
+            if (families[name] != "vectors") != decays:
+                continue
+            factor = optim.rates.get(families[name], 1.0)
+            scale = factor * layer_decay ** (top - depths[name])
+            group = {"params": [], "weight_decay": optim.weight_decay * decays, "scale": scale}
+            # The fused kernel takes no mixture of whole and split (tensor-parallel) tensors.
+            key = (decays, scale, isinstance(parameter, DTensor))
+            groups.setdefault(key, group)["params"].append(parameter)
     kind = kind_of(optim)
     optimizer: Any = kind.build(model, list(groups.values()), optim, accelerator)
     optimizer.kind = kind
-    # so that clipping need not walk through the model at every step
+    # Clipping then need not walk through the model at every step.
     optimizer.in_model_order = list(trained.values())
     return optimizer
 
@@ -139,7 +155,7 @@ def build_optimizer(
 def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
     """Give each group its share of the step's learning rate."""
     for group in optimizer.param_groups:
-        # a compiled step, as torchao's, would take each number for a new constant
+        # A compiled step, as torchao's, would take each number for a new constant.
         if torch.is_tensor(group["lr"]):
             group["lr"].fill_(learning_rate * group["scale"])
         else:
@@ -166,6 +182,7 @@ def learning_rate_at(step: int, optim: OptimSection, max_steps: int) -> float:
     and cosine are nanoGPT's `get_lr` (train.py) with lr_decay_iters = max_steps; wsd is Hu et
     al. 2024, arXiv:2404.06395, section 4, with a linear decay.
     """
+    # Warm-up: the first steps of Adam divide by a second moment of few gradients.
     if step < optim.warmup_steps:
         return optim.learning_rate * (step + 1) / (optim.warmup_steps + 1)
     span = optim.learning_rate - optim.min_learning_rate
@@ -176,6 +193,7 @@ def learning_rate_at(step: int, optim: OptimSection, max_steps: int) -> float:
         case "linear":
             return optim.min_learning_rate + (1 - progress) * span
         case "wsd":
+            # Constant until the last `decay_fraction` of all steps (warm-up, stable, decay).
             decay_steps = max(1, round(optim.decay_fraction * max_steps))
             return optim.min_learning_rate + min(1.0, (max_steps - step) / decay_steps) * span
         case _:

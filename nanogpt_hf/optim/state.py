@@ -1,4 +1,8 @@
-"""Optimizer state under names: the tensors and numbers that an optimizer keeps for a parameter."""
+"""Optimizer state under names, and norms of gradients that may be sharded.
+
+A DTensor is a tensor of which each process of a mesh has a part. Parameters of one model may lie on
+several meshes, such as matrices that tensor parallelism has split beside whole norms.
+"""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -41,23 +45,28 @@ def state_items(state: Any, prefix: str = "") -> Iterator[tuple[str, Item]]:
 
 
 def total_norm(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """The norm of all tensors as one vector, a scalar on the device; of shards, the norm of the
-    whole tensors.
+    """The norm of all tensors as one vector, a scalar on the device. Shards count as the whole
+    tensors.
     """
-    norms = [torch.nn.utils.get_total_norm(group) for group in by_mesh(tensors).values()]
-    norms = [full_tensor(norm) for norm in norms]
+    # torch's function takes tensors of one mesh. The norm of a vector in parts is the norm of the
+    # norms of its parts.
+    norms = []
+    for group in by_mesh(tensors).values():
+        norms.append(full_tensor(torch.nn.utils.get_total_norm(group)))
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
 
 
 def clip_to_norm(parameters: list[torch.nn.Parameter], max_norm: float, norm: torch.Tensor) -> None:
-    """Clip the gradients, whose norm as one vector is `norm`, to `max_norm` (0: not)."""
-    for mesh, group in by_mesh(parameters).items() if max_norm else ():
+    """Clip the gradients, whose norm as one vector is `norm`, to `max_norm`; 0 clips nothing."""
+    if not max_norm:
+        return
+    for mesh, group in by_mesh(parameters).items():
         whole = DTensor.from_local(norm, mesh, run_check=False) if mesh else norm
         torch.nn.utils.clip_grads_with_norm_(group, max_norm, whole)
 
 
 def by_mesh(tensors: list[Any]) -> dict[Any, list[Any]]:
-    """Tensors by the mesh over which they are split; None for those that are whole."""
+    """Tensors by the mesh over which they are split; whole ones by None."""
     groups: dict[Any, list[Any]] = {}
     for tensor in tensors:
         mesh = tensor.device_mesh if isinstance(tensor, DTensor) else None
@@ -71,5 +80,5 @@ def full_tensor(tensor: Any) -> Any:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a tensor that this process has: all of it, or a DTensor's."""
+    """The part of a tensor that this process has: its shard of a DTensor, else all of it."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

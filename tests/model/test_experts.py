@@ -21,7 +21,8 @@ from nanogpt_hf.model.architecture import (
 )
 from nanogpt_hf.model.build import check_balance, check_causal, load_model, start_model
 from nanogpt_hf.model.experts import experts_of, load_figures, products
-from nanogpt_hf.optim.muon import Stored, matrices, orthogonalize
+from nanogpt_hf.optim.muon import Stored, matrices
+from nanogpt_hf.optim.newton_schulz import orthogonalize
 from nanogpt_hf.optim.optimizer import build_optimizer, set_learning_rate
 
 TYPES = ["qwen3_moe", "mixtral", "olmoe", "granitemoe", "gpt_oss", "glm4_moe", "deepseek_v3"]

@@ -11,7 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from nanogpt_hf.config.schema import OptimSection
 from nanogpt_hf.distributed import accelerator
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM
-from nanogpt_hf.optim.muon import Muon, matrices, orthogonalization_flops, orthogonalize
+from nanogpt_hf.optim.muon import Muon, matrices
+from nanogpt_hf.optim.newton_schulz import orthogonalization_flops, orthogonalize
 from nanogpt_hf.optim.optimizer import build_optimizer, set_learning_rate, skip_step_unless_finite
 
 SHAPES = {"square": (16, 16), "wide": (8, 32), "tall": (32, 8)}
