@@ -60,7 +60,7 @@ def lora_targets(architecture: Architecture, config: PreTrainedConfig) -> tuple[
     uses = Counter(id(layer.weight) for layer in linear)
     has_experts = bool(experts_of(model))
     refused = set[str]()
-    found = dict[str, None]()  # in the order of the model
+    found = dict[str, None]()  # a set that keeps the model's order
     for block in architecture.blocks(model):
         parts = architecture.linear_layers(block)
         # peft takes the MLPs beside experts for experts.

@@ -8,8 +8,8 @@ A decoder of transformers needs no code (decoders.py). A model that is no class 
 write a subclass of Architecture as in gpt2.py, and list it by its config class.
 
 An objective is a function from a model and a batch to the summed loss of a micro-batch and further
-metrics. A row without targets (all of `shift_labels` -100) adds nothing: evaluations pad batches by
-such.
+metrics. A row without targets (all of `shift_labels` -100) adds nothing: evaluations pad batches
+with such rows.
 """
 
 import re

@@ -95,7 +95,7 @@ class DocumentMask:
     `PackedAttention.attend`, as it would a tensor.
     """
 
-    begins: list[list[int]]  # for each row the first positions of its documents, without 0
+    begins: list[list[int]]  # each row's first positions of documents, without 0
 
 
 def attend_apart(model: PreTrainedModel) -> None:

@@ -73,7 +73,7 @@ def build_model(config: PreTrainedConfig, seed: int, init: str = "own") -> PreTr
         model = architecture.model_class(config)
         if init == "look_back":
             look_back(model, architecture.attention(architecture.blocks(model)[0]))
-        # GPT-2's own weights are so already
+        # GPT-2's own weights are initialized in this way already.
         elif init != "own" and not (init == "gpt2" and architecture is GPT2):
             std = config.initializer_range / math.sqrt(2 * config.num_hidden_layers)
             for block in architecture.blocks(model):
@@ -86,8 +86,8 @@ def build_model(config: PreTrainedConfig, seed: int, init: str = "own") -> PreTr
 
 
 def load_model(name: str, revision: str | None = None, **options: Any) -> PreTrainedModel:
-    """The model in a folder or on the Hub, in float32; of an adapter, its base with the adapter
-    merged in.
+    """The model in a folder or on the Hub, in float32; for an adapter its base model, with the
+    adapter merged in.
 
     `options` are those of Architecture.read_model. Raises UserError if no model can be read.
     """
@@ -103,7 +103,7 @@ def _read(
 ) -> PreTrainedModel:
     try:
         with warnings.catch_warnings():
-            # torch also warns about a pickle that it is about to refuse
+            # torch also warns about a pickle that it is about to refuse.
             warnings.filterwarnings("ignore", module=r"torch\._weights_only_unpickler")
             if is_adapter:
                 from nanogpt_hf.model.lora import load_merged  # peft takes a second to import
@@ -167,13 +167,15 @@ def start_model(
     step: int = 0,
     learned: Sequence[int] | None = None,
 ) -> PreTrainedModel:
-    """The model that a run starts with: initial weights, or `finetune.model` with what is frozen at
-    `step`. If the tokenizer has more tokens than that model's, `learned` are the ids of its own.
+    """The model that a run starts with: initial weights, or `finetune.model` with the layers frozen
+    that are at `step`. If the tokenizer has more tokens than that model's, `learned` are the ids of
+    its own.
 
     Raises UserError if that cannot be loaded, or does not fit the recipe or a tokenizer of
     `vocab_size` tokens.
     """
-    finetune, lora = config.finetune, config.lora
+    finetune = config.finetune
+    lora = config.lora
     if finetune.model is None:
         model_config = build_config(config.model, vocab_size, end_of_text_id)
         model = build_model(model_config, config.train.seed, config.model.init)
@@ -181,14 +183,15 @@ def start_model(
         options: dict[str, Any] = {}
         if config.model.architecture == GPT2.name:
             options["dropout"] = config.model.dropout
-        if lora.quantize:  # nf4: the QLoRA paper's type, arXiv:2305.14314
+        if lora.quantize:
+            # nf4 is the type of the QLoRA paper, arXiv:2305.14314.
             options["quantization_config"] = BitsAndBytesConfig(
                 load_in_8bit=lora.quantize == "8bit",
                 load_in_4bit=lora.quantize == "4bit",
                 bnb_4bit_quant_type="nf4",
             )
         model = load_model(finetune.model, finetune.revision, **options)
-        # methods/finetuning.py has checked that all its own tokens stay
+        # methods/finetuning.py has checked that the tokenizer keeps all tokens of the model.
         if learned is not None or vocab_size > model.config.vocab_size:
             extend_vocabulary(model, vocab_size, learned)
         _prepare_for_finetuning(model, config, step)
@@ -198,7 +201,9 @@ def start_model(
 
 
 def _freeze_idle(model: PreTrainedModel) -> list[str]:
-    """Freeze what the loss gives no gradient, such as scores that only choose; return its names."""
+    """Freeze parameters that the loss gives no gradient, such as scores that only choose. Return
+    their names.
+    """
     idle = architecture_of(model).check_one_step(model.config)
     for name, parameter in model.named_parameters():
         if re.sub(r"\.lora_[AB]\.default", "", name) in idle:
@@ -207,7 +212,7 @@ def _freeze_idle(model: PreTrainedModel) -> list[str]:
 
 
 def check_causal(model: PreTrainedModel, *, packs: bool) -> None:
-    """Raises UserError if tokens see later ones, or, if it `packs`, the conversation before.
+    """Raises UserError if tokens see later ones, or, if the run `packs`, the conversation before.
     Raises DivergedError if weights or hidden states are not finite, which compare with nothing.
 
     Compares the last hidden states of some tokens before, after and without others, in evaluation
@@ -216,15 +221,17 @@ def check_causal(model: PreTrainedModel, *, packs: bool) -> None:
     length = max(1, min(8, model.config.max_position_embeddings // 2))
     tokens = torch.arange(2 * length, device=model.device)[None] * 7 % model.config.vocab_size
     positions = torch.arange(length, device=model.device)[None]
-    base, was_training = model.base_model, model.training
+    base = model.base_model
+    was_training = model.training
     name = f"model.architecture {architecture_of(model).name}"
 
     def differ(one: torch.Tensor, other: torch.Tensor) -> bool:
+        # Rounding differs with the length of a text; a token more or less changes far more.
         return not (one - other).abs().max() <= 1e-3 * other.abs().max()
 
     def hidden(tokens: torch.Tensor, **positions: torch.Tensor) -> torch.Tensor:
         out = base(tokens, use_cache=False, **positions)
-        # of a model without a base, its logits
+        # A model without a base gives logits, which serve as well.
         states = getattr(out, "last_hidden_state", out[0])
         if not states.isfinite().all():
             raise DivergedError(
@@ -237,7 +244,9 @@ def check_causal(model: PreTrainedModel, *, packs: bool) -> None:
             raise DivergedError(f"{model.name_or_path or name}: its {weight} {_NOT_FINITE}")
     with torch.no_grad():
         base.eval()
+        # The first tokens of a text, with the others after them and without.
         sees_later = differ(hidden(tokens)[:, :length], hidden(tokens[:, :length]))
+        # The second of two packed documents, whose positions begin again, and the same one alone.
         leaks = packs and differ(
             hidden(tokens, position_ids=torch.cat([positions, positions], 1))[:, length:],
             hidden(tokens[:, length:], position_ids=positions),
@@ -275,6 +284,7 @@ def extend_vocabulary(
     embedding: Any = model.get_input_embeddings()
     head: Any = model.get_output_embeddings()
     rows = len(embedding.weight)
+    # Ids of rows that were trained, and for each row of the result whether it is new.
     old = torch.tensor(sorted(learned) if learned is not None else range(rows))
     old = old[old < rows]
     new = torch.ones(tokens, dtype=torch.bool)
@@ -286,10 +296,11 @@ def extend_vocabulary(
             continue
         values = parameter.detach()
         added = values.new_empty(max(0, tokens - rows), *values.shape[1:])
-        values = torch.cat([values, added])
+        values = torch.cat([values, added])  # (rows, C), or (rows,) for a bias
         values[: len(new)][new] = parameter.detach()[old].mean(0)
         parameters[name] = nn.Parameter(values, requires_grad=parameter.requires_grad)
-    embedding.weight, head.bias = parameters["embedding"], parameters["bias"]
+    embedding.weight = parameters["embedding"]
+    head.bias = parameters["bias"]
     head.weight = embedding.weight if tied else parameters["head"]
     if tokens <= rows:
         return
@@ -299,6 +310,7 @@ def extend_vocabulary(
 
 
 def _prepare_for_finetuning(model: PreTrainedModel, config: Config, step: int) -> None:
+    """Set the context of a loaded model, freeze layers, and add adapters, in place."""
     architecture = architecture_of(model)
     architecture.resize_positions(model, config.model.n_positions, config.finetune.rope_theta)
     architecture.freeze(model, frozen_layers_at(step, config.finetune))
@@ -309,7 +321,7 @@ def _prepare_for_finetuning(model: PreTrainedModel, config: Config, step: int) -
 
 
 def meta_model(config: Config, base: PreTrainedConfig, step: int = 0) -> PreTrainedModel:
-    """The model that a run has at `step`, on the meta device, with what is frozen."""
+    """The model that a run has at `step`, on the meta device, with its frozen layers."""
     model = architecture_of(base).on_meta(base)
     if config.finetune.model:
         with torch.device("meta"):
@@ -319,7 +331,7 @@ def meta_model(config: Config, base: PreTrainedConfig, step: int = 0) -> PreTrai
 
 
 def model_of_run(config: Config, vocab_size: int) -> PreTrainedModel:
-    """The model that a run starts with, on the meta device: also that of fine-tuning."""
+    """The model that a run starts with, on the meta device, for fine-tuning too."""
     if not config.finetune.model:
         return meta_model(config, build_config(config.model, vocab_size))
     base: Any = load_base_config(config.finetune.model, config.finetune.revision)[0]

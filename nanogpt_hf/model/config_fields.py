@@ -24,8 +24,8 @@ SIZES = {
     "n_inner": "intermediate_size",
 }
 _OPTIONAL_SIZES = ("n_head", "n_kv_head", "n_inner")
-# What the package reads of every config, for those that lack it. Without positions there is no
-# longest context.
+# Values for configs that lack a field which the package reads of every config. Without positions
+# there is no longest context.
 _ABSENT = {"max_position_embeddings": 2**20, "tie_word_embeddings": False}
 # Windows of attention, and the layers that have them.
 _WINDOWS = {
@@ -43,7 +43,8 @@ class ConfigFields:
     """The fields of one class of configs."""
 
     def __init__(self, config_class: type[PreTrainedConfig]):
-        self.config_class, self.name = config_class, str(config_class.model_type)
+        self.config_class = config_class
+        self.name = str(config_class.model_type)
 
     def _field(self, name: str) -> str:
         """The field of the config for a standard name; empty if it has none."""
@@ -94,11 +95,10 @@ class ConfigFields:
 
     def _check_recipe(self, section: ModelSection) -> None:
         """Raises ValueError if model.extra names a knob or no field."""
-        owners = {"vocab_size": "the size of the tokenizer"} | {
-            name: f"model.{knob}"
-            for knob, standard in SIZES.items()
-            for name in (standard, self._field(standard))
-        }
+        owners = {"vocab_size": "the size of the tokenizer"}
+        for knob, standard in SIZES.items():
+            for name in (standard, self._field(standard)):
+                owners[name] = f"model.{knob}"
         names = {field.name for field in self._fields} - {"architectures", "transformers_version"}
         for name in section.extra:
             if name in owners:
@@ -110,13 +110,16 @@ class ConfigFields:
                 )
 
     def check_knobs(self, section: ModelSection, config: Any) -> None:
-        """Raises ValueError if the config that a recipe describes has other sizes than it says."""
+        """Raises ValueError if the config has other sizes than the recipe that describes it."""
         for key, size in self.recipe_knobs(config).items():
-            stated, name = getattr(section, key.removeprefix("model.")), f"{self.name}'s config"
-            if stated not in (None, size):
-                wrong = f"no {SIZES[key.removeprefix('model.')]}" if size is None else f"{size}"
-                remedy = "leave it out" if size is None else "set it so, or change model.extra"
-                raise ValueError(f"{key}: {name} has {wrong}; {remedy}")
+            knob = key.removeprefix("model.")
+            if getattr(section, knob) in (None, size):
+                continue
+            if size is None:
+                wrong = f"no {SIZES[knob]}; leave it out"
+            else:
+                wrong = f"{size}; set it so, or change model.extra"
+            raise ValueError(f"{key}: {self.name}'s config has {wrong}")
 
     def recipe_knobs(self, config: Any) -> dict[str, Any]:
         """The knobs `model.*` that describe a model; n_head is 1 if it has no heads.
@@ -148,7 +151,8 @@ class ConfigFields:
 
         Raises ValueError if the positions are not rotary ones of one known kind.
         """
-        known, rope = config.max_position_embeddings, getattr(config, "rope_parameters", None) or {}
+        known = config.max_position_embeddings
+        rope = getattr(config, "rope_parameters", None) or {}
         if theta is None and length == known:
             return None
         if length < known:
@@ -161,6 +165,7 @@ class ConfigFields:
             return rope | {"rope_theta": theta}
         if kind not in ("default", "yarn"):
             raise ValueError(f"{self.name} has rope_type {kind}; set finetune.rope_theta")
+        # YaRN's factor is the new length by the one that the model was first trained for.
         known = rope.get("original_max_position_embeddings") or known
         changed = {"factor": length / known, "original_max_position_embeddings": known}
         return rope | {"rope_type": "yarn"} | changed
@@ -171,11 +176,14 @@ class ConfigFields:
         """
         for knob, size in SIZES.items():
             bounds: Any = KNOBS[f"model.{knob}"]
-            low, high = bounds.low, bounds.high
             value = size_of(config, size, _ABSENT.get(size))
-            if not (value is None and knob in _OPTIONAL_SIZES) and not low <= value <= high:
-                size = self._field(size)
-                raise ValueError(f"{size} must be from {low:,} to {high:,}, got {value!s:.40}")
+            if value is None and knob in _OPTIONAL_SIZES:
+                continue
+            if not bounds.low <= value <= bounds.high:
+                raise ValueError(
+                    f"{self._field(size)} must be from {bounds.low:,} to {bounds.high:,}, "
+                    f"got {value!s:.40}"
+                )
 
     def check_fields(self, config: Any) -> None:
         """Raises ValueError for a field whose value the meta device accepts, but with which no
@@ -198,10 +206,13 @@ class ConfigFields:
             slides = types is None or kind in types
             if slides and isinstance(window, int) and window < 1:
                 raise ValueError(f"{name} must be at least 1, got {window}")
-        # without any experts, as some types can be, both are 0
-        (count, of), (active, per) = (_stated(config, names) for names in (_EXPERTS, _ACTIVE))
+        count, count_field = _stated(config, _EXPERTS)
+        active, active_field = _stated(config, _ACTIVE)
+        # Some types can be without any experts; then both are 0.
         if count is not None and active is not None and (active < 1) != (count < 1):
-            raise ValueError(f"{per} {active} of {of} {count}: both must be at least 1")
+            raise ValueError(
+                f"{active_field} {active} of {count_field} {count}: both must be at least 1"
+            )
 
 
 def active_experts(config: Any) -> int:
@@ -211,8 +222,11 @@ def active_experts(config: Any) -> int:
 
 def _stated(config: Any, names: Iterable[str]) -> tuple[Any, str]:
     """The value of the first field that a config has, and its name; None without one."""
-    found = ((size_of(config, name), name) for name in names)
-    return next((pair for pair in found if pair[0] is not None), (None, ""))
+    for name in names:
+        value = size_of(config, name)
+        if value is not None:
+            return value, name
+    return None, ""
 
 
 def has_cache(config: Any, *, padded: bool = False) -> bool:
@@ -233,7 +247,7 @@ def size_of(config: Any, name: str, default: Any = None) -> Any:
 
 
 def completed(config: Any) -> Any:
-    """The config with all that the package reads."""
+    """The config with every field that the package reads."""
     for name, value in _ABSENT.items():
         if not hasattr(config, name):
             setattr(config, name, value)
@@ -241,8 +255,8 @@ def completed(config: Any) -> Any:
 
 
 def _inner_size(width: int, is_gated: bool) -> int:
-    """The MLP's default width: with two matrices 4 times the model's, with three 8/3, so that both
-    cost the same.
+    """The MLP's default width: with two matrices 4 times the model's width, with three 8/3, so that
+    both have the same number of parameters (SwiGLU, arXiv:2002.05202).
     """
     if not is_gated:
         return 4 * width

@@ -20,7 +20,7 @@ class GPTConfig(PreTrainedConfig):
     """
 
     model_type = "nanogpt_hf"
-    # transformers adds lists to it
+    # A new list, since transformers adds to it.
     keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
     attribute_map = {  # noqa: RUF012  (transformers wants a plain dict)
         "hidden_size": "n_embd",
@@ -29,6 +29,8 @@ class GPTConfig(PreTrainedConfig):
         "num_hidden_layers": "n_layer",
     }
 
+    # Tensor parallelism splits a block so: heads and the MLP's width by their outputs, the matrices
+    # that write to the residual stream by their inputs.
     base_model_tp_plan = {  # noqa: RUF012
         "h.*.attn.q_proj": "colwise",
         "h.*.attn.k_proj": "colwise",
@@ -100,6 +102,7 @@ _SHARED_FIELDS = sorted(
 
 
 def _from_gpt2(raw: dict[str, Any]) -> dict[str, Any]:
+    """Our fields of GPT-2's config.json. Raises ValueError for variants that we do not compute."""
     unsupported = {
         "scale_attn_weights": True,
         "scale_attn_by_inverse_layer_idx": False,

@@ -41,8 +41,8 @@ class Sizes:
     """Numbers of parameters of a model."""
 
     parameters: int
-    looked_up: int  # in embeddings, and in no matrix product
-    idle: int  # in the experts that a token does not choose
+    looked_up: int  # parameters of embeddings that are in no matrix product
+    idle: int  # parameters of experts that a token does not choose
 
 
 class _NoInitialValues(TorchFunctionMode):
@@ -110,7 +110,7 @@ class Architecture(ConfigFields, ModelParts):
         self.check_knobs(section, config)
         self.check_one_step(config, model)
         if padded := padded_vocab_size(section, vocab_size):
-            config.padded_vocab_size = padded  # in memory alone; standard_config has none
+            config.padded_vocab_size = padded  # exists in memory alone: standard_config has none
         return config
 
     def _build(self, *recipe: Any, is_gated: bool) -> tuple[PreTrainedConfig, PreTrainedModel]:

@@ -40,7 +40,8 @@ def products(experts: Any, hidden: torch.Tensor, chosen: torch.Tensor, weights: 
     Notes the experts that were `chosen`, (B·T, k). distributed/expert_parallel.py sets `exchanged`,
     for experts that are shared by processes.
     """
-    experts.chosen, device = chosen, hidden.device.type
+    experts.chosen = chosen
+    device = hidden.device.type
     casts = device != "meta" and torch.is_autocast_enabled(device)
     if casts:
         hidden = hidden.to(torch.get_autocast_dtype(device))
@@ -80,27 +81,31 @@ class Routing(NamedTuple):
     """
 
     balance: torch.Tensor  # the loss that is smallest, 1 per target, if all experts have equal work
-    entropy: torch.Tensor  # of the router's softmax, in nats, mean over layers
+    entropy: torch.Tensor  # entropy of the router's softmax in nats, mean over layers
     load: torch.Tensor  # (layers, E): targets that an expert has, divided by k
 
 
 def routing_of(model: PreTrainedModel, logits: Any, counted: torch.Tensor) -> Routing:
     """The routing of the last forward pass, for its routers' `logits`, (B·T, E) of each layer.
 
-    `counted` (B, T) are the targets. The balance loss of a sequence is that of DeepSeek-V3
+    `counted` (B, T) marks the targets. The balance loss of a sequence is DeepSeek-V3's
     (arXiv:2412.19437, equations 17 to 20), for the softmax of the logits, times its targets:
     E · Σ_e (share of choices that are e) · (Σ_t probability of e), mean over layers.
     """
-    experts, counted = experts_of(model), counted.to(logits[0].device)
-    balance = entropy = torch.zeros((), device=counted.device)
+    experts = experts_of(model)
+    counted = counted.to(logits[0].device)
+    balance = torch.zeros((), device=counted.device)
+    entropy = torch.zeros((), device=counted.device)
     loads = []
     for module, scores in zip(experts, logits, strict=True):
-        log_p = scores.float().view(*counted.shape, -1).log_softmax(-1)
+        log_p = scores.float().view(*counted.shape, -1).log_softmax(-1)  # (B, T, E)
         p = log_p.exp() * counted[..., None]
-        chosen = module.chosen.view(*counted.shape, -1)
+        chosen = module.chosen.view(*counted.shape, -1)  # (B, T, k) numbers of experts
+        # 1 for each chosen expert, (B, T, E); rows that are no targets have none.
         choices = torch.zeros_like(p).scatter_(-1, chosen, 1.0) * counted[..., None]
         load = choices.sum(1) / chosen.shape[-1]  # (B, E)
         share = load / counted.sum(1, keepdim=True).clamp(min=1)
+        # The choices have no gradient, so the balance loss learns by the probabilities p alone.
         balance = balance + p.shape[-1] * (share * p.sum(1)).sum() / len(experts)
         entropy = entropy - (p.detach() * log_p.detach()).sum() / len(experts)
         loads.append(load.sum(0))

@@ -1,5 +1,5 @@
-"""Check a model's generation config, of which the ids that end a text are read: transformers takes
-any value.
+"""Check a model's generation config, whose ids that end a text are read: transformers takes any
+value.
 """
 
 import json
@@ -32,7 +32,7 @@ def check_generation_file(folder: Path) -> None:
         if not isinstance(fields, dict):
             raise ValueError("not a JSON object")
         GenerationConfig.from_dict(fields)
-    # transformers raises an AttributeError where a field has the wrong type
+    # transformers raises an AttributeError if a field has the wrong type.
     except Exception as error:
         raise UserError(
             f"{file}: cannot be read: {one_line(error)}; correct it, or remove the file: the model "
@@ -41,8 +41,8 @@ def check_generation_file(folder: Path) -> None:
 
 
 def check_end_ids(name: str, model: PreTrainedModel) -> None:
-    """Raises UserError if the generation config of the model that was read from `name` lists as
-    eos_token_id what is not a token.
+    """Raises UserError if the generation config of the model that was read from `name` has an
+    eos_token_id that is no token.
 
     An id that config.json has, too, may be beyond the vocabulary: GPT-2's is the default of
     transformers, also in models with fewer tokens, and is never generated.

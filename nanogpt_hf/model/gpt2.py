@@ -26,8 +26,10 @@ class GPT2Architecture(Architecture):
     layers_on_disk = GPT2_LAYOUT
 
     def __init__(self, config_class: type[GPTConfig]):
-        self.config_class, self.model_class = config_class, GPTForCausalLM
-        self.name, self.title = "gpt2", "GPT-2"
+        self.config_class = config_class
+        self.model_class = GPTForCausalLM
+        self.name = "gpt2"
+        self.title = "GPT-2"
         self._sizes = {}
 
     def config_from_recipe(
@@ -44,7 +46,7 @@ class GPT2Architecture(Architecture):
 
     def check_one_step(self, config: Any, model: Any = None) -> list[str]:
         self.check_fields(config)
-        return []  # its loss gives all parameters gradients
+        return []  # its loss gives all parameters gradients, so it need not try
 
     def memory_bound(self, model: Any, tokens: int, block_size: int) -> float:
         # In float32 a parameter has a weight, a gradient and two averages of AdamW; a checkpoint's
@@ -92,7 +94,7 @@ class GPT2Architecture(Architecture):
         repeat them to get more, as Longformer does (arXiv:2004.05150, section 5): the model stays
         what it is for texts of its old length.
         """
-        known = model.transformer.wpe.weight.detach()
+        known = model.transformer.wpe.weight.detach()  # (positions, C)
         if length == len(known):
             return
         weight = known.repeat(-(-length // len(known)), 1)[:length].clone()

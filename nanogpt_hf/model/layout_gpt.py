@@ -31,10 +31,12 @@ GPT2_LAYOUT = {
 
 
 def _loading_rules() -> list[WeightConverter | WeightRenaming]:
+    """transformers' rules for GPT-2's files: matrices are transposed, q, k and v are cut apart."""
     rules = []
     for gpt2, ours in GPT2_LAYOUT.items():
         split: list[ConversionOps] = [Chunk(dim=0)] if len(ours) > 1 else []
-        weights, biases = ([f"{name}.{kind}" for name in ours] for kind in ("weight", "bias"))
+        weights = [f"{name}.weight" for name in ours]
+        biases = [f"{name}.bias" for name in ours]
         rules.append(
             WeightConverter(f"{gpt2}.weight", weights, operations=[Transpose(0, 1), *split])
         )
@@ -45,7 +47,8 @@ def _loading_rules() -> list[WeightConverter | WeightRenaming]:
     return rules
 
 
-# overwrite: the module may be imported twice, from the package and as code shipped with a model.
+# Overwritten, since the module may be imported twice: from the package and as code shipped with a
+# model.
 register_checkpoint_conversion_mapping(GPTConfig.model_type, _loading_rules(), overwrite=True)
 
 
@@ -57,44 +60,50 @@ def gpt2_state_dict(
     """
     ours = dict(state_dict)
     result = {}
+    # Embedding and head: GPT-2's file has one matrix if they are tied.
     if config.tie_word_embeddings:
         ours.pop("lm_head.weight", None)
     else:
         result["lm_head.weight"] = ours.pop("lm_head.weight")[: config.vocab_size]
     result["transformer.wte.weight"] = ours.pop("transformer.wte.weight")[: config.vocab_size]
-    for block in (f"transformer.h.{i}." for i in range(config.n_layer)):
+    for number in range(config.n_layer):
+        block = f"transformer.h.{number}."
         for gpt2, names in GPT2_LAYOUT.items():
             weight = torch.cat([ours.pop(f"{block}{name}.weight") for name in names])  # (out, in)
-            biases = [
-                bias
-                for name in names
-                if (bias := ours.pop(f"{block}{name}.bias", None)) is not None
-            ]
-            result[f"{block}{gpt2}.weight"] = weight.T
+            biases = []
+            for name in names:
+                bias = ours.pop(f"{block}{name}.bias", None)
+                if bias is not None:
+                    biases.append(bias)
+            result[f"{block}{gpt2}.weight"] = weight.T  # (in, out)
             result[f"{block}{gpt2}.bias"] = (
                 torch.cat(biases) if biases else weight.new_zeros(len(weight))
             )
-    result |= ours  # positions and LayerNorms have the same names and layout
-    for name in [name for name in ours if ".ln_" in name and name.endswith(".weight")]:
-        result.setdefault(name.removesuffix("weight") + "bias", torch.zeros_like(ours[name]))
+    # Positions and LayerNorms have the same names and layout.
+    result |= ours
+    for name, weight in ours.items():
+        if ".ln_" in name and name.endswith(".weight"):
+            bias_name = name.removesuffix("weight") + "bias"
+            result.setdefault(bias_name, torch.zeros_like(weight))
     return {name: weight.contiguous() for name, weight in result.items()}
 
 
 def from_gpt2_state_dict(state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The inverse of gpt2_state_dict, for load_state_dict; weights with our names are unchanged."""
     result = {}
-    for name, weight in state_dict.items():
-        layer, _, kind = name.rpartition(".")
-        gpt2 = next((gpt2 for gpt2 in GPT2_LAYOUT if layer.endswith("." + gpt2)), None)
-        if gpt2 is None:
-            result[name] = weight
+    for name, tensor in state_dict.items():
+        # transformer.h.3.attn.c_attn.weight -> block transformer.h.3., layer attn.c_attn
+        path, _, kind = name.rpartition(".")
+        layers = [layer for layer in GPT2_LAYOUT if path.endswith(f".{layer}")]
+        if not layers:
+            result[name] = tensor
             continue
-        names = GPT2_LAYOUT[gpt2]
-        parts = (weight.T if kind == "weight" else weight).chunk(len(names))
-        result |= {
-            f"{layer.removesuffix(gpt2)}{ours}.{kind}": p
-            for ours, p in zip(names, parts, strict=True)
-        }
+        block = path.removesuffix(layers[0])
+        names = GPT2_LAYOUT[layers[0]]
+        if kind == "weight":
+            tensor = tensor.T  # (in, out) -> (out, in)
+        for ours, part in zip(names, tensor.chunk(len(names)), strict=True):
+            result[f"{block}{ours}.{kind}"] = part
     return result
 
 
@@ -132,13 +141,15 @@ class GPT2Files(PreTrainedModel if TYPE_CHECKING else object):
     def from_pretrained(  # pyright: ignore[reportIncompatibleMethodOverride]
         cls, pretrained_model_name_or_path, *args, output_loading_info=False, **kwargs
     ) -> Any:
-        """As in transformers, but a missing, unexpected or misshapen weight is a ValueError.
+        """Load as in transformers, but raise ValueError for a missing, unexpected or misshapen
+        weight.
 
         With output_loading_info it is in the information, and the caller checks it.
         """
         kwargs["trust_remote_code"] = False  # None would ask on a terminal
         raw, _ = PreTrainedConfig.get_config_dict(pretrained_model_name_or_path, **kwargs)
-        # A GPT-2 on disk has biases, perhaps all zero: load them, then remove them if they are.
+        # A GPT-2 on disk has biases, which are all zero if the model has none: load them, then
+        # remove them if they are.
         zeros_for_no_bias = raw.get("model_type") == "gpt2" and raw.get("bias") is False
         if zeros_for_no_bias and isinstance(kwargs.get("config"), GPTConfig):
             kwargs["config"] = copy.deepcopy(kwargs["config"])

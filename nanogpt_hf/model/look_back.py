@@ -28,10 +28,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.model.configuration_gpt import GPTConfig
 
-ROTARY = ("llama", "mistral", "qwen2", "qwen3")  # with whole heads turned in halves, as in Llama
+# Types whose heads are rotated as a whole, the first half of a head with the second, as in Llama.
+ROTARY = ("llama", "mistral", "qwen2", "qwen3")
 _POSITIONS = 1.5  # standard deviation of positions, in those of token embeddings
-_PEAK = 60.0  # learned positions: score of the token that a head looks at; others begin near 0
-_ROTARY_PEAK = 12.0  # with rotary positions
+# Score of the token that a head looks at, with learned and with rotary positions; all others begin
+# near 0. A softmax of e⁶⁰ to 1 is one-hot, of e¹² to 1 nearly.
+_PEAK = 60.0
+_ROTARY_PEAK = 12.0
 
 
 def check_look_back(config: PreTrainedConfig) -> None:
@@ -78,18 +81,22 @@ Waves = tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]
 
 def _wave_positions(model: Any, waves: int) -> Waves:
     """Make the positions of a GPT-2 sums of waves."""
-    config, places = model.config, torch.arange(model.config.n_positions)
+    config = model.config
+    places = torch.arange(config.n_positions)
     frequencies = (torch.arange(waves) + 0.5) * math.pi / waves
     if config.n_positions > 4 * waves:
         uneven = torch.arange(waves) * (5**0.5 - 1) / 2 % 1
         frequencies = (torch.arange(waves) + uneven) * math.pi / waves
-    # in float64, so that other CPUs round to the same float32
+    # Orthonormal directions of a random matrix. In float64, so that other CPUs round to the same
+    # float32.
     directions = torch.linalg.qr(torch.randn(config.n_embd, config.n_embd).double())[0].float()
     first, second, *_ = directions.split(waves)
     angles = places[:, None] * frequencies
     positions = math.sqrt(config.n_embd / waves) * (angles.cos() @ first + angles.sin() @ second)
     model.transformer.wpe.weight.copy_(_POSITIONS * config.initializer_range * positions)
-    variance = _POSITIONS**2 / (1 + _POSITIONS**2) * config.n_embd  # of a normalized input
+    # A normalized input has variance 1 in each of n_embd values. This is the share of positions in
+    # it, tokens being the rest.
+    variance = _POSITIONS**2 / (1 + _POSITIONS**2) * config.n_embd
     return frequencies, first, second, math.sqrt(_PEAK * (2 * waves) ** 0.5 / variance)
 
 

@@ -1,8 +1,15 @@
 """LoRA (Hu et al. 2021, arXiv:2106.09685) by peft: adapters on our layers, and the same for the
 standard model.
 
+An adapter adds alpha / rank · B·A to the frozen matrix of a layer: A is (rank, in), B is (out,
+rank). B begins at zero, so that training begins at the model itself.
+
 GPT-2 has our layers q, k and v in one, c_attn. Its adapter is exact: the A matrices stacked, and
-the B matrices on a block diagonal, which makes three times the rank.
+the B matrices on a block diagonal, which makes three times the rank:
+
+    [ B_q·A_q ]   [ B_q  0    0   ]   [ A_q ]
+    [ B_k·A_k ] = [ 0    B_k  0   ] · [ A_k ]
+    [ B_v·A_v ]   [ 0    0    B_v ]   [ A_v ]
 """
 
 import json
@@ -37,7 +44,8 @@ from nanogpt_hf.model.configuration_gpt import GPTConfig
 from nanogpt_hf.model.generation_file import check_generation_file
 from nanogpt_hf.model.layout_gpt import check_loaded
 
-_A, _B = "lora_A.default.weight", "lora_B.default.weight"  # (rank, in) and (out, rank)
+_A = "lora_A.default.weight"  # (rank, in)
+_B = "lora_B.default.weight"  # (out, rank)
 _BLOCK = re.compile(r".*?\.\d+\.")  # such as transformer.h.3.
 
 
@@ -82,12 +90,15 @@ def add_adapters(model: PreTrainedModel, section: LoraSection, seed: int) -> Non
 def merged_weights(
     weights: dict[str, torch.Tensor], section: LoraSection
 ) -> dict[str, torch.Tensor]:
-    """The weights of a model with adapters -> those of an equal model without. Names are ours."""
+    """The weights of a model with adapters -> the weights of an equal model without adapters. Names
+    are ours.
+    """
     merged = {name: weight for name, weight in weights.items() if ".lora_" not in name}
     rank, alpha = _sizes(section)
-    for name in [name for name in merged if name.endswith(".base_layer.weight")]:
-        layer = name.removesuffix("base_layer.weight")
-        merged[name] = merged[name] + alpha / rank * weights[layer + _B] @ weights[layer + _A]
+    for name in list(merged):
+        if name.endswith(".base_layer.weight"):
+            layer = name.removesuffix("base_layer.weight")
+            merged[name] = merged[name] + alpha / rank * weights[layer + _B] @ weights[layer + _A]
     return {name.replace(".base_layer.", "."): weight for name, weight in merged.items()}
 
 
@@ -102,11 +113,13 @@ def standard_adapters(
             for name, weight in adapters.items()
         }
     result = {}
-    for block in dict.fromkeys(match[0] for name in adapters if (match := _BLOCK.match(name))):
+    blocks = [match[0] for name in adapters if (match := _BLOCK.match(name))]
+    for block in dict.fromkeys(blocks):  # each once, in order
         for on_disk, ours in layers_on_disk.items():
             adapted = [i for i, name in enumerate(ours) if f"{block}{name}.{_A}" in adapters]
             if not adapted:
                 continue
+            # A stacked, and B on the diagonal; a layer without adapter has rows of zeros.
             a = torch.cat([adapters[f"{block}{ours[i]}.{_A}"] for i in adapted])
             parts = {i: adapters[f"{block}{ours[i]}.{_B}"] for i in adapted}
             out, rank = parts[adapted[0]].shape
@@ -130,15 +143,15 @@ def save_adapter(
     """
     assert finetune.model is not None, "adapters are trained on finetune.model"
     layers_on_disk = architecture_of(model_config).layers_on_disk
-    # layer on disk -> how many of ours are adapted in it; alpha / rank stays if both are multiplied
-    adapted = {
-        on_disk: sum(name.rpartition(".")[2] in section.targets for name in ours)
-        for on_disk, ours in (
-            layers_on_disk or {target: (target,) for target in section.targets}
-        ).items()
-    }
+    layers = layers_on_disk or {target: (target,) for target in section.targets}
+    # Layer on disk -> how many of our layers in it are adapted.
+    adapted = {}
+    for on_disk, ours in layers.items():
+        adapted[on_disk] = sum(name.rpartition(".")[2] in section.targets for name in ours)
+    # Their adapter has so many times the rank; alpha is multiplied too, so that alpha / rank stays.
     several = {layer: count for layer, count in adapted.items() if count > 1}
-    base, (rank, alpha) = Path(finetune.model), _sizes(section)
+    base = Path(finetune.model)
+    rank, alpha = _sizes(section)
     config = _peft_config(
         section,
         target_modules=[layer for layer, count in adapted.items() if count],
@@ -207,7 +220,7 @@ _ADAPTER_FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
 
 
 def _check_adapter_files(folder: Path) -> None:
-    """Raises ValueError if adapter_config.json is not that of LoRA, or there are no weights."""
+    """Raises ValueError if adapter_config.json does not describe LoRA, or there are no weights."""
     try:
         fields = json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
@@ -220,14 +233,14 @@ def _check_adapter_files(folder: Path) -> None:
         if name in fields and not is_valid(fields[name]):
             value = one_line(json.dumps(fields[name]), 100)
             raise ValueError(f"{CONFIG_NAME}: {name} {value} is not {expected}")
-    # peft would ask the Hub for them
+    # peft would ask the Hub for weights that are missing.
     if not any((folder / name).is_file() for name in (SAFETENSORS_WEIGHTS_NAME, WEIGHTS_NAME)):
         raise ValueError(f"there is no {SAFETENSORS_WEIGHTS_NAME} beside {CONFIG_NAME}")
 
 
 def _check_whole(folder: str, opened: Any) -> None:
-    """Raises ValueError if the weights in `folder` are not those that the adapter of `opened`
-    trains: peft starts missing ones at random and leaves out those that it does not know.
+    """Raises ValueError if the weights in `folder` are not the ones that the adapter of `opened`
+    trains: peft starts missing ones at random and leaves out unknown ones.
     """
     weights = load_peft_weights(folder, device="cpu")
     if wrong := [name for name, weight in weights.items() if not weight.is_floating_point()]:
@@ -248,7 +261,7 @@ def load_merged(folder: str) -> PreTrainedModel:
 
     Raises ValueError if the folder is not a whole adapter of LoRA.
     """
-    # peft asks the Hub for a relative one that lacks a tokenizer
+    # peft asks the Hub for a relative path whose folder lacks a tokenizer.
     folder = str(Path(folder).resolve())
     _check_adapter_files(Path(folder))
     adapter = PeftConfig.from_pretrained(folder)
@@ -256,14 +269,14 @@ def load_merged(folder: str) -> PreTrainedModel:
     check_generation_file(Path(base))
     model = architecture_on_disk(base, adapter.revision).read_model(base, adapter.revision)
     with _unwarned():
-        # missing tensors are refused below, in one line
+        # Missing tensors are refused below, in one line.
         warnings.filterwarnings("ignore", "Found missing adapter keys")
         try:
-            # is_trainable marks the weights that belong to the adapter
+            # is_trainable marks the weights that belong to the adapter.
             opened = AutoPeftModelForCausalLM.from_pretrained(
                 folder, is_trainable=True, dtype=torch.float32, trust_remote_code=False
             )
-        # a whole layer, or the rows of tokens, that adapter_config.json names
+        # adapter_config.json names a whole layer, or rows of tokens, and they are missing.
         except KeyError as error:
             check_loaded(folder, "whole LoRA", {"missing_keys": error.args})
             raise
@@ -271,11 +284,12 @@ def load_merged(folder: str) -> PreTrainedModel:
         whole = opened.merge_and_unload()
     state = whole.state_dict()
     if isinstance(model.config, GPTConfig) and not model.config.bias:
-        # A GPT-2 on disk has biases; ours without has zeros there, which LoRA does not change. The
-        # field `bias` of another type, such as Falcon's, is not about all biases.
+        # A GPT-2 on disk has biases, which are zeros if ours has none; LoRA does not change them.
+        # The field `bias` of another type, such as Falcon's, is not about all biases.
         state = {name: weight for name, weight in state.items() if not name.endswith(".bias")}
     model.load_state_dict(state)
-    if (Path(folder) / GENERATION_CONFIG_NAME).is_file():  # with the ends of turns it has learned
+    if (Path(folder) / GENERATION_CONFIG_NAME).is_file():
+        # It has the ends of turns that the adapter has learned.
         model.generation_config = GenerationConfig.from_pretrained(folder)
     model.name_or_path = folder
     return model

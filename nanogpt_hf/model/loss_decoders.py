@@ -1,8 +1,8 @@
-"""Our loss for the causal LMs of transformers: it holds no logits of the whole batch.
+"""Our loss for the causal LMs of transformers, which holds no logits of the whole batch.
 
 One forward pass of the model's own class on a tiny head decides whether our loss computes the
-same: a product with the head, with or without soft-capping. If not, the cross-entropy is taken
-of the model's own logits.
+same: a product with the head, with or without soft-capping. If not, the cross-entropy is computed
+from the model's own logits, which are then all in memory.
 """
 
 from collections.abc import Iterator
@@ -58,6 +58,7 @@ class _WithSummedLoss(SummedLoss, PreTrainedModel):
     """
 
     def __init__(self, config: PreTrainedConfig):
+        # transformers' classes read the rows of embedding and head from vocab_size.
         vocab_size = config.vocab_size
         config.vocab_size = getattr(config, "padded_vocab_size", vocab_size)
         super().__init__(config)
@@ -97,9 +98,9 @@ class _WithSummedLoss(SummedLoss, PreTrainedModel):
         logits_to_keep=0,
         **kwargs,
     ):
-        """As GPTForCausalLM.forward.
+        """The same as GPTForCausalLM.forward.
 
-        A head that computes more than capped products has transformers' own loss.
+        Models whose head does more than a (capped) product keep their own logits.
         """
         shift_labels, row_loss = shifted_labels(labels, kwargs)
         if shift_labels is None:
@@ -109,7 +110,8 @@ class _WithSummedLoss(SummedLoss, PreTrainedModel):
             out.logits = out.logits[..., : self.config.vocab_size]
             return out
         compute = self.base_model if self._is_linear else super().forward
-        if routes := self.training and self.has_experts:
+        routes = self.training and self.has_experts
+        if routes:
             kwargs["output_router_logits"] = True
         with _no_search_for_packing(kwargs.get("position_ids")):
             out = compute(input_ids=input_ids, use_cache=bool(use_cache), **kwargs)
@@ -119,7 +121,7 @@ class _WithSummedLoss(SummedLoss, PreTrainedModel):
             )
             return self._with_routing(result, out, shift_labels) if routes else result
         out.logits = out.logits[..., : self.config.vocab_size]
-        targets = shift_labels.reshape(-1).to(out.logits.device)
+        targets = shift_labels.reshape(-1).to(out.logits.device)  # (N,)
         items = (targets != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch
         loss = row_loss or cross_entropy
         out.loss = loss(slice(None), out.logits.flatten(0, 1), targets) / items
@@ -175,10 +177,12 @@ def _head_is_linear(config: PreTrainedConfig, softcap: float | None) -> bool:
     """Whether the logits of a model are the product with its head, capped by `softcap`: its
     forward on a tiny head.
     """
+    # The class without its __init__, which would build the whole model: only its forward runs.
     standard = standard_class(type(config))
     probe: Any = standard.__new__(standard)
     nn.Module.__init__(probe)
-    probe.config, probe.vocab_size = config, 16
+    probe.config = config
+    probe.vocab_size = 16
     head: Any = nn.utils.skip_init(nn.Linear, 8, 16, bias=False, device="cpu", dtype=torch.float32)
     head.weight.copy_(_wave(16, 8))
     setattr(probe, standard.base_model_prefix, _Hidden())

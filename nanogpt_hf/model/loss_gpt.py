@@ -160,9 +160,12 @@ class Head(nn.Linear):
     @classmethod
     def of(cls, layer: nn.Linear, softcap: float | None = None) -> "Head":
         """A head with the parameters of `layer`."""
-        sizes = layer.in_features, layer.out_features, layer.bias is not None
-        head: Any = cls(*sizes, device="meta")
-        head.weight, head.bias, head.softcap = layer.weight, layer.bias, softcap
+        # On the meta device, since its own parameters are replaced at once.
+        has_bias = layer.bias is not None
+        head: Any = cls(layer.in_features, layer.out_features, has_bias, device="meta")
+        head.weight = layer.weight
+        head.bias = layer.bias
+        head.softcap = softcap
         return head
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]

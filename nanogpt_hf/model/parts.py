@@ -19,7 +19,7 @@ class LinearLayers(NamedTuple):
     """Linear layers of a block by name; the last of each writes to the residual stream."""
 
     attention: dict[str, Any]
-    others: dict[str, Any]  # of MLPs and all else, without experts
+    others: dict[str, Any]  # MLPs and all else, without experts
 
 
 class ModelParts:
@@ -66,7 +66,8 @@ class ModelParts:
         for layers in found:
             wide = [name for name, layer in layers.items() if layer.out_features == width]
             if wide:
-                layers[wide[-1]] = layers.pop(wide[-1])  # to the end of the dict
+                # Out and in again: now it is the last of the dict.
+                layers[wide[-1]] = layers.pop(wide[-1])
         return found
 
     def inner_width(self, block: nn.Module, config: Any) -> int:

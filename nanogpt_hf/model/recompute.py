@@ -1,7 +1,9 @@
 """Activation checkpointing: which blocks the backward pass computes again, and what they keep.
 
-Its levels are values of fsdp_activation_checkpointing: `true` for all blocks, a number n for one
-block of n, `selective` for all blocks, which keep what matrix products and attention compute.
+A block then keeps its input alone instead of all activations, and costs a second forward pass
+(Chen et al. 2016, arXiv:1604.06174). Levels are values of fsdp_activation_checkpointing: `true` for
+all blocks, a number n for one block of n, `selective` for all blocks, which keep the results of
+matrix products and attention.
 """
 
 import functools
@@ -46,7 +48,8 @@ def is_kept(operation: Any, arguments: tuple[Any, ...]) -> bool:
     those of the forward pass only if all masks before are drawn again.
     """
     draws = any(isinstance(argument, float) and argument for argument in arguments)
-    return getattr(operation, "overloadpacket", None) in _PACKETS and not draws  # flex has none
+    # Flex attention is no such operation and has no overloads.
+    return getattr(operation, "overloadpacket", None) in _PACKETS and not draws
 
 
 def recompute_blocks(model: PreTrainedModel, level: str) -> None:

@@ -37,7 +37,7 @@ class OptimizerKind:
     build: Callable[
         [PreTrainedModel, list[Group], OptimSection, Accelerator | None], torch.optim.Optimizer
     ]
-    describe: Callable[[OptimSection], str]  # for the model card
+    describe: Callable[[OptimSection], str]  # its words in the model card
     state_bytes: Callable[[PreTrainedModel, int], float]  # on one of N shards
     check: Callable[[], None] = lambda: None  # raises UserError if this machine lacks something
     reads_found_inf: bool = False  # a step reads it on the device; else the host waits for the norm
