@@ -4,13 +4,14 @@ import math
 import os
 import tempfile
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nanogpt_hf.config.schema import DataSection
+from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import DataError, UserError
 from nanogpt_hf.evaluation.base import (
     COUNT,
@@ -24,6 +25,7 @@ from nanogpt_hf.evaluation.base import (
     with_error,
 )
 from nanogpt_hf.formatting import plural
+from nanogpt_hf.runs.folder import find_model
 from nanogpt_hf.runs.state import MeasuredLoss
 
 if TYPE_CHECKING:
@@ -68,13 +70,7 @@ class TextLoss(Evaluation):
     def load(self, request: Request) -> Loaded:
         arguments = request.arguments
         knobs = dict(request.knobs)
-        block_size = arguments.block_size or request.positions
-        stride = arguments.stride or block_size
-        if not stride <= block_size <= request.positions:
-            raise UserError(
-                f"--stride {stride}, --block-size {block_size}: the stride must be at most the "
-                f"block size, and that at most the model's {request.positions} positions"
-            )
+        block_size, stride = _window(arguments.block_size, arguments.stride, request.positions)
         # Prepared data has splits, too, and is not described by a section of a recipe.
         split = knobs.pop("split", None)
         data = DataSection(source=arguments.data, **knobs)  # pyright: ignore[reportArgumentType]
@@ -153,11 +149,8 @@ def _read_prepared(folder: Path, split: str, tokenizer: "Tokenizer") -> Corpus:
 def _read_text(
     data: DataSection, split: str | None, tokenizer: "Tokenizer", scratch: Path
 ) -> Corpus:
-    from nanogpt_hf.data.blocks import TokenStream
     from nanogpt_hf.data.built_in import BUILT_IN
-    from nanogpt_hf.data.formats import encoded
     from nanogpt_hf.data.source import find_files, is_url, load_documents
-    from nanogpt_hf.data.text import text_encoder
 
     name = data.one_source
     # A data set on the Hub is split by its authors, and which split is evaluated must be stated.
@@ -171,7 +164,14 @@ def _read_text(
         name = f"{name} ({split})"
         data = replace(data, split=split)
     documents = load_documents(data, scratch)
-    texts = documents.read()
+    return _corpus_of(name, documents.read(), documents.revision, tokenizer)
+
+
+def _corpus_of(name: str, texts: Sequence[str], revision: str, tokenizer: "Tokenizer") -> Corpus:
+    from nanogpt_hf.data.blocks import TokenStream
+    from nanogpt_hf.data.formats import encoded
+    from nanogpt_hf.data.text import text_encoder
+
     # As in training: the end-of-text token separates documents, so a single one needs none.
     end_of_text_id = tokenizer.end_of_text_id if len(texts) > 1 else None
     rows = []
@@ -179,7 +179,52 @@ def _read_text(
         rows += batch
     stream = TokenStream([row.ids for row in rows])
     size = sum(row.bytes for row in rows)
-    return Corpus(name, stream, len(rows), size, documents.revision)
+    return Corpus(name, stream, len(rows), size, revision)
+
+
+def measure_texts(
+    texts: Sequence[str],
+    model: str,
+    *,
+    block_size: int | None = None,
+    stride: int | None = None,
+    batch_size: int = 8,
+) -> dict[str, Any]:
+    """Figures of `evaluate MODEL --data TEXT` on texts, in this process.
+
+    `model` is a run folder, a model folder or a Hub id. Raises UserError if it cannot be loaded,
+    or cannot read the texts.
+    """
+    from nanogpt_hf.data.tokenizer import build_tokenizer, check_vocabulary
+    from nanogpt_hf.distributed.accelerator import build_evaluation_accelerator
+    from nanogpt_hf.model.build import load_model
+
+    folder = find_model(model)
+    loaded: Any = load_model(folder)
+    tokenizer = build_tokenizer(folder, ())
+    check_vocabulary(folder, tokenizer.vocab_size, loaded.config.vocab_size)
+    positions = loaded.config.max_position_embeddings
+    size, step = _window(block_size, stride, positions)
+    corpus = _corpus_of("texts", texts, "", tokenizer)
+    if len(corpus.stream) < 2:
+        raise DataError(f"{len(corpus.stream)} tokens of text; at least two are needed")
+    corpus = corpus._replace(first_bytes=_first_bytes(corpus, tokenizer))
+    accelerator = build_evaluation_accelerator(Mesh())
+    subject = Subject(folder, loaded.to(accelerator.device), tokenizer.hf, accelerator, batch_size)
+    *_, result = _measure(corpus, size, step, {}, subject)
+    return result.figures["text"]
+
+
+def _window(block_size: int | None, stride: int | None, positions: int) -> tuple[int, int]:
+    """Tokens of a window, and from one window to the next. Raises UserError if they do not fit."""
+    size = block_size or positions
+    step = stride or size
+    if not step <= size <= positions:
+        raise UserError(
+            f"--stride {step}, --block-size {size}: the stride must be at most the block size, "
+            f"and that at most the model's {positions} positions"
+        )
+    return size, step
 
 
 def _measure(

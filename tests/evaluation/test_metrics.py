@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+import nanogpt_hf
 from nanogpt_hf.commands import main
+from nanogpt_hf.errors import UserError
 from nanogpt_hf.evaluation.metrics import (
     class_numbers,
     compute_metrics,
@@ -301,3 +303,26 @@ def test_reward_function_scores_rows(capsys, chat_model, rows, tmp_path, refused
     assert found["reward"] == 0.25
     assert "--reward" in refused("evaluate", chat_model, "--questions", rows, "--reward", "no.py:f")
     assert "questions" in refused("evaluate", chat_model, "--reward", f"{reward}:score")
+
+
+def test_measurement_of_the_library_equals_the_command(capsys, letter_model, tmp_path):
+    import evaluate
+
+    texts = ["abc fed hag bed?\n" * 20, "head ache cab beef?\n" * 20]
+    file = tmp_path / "texts.jsonl"
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    output = tmp_path / "out.json"
+    words = ["--data", str(file), "--stride", "8", "--json", str(output)]
+    assert main(["evaluate", str(letter_model), *words]) == 0
+    expected = json.loads(output.read_text())["text"]
+    folder = Path(nanogpt_hf.__file__).parent / "evaluation" / "text_loss"
+    module = evaluate.load(str(folder), keep_in_memory=True)
+    found = module.compute(data=texts, model=str(letter_model), stride=8)
+    for name in ("loss", "loss_standard_error", "perplexity", "bits_per_byte", "bytes", "tokens"):
+        assert found[name] == expected[name], name
+    with pytest.raises(UserError, match="at least two are needed"):
+        module.compute(data=["a"], model=str(letter_model))
+    with pytest.raises(UserError, match="positions"):
+        module.compute(data=texts, model=str(letter_model), block_size=10**6)
+    with pytest.raises(UserError, match="no_such_model"):
+        module.compute(data=texts, model="no_such_model/")
