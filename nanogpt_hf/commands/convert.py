@@ -170,6 +170,8 @@ def add_push_arguments(parser: ArgumentParser) -> None:
     branch = "a branch to push to, created if it does not exist"
     add_option(parser, "--revision BRANCH", branch)
     add_option(parser, "--message", "the message of the commit")
+    figures = "show the figures of FILE, which `evaluate --json` has written, on the model's page"
+    add_option(parser, "--results FILE", figures, type=Path)
 
 
 def run_push(arguments: Namespace) -> None:
@@ -196,5 +198,6 @@ def run_push(arguments: Namespace) -> None:
         private=arguments.private,
         revision=arguments.revision,
         message=arguments.message,
+        results=arguments.results,
     )
     show(f"{folder} -> {url}")

@@ -276,6 +276,7 @@ def _measure(metrics: Sequence[Metric], task: QuestionTask, subject: Subject) ->
     figures = {
         **compared.figures,
         **{f"{name}_stderr": error for name, error in compared.errors.items()},
+        "data": task.name,
         "rows": len(answers),
         "rows_left_out": task.left_out,
         "temperature": sampler.temperature,

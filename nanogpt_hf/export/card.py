@@ -9,7 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import ModelCard, ModelCardData
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers import PreTrainedConfig
 
 from nanogpt_hf.config.load import config_to_yaml
@@ -24,6 +24,10 @@ from nanogpt_hf.runs.files import redact
 from nanogpt_hf.runs.provenance import code_version, versions
 from nanogpt_hf.runs.state import TrainState
 
+# Figures of `evaluate` that the Hub shows, and their names there.
+_TEXT_FIGURES = {"loss": "Loss", "perplexity": "Perplexity", "bits_per_byte": "Bits per byte"}
+# What `evaluate --metrics` records in addition to the figures of metrics.
+_METRIC_FACTS = {"rows", "rows_left_out", "temperature", "max_new_tokens", "resamples"}
 PLACEHOLDER = "path/to/this/folder"  # in the example; a push replaces it by the repository
 
 
@@ -173,3 +177,42 @@ def _fenced(text: str) -> str:
     """A block of YAML, with more backticks than the text has in a row."""
     ticks = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
     return f"{ticks}yaml\n{text}{ticks}"
+
+
+def card_with_results(card: str, name: str, results: dict[str, Any]) -> str:
+    """A card with the figures of `evaluate --json` as its model-index, which the Hub shows.
+
+    `name` is the model's. The form is the one of `evaluate.push_to_hub`. Raises ValueError if
+    `results` has no figures of a text or of metrics.
+    """
+    found: list[EvalResult] = []
+
+    def add(figures: dict[str, Any], data: str, names: dict[str, str]) -> None:
+        for key, title in names.items():
+            value = figures.get(key)
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                found.append(
+                    EvalResult(
+                        task_type="text-generation",
+                        dataset_type=data,
+                        dataset_name=data,
+                        dataset_revision=figures.get("data_revision") or figures.get("revision"),
+                        metric_type=key,
+                        metric_name=title,
+                        metric_value=value,
+                    )
+                )
+
+    if text := results.get("text"):
+        # A path of this machine says nothing to others, its last part does.
+        add(text, Path(redact(str(text.get("data")))).name, _TEXT_FIGURES)
+    if metrics := results.get("metrics"):
+        numbers = {key: key for key in metrics if key not in _METRIC_FACTS}
+        add(metrics, Path(redact(str(metrics.get("data")))).name, numbers)
+    if not found:
+        raise ValueError("it has no figures of a text or of metrics; write it by evaluate --json")
+    page = ModelCard(card)
+    data: Any = page.data
+    data.model_name = name
+    data.eval_results = found
+    return str(page)

@@ -20,7 +20,7 @@ from huggingface_hub.utils import disable_progress_bars, get_session
 
 from nanogpt_hf.config.schema import HubSection
 from nanogpt_hf.errors import RunFolderError, UserError, explain, one_line
-from nanogpt_hf.export.card import PLACEHOLDER, card_without_run
+from nanogpt_hf.export.card import PLACEHOLDER, card_with_results, card_without_run
 from nanogpt_hf.model.architecture import architecture_on_disk
 from nanogpt_hf.program import program
 from nanogpt_hf.runs.files import redact
@@ -64,12 +64,14 @@ def push(
     private: bool = False,
     revision: str | None = None,
     message: str | None = None,
+    results: Path | None = None,
 ) -> str:
     """Push a model folder to the model repository `repo_id` (user/name), and return the commit's
     URL.
 
     With best/ or final/ go the recipe, the metrics and the loss plot of its run. A missing
-    repository or branch `revision` is created; nothing is ever deleted. Raises UserError, before
+    repository or branch `revision` is created; nothing is ever deleted. The card shows the figures
+    of `results`, a file that `evaluate --json` has written. Raises UserError, before
     anything is sent also for files that hold a secret, or are links out of the folder.
     """
     huggingface_hub.utils.logging.set_verbosity_error()  # else every retry is logged
@@ -82,6 +84,9 @@ def push(
         with tempfile.TemporaryDirectory(prefix=".push-", dir=beside) as links:
             place = f'"{repo_id}"' + (f", revision={json.dumps(revision)}" if revision else "")
             contents = _contents(folder, Path(links), place)
+            if results is not None:
+                card = folder / "README.md"
+                contents[card] = _card_with_results(contents[card], repo_id, results)
             for path, text in contents.items():
                 if isinstance(text, bytes) and (token.encode() in text or _SECRET.search(text)):
                     raise RunFolderError(f"{path}: contains a token of the Hub or a private key")
@@ -149,6 +154,18 @@ def _contents(folder: Path, links: Path, place: str) -> dict[Path, bytes | Path]
     if folder.stat().st_ino != inode:
         raise RunFolderError(f"{folder}: a newer model has just replaced it; push again")
     return found
+
+
+def _card_with_results(card: bytes | Path, repo_id: str, results: Path) -> bytes:
+    """A card with the figures of a file. Raises RunFolderError if it has none."""
+    assert isinstance(card, bytes)
+    try:
+        figures = json.loads(results.read_text(encoding="utf-8"))
+        if not isinstance(figures, dict):
+            raise ValueError("expected an object")
+        return card_with_results(card.decode(), repo_id.partition("/")[2], figures).encode()
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        raise RunFolderError(f"--results {results}: {one_line(error)}") from None
 
 
 def _missing_card(folder: Path) -> str:

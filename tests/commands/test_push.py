@@ -242,3 +242,48 @@ def test_push_refuses_a_token_in_a_file(refused, hub, run):
     assert err.endswith("nothing was pushed")
     assert hub.token not in err
     assert hub.repositories == {}
+
+
+@pytest.mark.long
+def test_push_shows_results_on_the_page_of_the_model(capsys, hub, trained, text_file, tmp_path):
+    results = tmp_path / "results.json"
+    words = ["evaluate", str(trained), "--data", str(text_file), "--json", str(results)]
+    assert main(words) == 0
+    figures = json.loads(results.read_text())
+    figures["metrics"] = {"data": "/home/me/rows.jsonl", "rougeL": 0.25, "answers": [], "rows": 9}
+    figures["metrics"] |= {"rougeL_stderr": 0.01, "text": "x", "revision": "sha256:1"}
+    results.write_text(json.dumps(figures))
+    push(capsys, trained, "tester/tiny", "--results", results)
+    card = ModelCard(hub.repositories["tester/tiny"].files()["README.md"].decode())
+    found = {result.metric_type: result for result in card.data.eval_results}
+    assert found.keys() == {"loss", "perplexity", "bits_per_byte", "rougeL", "rougeL_stderr"}
+    assert found["loss"].metric_value == figures["text"]["loss"]
+    assert found["loss"].dataset_name == text_file.name
+    assert found["rougeL"].dataset_name == "rows.jsonl"
+    assert card.data.model_name == "tiny"
+    # what training wrote is still there
+    assert card.data.library_name == "transformers"
+    assert "## " in card.text
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("{", "Expecting property name"),
+        ("[]", "expected an object"),
+        ("{}", "no figures of a text or of metrics"),
+        ('{"text": {"loss": null}}', "no figures"),
+        ('{"text": 3}', "results.json: "),
+        ('{"metrics": {"rouge": "high"}}', "no figures"),
+        (None, "No such file"),
+    ],
+)
+def test_push_refuses_results_without_figures(refused, hub, trained, tmp_path, content, reason):
+    results = tmp_path / "results.json"
+    if content is not None:
+        results.write_text(content)
+    line = refused("push", trained, "tester/tiny", "--results", results)
+    assert reason in line
+    assert "nothing was pushed" in line
+    assert hub.repositories == {}
