@@ -36,14 +36,15 @@ def reading(path: Path) -> Iterator[None]:
     error of any kind somewhere in a library, raises DamagedFileError.
     """
     try:
-        # a read of either may never end
+        # A read of either may never end.
         if path.exists() and not (path.is_file() or path.is_dir()):
             raise ValueError("it is a device or a pipe")
         yield
     except (UserError, MemoryError):
+        # Not the file's fault.
         raise
     except OSError as error:
-        # safetensors has the path in the message alone
+        # safetensors has the path in the message alone.
         reason = f"cannot be read: {error.strerror or one_line(error)}"
         is_missing = isinstance(error, FileNotFoundError) and error.strerror
         raise DamagedFileError(f"{path}: {'is missing' if is_missing else reason}") from None
@@ -70,7 +71,8 @@ def read_json_lines(path: Path, check: Callable[[Any], bool]) -> list[Any]:
     except OSError as error:
         warn_once(f"{path}: skipped, since it cannot be read: {error.strerror}")
         return []
-    values, damaged = [], []
+    values = []
+    damaged = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -78,7 +80,7 @@ def read_json_lines(path: Path, check: Callable[[Any], bool]) -> list[Any]:
         with suppress(ValueError, RecursionError):
             found = [value for value in [json.loads(line.decode("utf-8"))] if check(value)]
         values += found
-        # the last line has no line end
+        # The last line has no line end yet: it is being written, or a kill has cut it.
         if not found and number < len(lines):
             damaged.append(number)
     if damaged:
@@ -100,9 +102,11 @@ def as_type(value: Any, annotation: Any, name: str = "") -> Any:
     Raises ValueError with the name of the field.
     """
     kind: Any = annotation
-    origin, parameters = get_origin(kind), get_args(kind)
+    origin = get_origin(kind)
+    parameters = get_args(kind)
     if kind is Any:
         return value
+    # Of unions there is `kind | None` only.
     if origin in (Union, UnionType):
         if value is None and NoneType in parameters:
             return None
@@ -118,6 +122,7 @@ def as_type(value: Any, annotation: Any, name: str = "") -> Any:
     if dataclasses.is_dataclass(kind) and isinstance(value, dict):
         required = {field.name for field in dataclasses.fields(kind) if _is_required(field)}
         return cast(Any, kind)(**_typed_fields(value, kind, name, required))
+    # JSON has one kind of number: 1 may be a float. bool is no int here, as type() is compared.
     is_number = kind is float and type(value) is int
     if type(value) is kind or is_number:
         return value
@@ -128,6 +133,7 @@ def as_type(value: Any, annotation: Any, name: str = "") -> Any:
 def _typed_fields(
     tree: dict[str, Any], kind: Any, name: str, required: frozenset[str] | set[str]
 ) -> dict[str, Any]:
+    # A field too few or too many means another version of the file, or damage.
     hints = get_type_hints(kind)
     if missing := sorted(required - tree.keys()):
         raise ValueError(f"{_path(name, missing[0])}: is missing")

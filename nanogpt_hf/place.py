@@ -20,11 +20,14 @@ import filelock
 from nanogpt_hf.errors import DataError, Stopped
 
 Facts = TypeVar("Facts")
-_PARTIAL, _LOCK = ".partial", ".lock"
-_NO_CONTENT = {_PARTIAL, _LOCK, "lost+found"}  # the last is what ext4 makes
+_PARTIAL = ".partial"
+_LOCK = ".lock"
+# Names that may be in an empty folder. ext4 makes the last one.
+_NO_CONTENT = {_PARTIAL, _LOCK, "lost+found"}
 
 _SIGNALS = [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1]
-_caught: list[int] = []  # those that have our handler now
+# The signals that have our handler now.
+_caught: list[int] = []
 
 
 def is_vacant(folder: Path) -> bool:
@@ -67,6 +70,7 @@ def _complete(partial: Path) -> None:
 
     safetensors and others write files that their owner alone can read, whatever the umask says.
     """
+    # The umask cannot be read without a change, so a new file shows the mode.
     paths = [*partial.rglob("*")]
     probe = partial / _PARTIAL
     probe.touch()
@@ -89,7 +93,8 @@ def filled_folder(folder: Path, last: str | None = None) -> Iterator[Path]:
     moved, so that a power cut leaves nothing that looks complete.
     """
     partial = partial_of(folder)
-    shutil.rmtree(partial, ignore_errors=True)  # left by a killed process
+    # A killed process may have left one.
+    shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
         yield partial
@@ -97,6 +102,8 @@ def filled_folder(folder: Path, last: str | None = None) -> Iterator[Path]:
         if partial.parent != folder:
             partial.rename(folder)
         else:
+            # A mount point cannot be replaced. Its files are moved one by one, the last one at the
+            # end, so that a reader who finds it finds them all.
             for path in sorted(partial.iterdir(), key=lambda path: path.name == last):
                 path.rename(folder / path.name)
             partial.rmdir()
@@ -130,7 +137,8 @@ def raise_on_signals() -> Iterator[None]:
 
 
 def _raise(number: int, frame: object) -> None:
-    for other in _caught:  # another one must not interrupt what follows
+    # Another signal must not interrupt the clean-up that follows.
+    for other in _caught:
         signal.signal(other, signal.SIG_IGN)
     raise Interrupted(signal.Signals(number).name)
 
@@ -163,9 +171,11 @@ def make_once(
         check()
         folder.parent.mkdir(parents=True, exist_ok=True)
         lock = lock_of(folder)
-        lock.touch()  # if no file can be made, as in /proc, filelock would retry for ever
+        # If no file can be made, as in /proc, filelock would retry for ever.
+        lock.touch()
         with raise_on_signals(), filelock.FileLock(lock):
-            if (facts := find()) is not None:  # another process was faster
+            # Another process may have been faster, and released the lock.
+            if (facts := find()) is not None:
                 return facts, False
             if not is_vacant(folder):
                 raise DataError(other)
@@ -189,29 +199,35 @@ def replaced_folder(folder: Path, *, filled: bool = False) -> Iterator[Path]:
     The old folder is renamed first and removed last. After a kill between the two renames,
     `restore_folder` brings it back. After an error nothing has changed.
     """
-    partial, old = hidden(folder), old_of(folder)
+    partial = hidden(folder)
+    old = old_of(folder)
     try:
         if not filled:
             restore_folder(folder)
             partial.mkdir(parents=True)
         yield partial
         _complete(partial)
+        # Two renames, since a folder cannot replace one that is not empty.
         if os.path.lexists(folder):
             remove(old)
             folder.rename(old)
         partial.rename(folder)
         flush(folder.parent)
     except BaseException:
-        with suppress(OSError):  # the error being raised has the reason
+        # The error that is being raised has the reason.
+        with suppress(OSError):
             restore_folder(folder)
         raise
-    with suppress(OSError):  # the next restore removes it
+    # If it cannot be removed, the next restore removes it.
+    with suppress(OSError):
         remove(old)
 
 
 def restore_folder(folder: Path) -> None:
     """Undo an unfinished replacement: bring back the renamed folder and remove leftovers."""
-    partial, old = hidden(folder), old_of(folder)
+    partial = hidden(folder)
+    old = old_of(folder)
+    # A kill came between the two renames.
     if os.path.lexists(old) and not os.path.lexists(folder):
         old.rename(folder)
     remove(partial)

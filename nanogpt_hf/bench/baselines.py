@@ -31,7 +31,8 @@ Pair = tuple[float, float]  # seconds per step: ours, the baseline's
 
 def check_comparable(work: Workload, baselines: list[str]) -> None:
     """Raises UserError if one of the baselines cannot do the same work."""
-    accelerator, config = work.run.accelerator, work.run.config
+    accelerator = work.run.accelerator
+    config = work.run.config
     if work.run.mesh.world_size > 1:
         raise UserError(
             "--against needs one process; start it without accelerate launch, or with one process"
@@ -53,11 +54,13 @@ def check_comparable(work: Workload, baselines: list[str]) -> None:
 
 def bare_step(work: Workload) -> Callable[[], None]:
     """Plain PyTorch's step with our model and optimizer: draw, forward, backward, clip, step."""
-    accelerator, batches, optim = work.run.accelerator, work.run.batches, work.run.config.optim
+    accelerator = work.run.accelerator
+    batches = work.run.batches
+    optim = work.run.config.optim
     device = accelerator.device
     model = start_model(work.run.config, work.run.model_config.vocab_size, None).to(device).train()
     optimizer = build_optimizer(model, optim)
-    # compiles the blocks if the accelerate config does
+    # It compiles the blocks if the accelerate config does.
     with prepared_blocks(model, accelerator, optimizer):
         pass
     bf16 = accelerator.mixed_precision == "bf16"
@@ -69,6 +72,7 @@ def bare_step(work: Workload) -> Callable[[], None]:
             batch = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
             with torch.autocast(device.type, torch.bfloat16) if bf16 else nullcontext():
                 loss = model(**batch, use_cache=False).loss
+            # The mean over micro-batches, as all have the same number of targets.
             (loss / batches.accumulation).backward()
         if optim.max_grad_norm:
             torch.nn.utils.clip_grad_norm_(model.parameters(), optim.max_grad_norm)
@@ -81,11 +85,15 @@ def bare_step(work: Workload) -> Callable[[], None]:
 
 def pairs_with_bare(work: Workload, windows: int, steps: int) -> list[Pair]:
     """Time both alternately, `steps` of each per window; the order changes with each window."""
-    device, theirs = work.run.accelerator.device, bare_step(work)
+    device = work.run.accelerator.device
+    theirs = bare_step(work)
+    # The first steps compile and allocate, and are not timed.
     for _ in range(WARM_STEPS):
         theirs()
         work.step()
-    sides, pairs = [theirs, work.step], []
+    sides = [theirs, work.step]
+    pairs = []
+    # Who comes second may find warmer caches, or a machine that has become busy: they take turns.
     for _ in range(windows):
         times = {side: time_of(device, side, steps) for side in sides}
         pairs.append((times[work.step], times[theirs]))
@@ -102,6 +110,7 @@ class _Rows(torch.utils.data.IterableDataset):
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         step = 0
         while True:
+            # The Trainer makes micro-batches of the rows again, of the same size.
             for batch in self.batches.micro_batches(step):
                 yield from ({"input_ids": row, "labels": row} for row in batch["input_ids"])
             step += 1
@@ -113,9 +122,13 @@ class _AlternateSteps(TrainerCallback):
     """
 
     def __init__(self, work: Workload, windows: int, steps: int):
-        self.work, self.windows, self.steps = work, windows, steps
+        self.work = work
+        self.windows = windows
+        self.steps = steps
         self.pairs: list[Pair] = []
-        self.started, self.taken = 0.0, 0
+        # When the window began, 0 before the first, and its steps so far.
+        self.started = 0.0
+        self.taken = 0
 
     def on_step_end(self, args, state, control, **kwargs):
         self.taken += 1
@@ -127,7 +140,9 @@ class _AlternateSteps(TrainerCallback):
             theirs = (time.perf_counter() - self.started) / self.steps
             self.pairs.append((self._ours(), theirs))
         control.should_training_stop = len(self.pairs) == self.windows
-        self.taken, self.started = 0, time.perf_counter()
+        # After our steps, which are not part of the Trainer's next window.
+        self.taken = 0
+        self.started = time.perf_counter()
 
     def _ours(self) -> float:
         # All accelerators share gradient_accumulation_steps, and the Trainer, which accumulates
@@ -147,12 +162,14 @@ def pairs_with_trainer(work: Workload, windows: int, steps: int) -> list[Pair]:
     Its time is measured from the end of a step to the end of the next: DataLoader, step and
     callbacks. It does not log, save or evaluate.
     """
-    config, accelerator = work.run.config, work.run.accelerator
+    config = work.run.config
+    accelerator = work.run.accelerator
     optimizer = kind_of(config.optim).in_trainer
     assert optimizer is not None, "check_comparable refuses the others"
     architecture = architecture_of(work.run.model_config)
     model = architecture.standard_model(work.run.model_config)
-    model.loss_type = "ForCausalLM"  # its default, without the warning
+    # Its default, stated so that transformers does not warn.
+    model.loss_type = "ForCausalLM"
     alternate = _AlternateSteps(work, windows, steps)
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
@@ -176,6 +193,7 @@ def pairs_with_trainer(work: Workload, windows: int, steps: int) -> list[Pair]:
             accelerator_config={"use_configured_state": True},
         )
         trainer = Trainer(model, arguments, train_dataset=_Rows(work), callbacks=[alternate])
+        # It would print its own table of figures.
         trainer.remove_callback(PrinterCallback)
         trainer.train()
     accelerator.gradient_accumulation_steps = work.run.batches.accumulation

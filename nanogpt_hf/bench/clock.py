@@ -39,7 +39,8 @@ class Workload:
 
     def step(self) -> None:
         """Take the next step with the loop's `train_step`."""
-        number, config = self.next_step, self.run.config
+        number = self.next_step
+        config = self.run.config
         self.next_step += 1
         train_step(self.run, number, learning_rate_at(number, config.optim, config.train.max_steps))
 
@@ -49,18 +50,23 @@ def build_workload(accelerator: Accelerator, config: Config, *, use_prepared: bo
 
     Raises UserError if the prepared data does not fit the recipe, or the recipe the machine.
     """
+    # Random tokens cost as much time as real ones, but experts are chosen by them.
     if use_prepared and find_manifest(config.data):
-        data, token_source = load_prepared(config), config.data.dir
+        data = load_prepared(config)
+        token_source = config.data.dir
     else:
-        # has all that a run needs without evaluations
+        # It has all that a run needs without evaluations.
         data = cast(PreparedData, synthetic_data(config))
         why = f"{config.data.dir} is not prepared" if use_prepared else "no recipe"
         token_source = f"synthetic tokens: {why}"
     return Workload(build_run(config, accelerator, data), token_source)
 
 
-WARM_STEPS = 3  # the first compiles and allocates, the next fill caches
-_WINDOW_SECONDS, _WINDOW_STEPS = 0.5, 50  # the length to aim at, and its largest number of steps
+# The first step compiles and allocates, the next ones fill caches.
+WARM_STEPS = 3
+# The length of a window to aim at, and its largest number of steps.
+_WINDOW_SECONDS = 0.5
+_WINDOW_STEPS = 50
 
 
 Spread = dict[str, float]
@@ -79,6 +85,7 @@ def synchronize(device: torch.device) -> None:
 
 def time_of(device: torch.device, work: Callable[[], object], times: int = 1) -> float:
     """Seconds per call of `work`, the mean over `times` calls, including the device's part."""
+    # A GPU runs behind the host: wait until it is idle, before and after.
     synchronize(device)
     start = time.perf_counter()
     for _ in range(times):
@@ -92,12 +99,13 @@ def warm_up(work: Workload) -> int:
     all processes.
     """
     device = work.run.accelerator.device
+    # The fastest of the first steps is the one that neither compiled nor allocated.
     seconds = min(time_of(device, work.step) for _ in range(WARM_STEPS))
     slowest = torch.as_tensor(gather(torch.tensor([seconds], device=device))).max().item()
     return max(1, min(_WINDOW_STEPS, round(_WINDOW_SECONDS / slowest)))
 
 
-# operations of c10d and of its functional form, by the beginning of their names
+# Operations of c10d and of its functional form, by the beginning of their names.
 _KINDS = {
     "allgather": "all-gather",
     "all_gather": "all-gather",
@@ -119,6 +127,7 @@ class _Counting(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
+        # Collectives are operations, too: c10d's, and those of its functional form.
         output = func(*args, **(kwargs or {}))
         if func.namespace in ("c10d", "_c10d_functional"):
             name = func.name().partition("::")[2].strip("_")
@@ -130,9 +139,11 @@ class _Counting(TorchDispatchMode):
                     for value in (*values, *tree_leaves(output))
                     if isinstance(value, torch.Tensor)
                 ]
+                # Of an all-gather the output is the whole, of a reduce-scatter the input.
                 whole = max(tensor.nbytes for tensor in tensors)
+                # torch's permute_tensor is an all-to-all that sends all to one process.
                 if kind == "all-to-all" and func.namespace == "_c10d_functional" and 0 in args[2]:
-                    kind = "send"  # torch's permute_tensor: all of it to one process
+                    kind = "send"
                 self.sent[kind] += round(_sent(kind, whole, _group_size(values)))
         return output
 
@@ -153,6 +164,7 @@ def _group_size(arguments: list[Any]) -> int:
     for argument in arguments:
         if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
             return dist.ProcessGroup.unbox(argument).size()  # pyright: ignore[reportArgumentType]
+    # The functional form has the name of its group.
     names: list[Any] = [argument for argument in arguments if isinstance(argument, str)]
     resolve = c10d._resolve_process_group  # pyright: ignore[reportPrivateImportUsage]
     return resolve(names[-1]).size()
@@ -193,9 +205,11 @@ def synthetic_data(config: Config, vocab_size: int | None = None) -> SyntheticDa
     vocabulary if none is given.
     """
     vocab_size = vocab_size or known_vocab_size(config.data, find_manifest(config.data))[0]
+    # As many as four steps read, and the target of the last token.
     stream = synthetic_tokens(
         vocab_size, 4 * max(config.train.tokens_per_step, config.data.block_size) + 1
     )
+    # As prepared data would be cut: at any token, or one block after the other.
     stride = 1 if config.data.order == "random" else None
     return SyntheticData(TokenBlocks(stream, config.data.block_size, stride=stride), vocab_size)
 

@@ -57,10 +57,13 @@ try:
 except ImportError as error:
     raise UserError(f"--rehearse: torch {torch.__version__} has no fakes: {error}") from None
 
-MICRO_BATCHES = 2  # of the rehearsed steps, at most; of a pipeline one more than it has stages
-# fakes tell it from the CPU, and all else takes it for one
+# The limit of micro-batches in a rehearsed step. A pipeline has one more than it has stages.
+MICRO_BATCHES = 2
+# Fakes tell it from the CPU, and all else takes it for one.
 _DEVICE = torch.device("cpu", 1)
-_STAGE: Any = stage  # its private names
+# The module of torch with private names of a stage's messages.
+_STAGE: Any = stage
+# Operations that read a value of a tensor: the host waits for the device.
 _SCALARS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.default)
 
 
@@ -68,6 +71,7 @@ _SCALARS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.def
 class Rehearsal:
     """What a process of a run needs in a step of `micro_batches`."""
 
+    # The process that was rehearsed, in words, and the micro-batches of its step.
     process: str
     micro_batches: int
     state: int  # bytes before the step: weights and optimizer state
@@ -112,8 +116,10 @@ class _Meter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # its local operations follow
-        if func in _SCALARS:  # tensors without values have none to give
+            # Its local operations follow.
+            return NotImplemented
+        # Tensors without values have none to give.
+        if func in _SCALARS:
             if args[0].device == _DEVICE:
                 self.waits[_own_line(traceback.extract_stack())] += 1
             return 1
@@ -144,7 +150,9 @@ class _Replica(nn.Module):
 
     def __init__(self, module: nn.Module, **options: Any):
         super().__init__()
-        self.module, self.syncs = module, True
+        self.module = module
+        self.syncs = True
+        # Experts that processes share are not summed here.
         ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
         for name, parameter in module.named_parameters():
             if parameter.requires_grad and name not in ignored:
@@ -164,99 +172,139 @@ class _Replica(nn.Module):
         self.syncs = True
 
 
+class _Replacements(ExitStack):
+    """Attributes of modules and classes that are replaced until the context ends."""
+
+    def replace(self, where: Any, name: str, value: Any) -> None:
+        self.enter_context(patch.object(where, name, value))
+
+
 @contextmanager
 def _faked(launch: Launch, meter: _Meter, rank: int, sent: dict[type, Any]) -> Iterator[None]:
     """The private interfaces, replaced: process `rank` of a launch without the others. `sent`:
     the shapes and dtypes of the previous stage's output.
     """
-    resize = torch.UntypedStorage.resize_
+    with _Replacements() as replacements:
+        _run_on_a_device(replacements, launch)
+        _probe_with_real_tensors(replacements)
+        _measure(replacements, meter)
+        _talk_to_absent_stages(replacements, sent)
+        _join_absent_processes(replacements, launch, rank)
+        yield
 
-    def resize_(storage: torch.UntypedStorage, size: int) -> Any:  # FSDP2 frees and allocates so
-        resized = resize(storage, size)
-        if storage._cdata in meter.sizes:
-            meter.note(storage)
-        return resized
+
+def _run_on_a_device(replacements: _Replacements, launch: Launch) -> None:
+    """Put the model on a device that only fakes know, and give a GPU's sizes to what asks whether
+    it is one.
+    """
+    start_model = run_build.start_model
+
+    def start_on_device(*arguments: Any) -> Any:
+        model = start_model(*arguments)
+        for tensor in (*model.parameters(), *model.buffers()):
+            cast(FakeTensor, tensor).fake_device = _DEVICE
+        return model
+
+    # accelerate finds sharded parameters by the place of their data, which a fake has not.
+    def place_of_data(tensor: torch.Tensor) -> int:
+        return tensor.untyped_storage()._cdata
+
+    replacements.replace(run_build, "start_model", start_on_device)
+    # It is there already, and a fake does not move between two CPUs.
+    replacements.replace(nn.Module, "to", lambda module, *_, **__: module)
+    replacements.replace(_fully_shard, "_get_device_from_mesh", lambda mesh: _DEVICE)
+    replacements.replace(FakeTensor, "data_ptr", place_of_data)
+    if not launch.on_cpu:
+        # Its type is cpu, so training/build.py and the loss would take it for one.
+        replacements.replace(run_build, "write_out_attention", lambda model: None)
+        chunk = loss_gpt.LOGITS_PER_CHUNK * loss_gpt.CHUNKS_OF_A_GPU
+        replacements.replace(loss_gpt, "LOGITS_PER_CHUNK", chunk)
+
+
+def _probe_with_real_tensors(replacements: _Replacements) -> None:
+    """Let what probes a model, or numbers processes, have real tensors: it reads their values."""
 
     def outside(function: Any) -> Any:
-        """What probes a model or numbers processes, with real tensors."""
-
         def call(*arguments: Any, **options: Any) -> Any:
             with _disable_current_modes():
                 return function(*arguments, **options)
 
         return call
 
-    def received(self: PipelineStage, source: int) -> Any:
-        if source < self.stage_index:
-            return sent[_STAGE._StageForwardMeta]
-        return _STAGE._StageBackwardMeta(_STAGE._derive_grad_metas(self._stage_meta.outputs))
+    for where, name in (
+        (build, "build_config"),
+        (build, "meta_model"),
+        (loss_decoders, "_head_is_linear"),
+        (muon, "_replicas"),
+        (pipeline, "init_device_mesh"),
+        (expert_parallel, "init_device_mesh"),
+        (_fully_shard, "_init_default_mesh"),
+        (DeviceMesh, "__getitem__"),
+        (DeviceMesh, "_concatenate"),
+    ):
+        replacements.replace(where, name, outside(getattr(where, name)))
 
+
+def _measure(replacements: _Replacements, meter: _Meter) -> None:
+    """Count what no operation shows: storages that are resized, and a wait for numbers of rows."""
+    resize = torch.UntypedStorage.resize_
+
+    # FSDP2 frees and allocates gathered weights so.
+    def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+        resized = resize(storage, size)
+        if storage._cdata in meter.sizes:
+            meter.note(storage)
+        return resized
+
+    # Each process sends the number of rows for each expert. Without values it is the same for all.
     def balanced(chosen: torch.Tensor, num_experts: int, group: Any) -> Any:
-        """The same number of rows to and from each process."""
         meter.waits[_own_line(traceback.extract_stack())] += 1
-        size, rows = group.size(), chosen.numel()
+        size = group.size()
+        rows = chosen.numel()
         each = [rows // size + (i < rows % size) for i in range(size)]
         return chosen.new_empty(size, num_experts // size), each, each[:1] * size
 
-    with ExitStack() as replaced:
-        # on the CPU, and not compiled, since the tensors have no values
-        here = Mesh.of(replace_fields(launch, device="cpu", compiles=False), rank)
-        replaced.enter_context(patch.dict(os.environ, here.environment()))
-
-        def replace(where: Any, name: str, value: Any) -> None:
-            replaced.enter_context(patch.object(where, name, value))
-
-        replace(torch.UntypedStorage, "resize_", resize_)
-        replace(nn.parallel, "DistributedDataParallel", _Replica)
-        build_model = run_build.start_model
-
-        def on_device(*arguments: Any) -> Any:
-            model = build_model(*arguments)
-            for tensor in (*model.parameters(), *model.buffers()):
-                cast(FakeTensor, tensor).fake_device = _DEVICE
-            return model
-
-        replace(run_build, "start_model", on_device)
-        replace(nn.Module, "to", lambda module, *_, **__: module)
-        replace(_fully_shard, "_get_device_from_mesh", lambda mesh: _DEVICE)
-        replace(expert_parallel, "_rows_by_process", balanced)
-        # the stages' agreement on shapes
-        replace(schedules._PipelineSchedule, "_warmup_p2p", _infer_shapes)
-        replace(PipelineStage, "_send_meta", lambda self, meta, _: sent.update({type(meta): meta}))
-        replace(PipelineStage, "_recv_meta", received)
-        for where, name in (
-            (build, "build_config"),
-            (build, "meta_model"),
-            (loss_decoders, "_head_is_linear"),
-            (muon, "_replicas"),
-            (pipeline, "init_device_mesh"),
-            (expert_parallel, "init_device_mesh"),
-            (_fully_shard, "_init_default_mesh"),
-            (DeviceMesh, "__getitem__"),
-            (DeviceMesh, "_concatenate"),
-        ):
-            replace(where, name, outside(getattr(where, name)))
-        if not launch.on_cpu:  # which training/build.py would take for a CPU
-            replace(run_build, "write_out_attention", lambda model: None)
-            chunk = loss_gpt.LOGITS_PER_CHUNK * loss_gpt.CHUNKS_OF_A_GPU
-            replace(loss_gpt, "LOGITS_PER_CHUNK", chunk)
-        # accelerate finds sharded parameters by it
-        replace(FakeTensor, "data_ptr", lambda self: self.untyped_storage()._cdata)
-        if launch.world_size > 1:
-            # accelerate has no FSDP2 on CPUs, and another name of the device for DDP
-            backend = "gloo", DistributedType.MULTI_GPU
-            replace(state.PartialState, "_prepare_backend", lambda self, *_, **__: backend)
-            dist.init_process_group(
-                "fake", store=FakeStore(), rank=rank, world_size=launch.world_size
-            )
-            replaced.callback(dist.destroy_process_group)
-            replaced.callback(debug._clear_sharding_prop_cache)  # it has the groups of a mesh
-        yield
+    replacements.replace(torch.UntypedStorage, "resize_", resize_)
+    replacements.replace(expert_parallel, "_rows_by_process", balanced)
 
 
-def _infer_shapes(schedule: Any, stages: list[Any], *_: Any) -> None:
-    for each in stages:
-        each._inference_mode = _STAGE.InferenceMode.DYNAMIC
+def _talk_to_absent_stages(replacements: _Replacements, sent: dict[type, Any]) -> None:
+    """Let a pipeline stage know the shapes that it receives, on which stages agree by messages."""
+
+    def infer_shapes(schedule: Any, stages: list[Any], *_: Any) -> None:
+        for each in stages:
+            each._inference_mode = _STAGE.InferenceMode.DYNAMIC
+
+    def send(self: PipelineStage, meta: Any, _: int) -> None:
+        sent[type(meta)] = meta
+
+    def receive(self: PipelineStage, source: int) -> Any:
+        # From the stage before: the output that it sent when it was rehearsed.
+        if source < self.stage_index:
+            return sent[_STAGE._StageForwardMeta]
+        # From the stage after: gradients, which have the shapes of this stage's output.
+        return _STAGE._StageBackwardMeta(_STAGE._derive_grad_metas(self._stage_meta.outputs))
+
+    replacements.replace(schedules._PipelineSchedule, "_warmup_p2p", infer_shapes)
+    replacements.replace(PipelineStage, "_send_meta", send)
+    replacements.replace(PipelineStage, "_recv_meta", receive)
+
+
+def _join_absent_processes(replacements: _Replacements, launch: Launch, rank: int) -> None:
+    """Set the environment of process `rank`, and join a process group that moves nothing."""
+    # On the CPU and not compiled, since the tensors have no values.
+    here = Mesh.of(replace_fields(launch, device="cpu", compiles=False), rank)
+    replacements.enter_context(patch.dict(os.environ, here.environment()))
+    replacements.replace(nn.parallel, "DistributedDataParallel", _Replica)
+    if launch.world_size == 1:
+        return
+    # accelerate has no FSDP2 on CPUs, and another name of the device for DDP.
+    backend = ("gloo", DistributedType.MULTI_GPU)
+    replacements.replace(state.PartialState, "_prepare_backend", lambda self, *_, **__: backend)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=launch.world_size)
+    replacements.callback(dist.destroy_process_group)
+    # DTensor's cache refers to the groups of a mesh.
+    replacements.callback(debug._clear_sharding_prop_cache)
 
 
 def rehearse(config: Config, launch: Launch) -> Rehearsal:
@@ -268,22 +316,25 @@ def rehearse(config: Config, launch: Launch) -> Rehearsal:
     if config.finetune.model:
         raise UserError("--rehearse: only a model from scratch can be rehearsed")
     is_plain = launch.precision != "fp16" and launch.compression == "no"
+    # Ring attention, compressed gradients and a loss scaler read or cast values themselves.
     split = launch.tp_size * launch.cp_size
     if launch.cp_size > 1 and needs_ring(planned_model(config).config, split):
         is_plain = False
     if not is_plain or launch.sharding == "zero":
         kinds = "DDP, FSDP2, HSDP, TP, CP without a ring, PP and EP"
         raise UserError(f"--rehearse: {launch} cannot be rehearsed; only {kinds} can")
-    size, block_size = config.train.min_micro_batch_size, config.data.block_size
-    each = size * block_size * launch.dp_size
+    size = config.train.min_micro_batch_size
+    each = size * config.data.block_size * launch.dp_size
     wanted = max(MICRO_BATCHES, launch.pp_size + 1)
     micro_batches = min(wanted, config.train.tokens_per_step // each)
     knobs = {"train.micro_batch_size": size, "train.tokens_per_step": micro_batches * each}
-    config, shapes = replace_knobs(config, knobs), {}
+    config = replace_knobs(config, knobs)
+    # What each stage has sent to the next, which is rehearsed after it.
+    shapes: dict[type, Any] = {}
     try:
         found = [_rehearse(config, launch, index, shapes) for index in range(launch.pp_size)]
     except RuntimeError as error:
-        # torch has a class for it from 2.13 on only
+        # torch has a class for it from 2.13 on only.
         if not re.search("two (different )?devices", str(error)):
             raise
         line = _own_line(traceback.extract_tb(error.__traceback__))
@@ -292,7 +343,9 @@ def rehearse(config: Config, launch: Launch) -> Rehearsal:
 
 
 def _rehearse(config: Config, launch: Launch, index: int, shapes: dict[type, Any]) -> Rehearsal:
-    meter, rank = _Meter(), index * launch.world_size // launch.pp_size
+    """Rehearse the first process of pipeline stage `index`."""
+    meter = _Meter()
+    rank = index * launch.world_size // launch.pp_size
     with _faked(launch, meter, rank, shapes):
         mesh = Mesh.from_environment()
         accelerator = build_accelerator(config, RunFolder("runs"), mesh)
@@ -302,6 +355,7 @@ def _rehearse(config: Config, launch: Launch, index: int, shapes: dict[type, Any
         with FakeTensorMode(allow_non_fake_inputs=True), meter, kernels, shapes_only():
             run = run_build.build_at(config, accelerator, data, None, None)
             train_step(run, 0, learning_rate=1e-4)
+            # The first step has made the optimizer state; the second is measured.
             before = meter.peak = meter.now
             meter.waits.clear()
             sent = communicated_bytes(lambda: train_step(run, 1, learning_rate=1e-4))

@@ -25,8 +25,11 @@ _TRACED_STEPS = 5
 
 def measure_all(work: Workload, windows: int, log: Callable[[str], None]) -> dict[str, Any]:
     """Measure all but the baselines, on all processes. Seconds, tokens per second, bytes."""
-    accelerator, config, batches = work.run.accelerator, work.run.config, work.run.batches
-    device, train = accelerator.device, config.train
+    accelerator = work.run.accelerator
+    config = work.run.config
+    batches = work.run.batches
+    device = accelerator.device
+    train = config.train
     figures = {
         "recipe": config.name,
         "machine": describe_machine(accelerator),
@@ -39,8 +42,10 @@ def measure_all(work: Workload, windows: int, log: Callable[[str], None]) -> dic
     log(f"{config.name}: {figures['parameters']:,} parameters; a step is {figures['step_is']}")
     log(f"tokens      {work.token_source}")
     log(f"machine     {figures['machine']}")
+    # The peak of the steps, not that of the build.
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
+    # Quartiles of several windows, since the speed of a shared machine changes.
     steps = warm_up(work)
     step = spread([time_of(device, work.step, steps) for _ in range(windows)])
     rate = train.tokens_per_step / step["median"]
@@ -49,6 +54,8 @@ def measure_all(work: Workload, windows: int, log: Callable[[str], None]) -> dic
     flops_per_token = architecture_of(model_config).flops_per_token(
         model_config, config.data.block_size
     )
+    # Model FLOPs utilization: the FLOPs of the model's formula by the peak of the device, without
+    # what checkpointing repeats (PaLM, arXiv:2204.02311, appendix B).
     per_device = rate / work.run.mesh.world_size
     return figures | {
         "windows": windows,
@@ -65,6 +72,7 @@ def measure_all(work: Workload, windows: int, log: Callable[[str], None]) -> dic
 
 def summary_lines(figures: dict[str, Any]) -> list[str]:
     """The measurements as lines of text; n/a for what cannot be measured here."""
+    # One line per figure, its name in a column of twelve letters.
     windows = (
         f"{plural(figures['windows'], 'window')} of {plural(figures['steps_per_window'], 'step')}"
     )
@@ -103,6 +111,7 @@ def compare_with_baseline(
     measure = baselines.pairs_with_bare if baseline == "bare" else baselines.pairs_with_trainer
     pairs = measure(work, windows, steps)
     ours, theirs = (spread(list(side)) for side in zip(*pairs, strict=True))
+    # The ratio of each pair, not of the medians: both sides of a pair had the same machine.
     ratio = spread([ours_seconds / theirs_seconds for ours_seconds, theirs_seconds in pairs])
     line = (
         f"against     {baseline}: {ratio['median']:.3f} of its time per step ({ratio['low']:.3f} "
@@ -115,7 +124,8 @@ def compare_with_baseline(
 
 def write_trace(work: Workload, path: Path) -> None:
     """Write a Chrome trace of a few steps of the main process; call it on all processes."""
-    with torch.profiler.profile(acc_events=True) as profile:  # else torch 2.11 warns
+    # Without acc_events torch 2.11 warns.
+    with torch.profiler.profile(acc_events=True) as profile:
         time_of(work.run.accelerator.device, work.step, _TRACED_STEPS)
     if work.run.accelerator.is_main_process:
         with written_whole(path) as path:

@@ -23,7 +23,8 @@ from nanogpt_hf.planning.footprint import Footprint, footprint
 from nanogpt_hf.planning.hardware import LINK_SHARE, USABLE_MEMORY, Gpu
 from nanogpt_hf.planning.transfers import COMPUTATION, LAST_BACKWARD, Transfer, transfers
 
-NEARLY = 1.03  # a simpler layout is proposed if its step is at most this many times as long
+# A simpler layout is proposed if its step is at most this many times as long.
+NEARLY = 1.03
 
 
 @dataclass(frozen=True)
@@ -54,9 +55,11 @@ class Candidate:
     accumulation: int
     memory: Footprint
     transfers: list[Transfer]
-    compute_seconds: float  # per step
-    waiting_seconds: float  # for communication that nothing overlaps
-    bubble_seconds: float  # for other stages of a pipeline
+    # Seconds of a step: of computation, of communication that nothing overlaps, and of waiting for
+    # other stages of a pipeline.
+    compute_seconds: float
+    waiting_seconds: float
+    bubble_seconds: float
 
     @property
     def step_seconds(self) -> float:
@@ -65,6 +68,7 @@ class Candidate:
     def bytes_sent(self, between_machines: bool) -> float:
         """Per step, by one GPU, inside its machine or between machines."""
         parts = self.transfers
+        # Of a group that spans machines, one of `neighbors` parts crosses the network.
         crossing = sum(part.size / part.neighbors for part in parts if part.neighbors)
         return crossing if between_machines else sum(part.size for part in parts) - crossing
 
@@ -82,7 +86,9 @@ def candidates(
     )
     found = []
     for launch in _launches(config, model, cluster):
-        compute = seconds * (4 / 3 if launch.checkpointing else 1)  # the forward pass is repeated
+        # A backward pass costs two forward passes, and checkpointing repeats the forward pass:
+        # 4 parts instead of 3.
+        compute = seconds * (4 / 3 if launch.checkpointing else 1)
         found += _costed(config, model, cluster, launch, compute)
     return found
 
@@ -92,8 +98,11 @@ def _launches(config: Config, model: PreTrainedModel, cluster: Cluster) -> Itera
 
     Tensor and context parallelism communicate most, and stay inside a machine.
     """
-    gpus, per_machine = cluster.gpus, cluster.per_machine
+    gpus = cluster.gpus
+    per_machine = cluster.per_machine
+    # A layout is possible if one sequence per micro-batch is.
     smallest = replace_knobs(config, {"train.micro_batch_size": 1})
+    # Experts are shared by numbers of processes that divide both.
     shares = divisors(math.gcd(gpus, *(experts.num_experts for experts in experts_of(model))))
     local = min(gpus, per_machine)
     one = Launch(gpus, local, precision="bf16")
@@ -108,18 +117,21 @@ def _launches(config: Config, model: PreTrainedModel, cluster: Cluster) -> Itera
     for tp, cp, pp in itertools.product(divisors(gpus), repeat=3):
         if gpus % (tp * cp * pp) or per_machine % (tp * cp):
             continue
-        inside, plain = per_machine // tp, tp == cp == pp == 1
-        # the other layouts compile with limits
+        inside = per_machine // tp
+        plain = tp == cp == pp == 1
+        # The other layouts compile with limits.
         whole = replace(one, tp_size=tp, cp_size=cp, pp_size=pp, compiles=plain)
         ranks = whole.dp_cp_size
-        kinds = [whole]  # one process, or DDP
+        # One process, or DDP. What splits the model is sharded, too; HSDP shards inside a machine.
+        kinds = [whole]
         if ranks > 1:
             sharded = replace(whole, sharding="fsdp", reshards=True)
             kinds = [sharded]
             if pp == 1 and ranks > inside > 1 and ranks % inside == 0 and inside % cp == 0:
-                kinds.insert(0, replace(sharded, dp_replicate_size=ranks // inside))  # HSDP
+                kinds.insert(0, replace(sharded, dp_replicate_size=ranks // inside))
             if tp == cp == 1:
                 kinds.insert(0, whole)
+        # The kinds of data parallelism here are refused for the same reasons.
         if not fits(kinds[-1]):
             continue
         for ep, level, kind in itertools.product(shares if plain else [1], ("", "true"), kinds):
@@ -140,12 +152,14 @@ def _costed(
         accumulation = sequences // size
         batch = {"micro_batch_size": size, "block_size": block_size}
         memory = footprint(model, launch, accumulation=accumulation, optim=config.optim, **batch)
+        # A pipeline needs a micro-batch per stage.
         if accumulation < launch.pp_size or (size > 1 and memory.peak > cluster.usable_memory):
             continue
         moved = transfers(model, launch, accumulation=accumulation, **batch)
         waiting, bubble = waiting_seconds(moved, compute, cluster, launch, accumulation)
         bubble += compute * (_slowest_stage(model, launch.pp_size) - 1)
         yield Candidate(launch, size, accumulation, memory, moved, compute, waiting, bubble)
+        # The largest that fits is the fastest, but a pipeline with more micro-batches idles less.
         if launch.pp_size == 1:
             return
 
@@ -154,7 +168,9 @@ def _slowest_stage(model: PreTrainedModel, stages: int) -> float:
     """How long the slowest stage of a pipeline computes, which sets the pace, as a multiple of
     the mean.
     """
-    blocks, head = model.config.num_hidden_layers, head_in_blocks(model)
+    blocks = model.config.num_hidden_layers
+    # The head takes as long as so many blocks.
+    head = head_in_blocks(model)
     *others, last = map(len, split_blocks(blocks, head, stages)) if stages > 1 else (blocks,)
     return max(*others, last + head, 0) * stages / (blocks + head)
 
@@ -170,6 +186,7 @@ def waiting_seconds(
     for (p - 1) / m of the busy time: (p - 1) / (m + p - 1) of a step (GPipe, arXiv:1811.06965;
     1F1B's is the same, arXiv:2104.04473). Latency is not counted.
     """
+    # Seconds of communication, by what it runs at the same time as.
     seconds = {"": 0.0, COMPUTATION: 0.0, LAST_BACKWARD: 0.0}
     for transfer in moved:
         rate = min(cluster.gpu.link, cluster.network * transfer.neighbors or cluster.gpu.link)
@@ -200,6 +217,7 @@ def propose(config: Config, model: PreTrainedModel, cluster: Cluster, mfu: float
     if not fitting:
         raise UserError(_misfit(config, cluster, found))
     limit = NEARLY * fitting[-1].step_seconds
+    # Of layouts that are about as fast, the simplest: estimates are not that exact.
     nearly = [candidate for candidate in fitting if candidate.step_seconds <= limit]
     chosen = min(nearly, key=lambda one: (_complexity(one.launch), one.step_seconds))
     best[chosen.launch.family] = chosen
@@ -216,9 +234,10 @@ def _complexity(launch: Launch) -> tuple[int, str]:
 
 def _misfit(config: Config, cluster: Cluster, found: list[Candidate]) -> str:
     if not found:
-        tokens, size = config.train.tokens_per_step, config.data.block_size
+        size = config.data.block_size
+        sequences = config.train.tokens_per_step // size
         return (
-            f"train.tokens_per_step: {tokens // size:,} sequences per step cannot be shared by "
+            f"train.tokens_per_step: {sequences:,} sequences per step cannot be shared by "
             f"{cluster.gpus:,} GPUs; make it a multiple of {cluster.gpus:,} × data.block_size "
             f"{size:,} = {cluster.gpus * size:,}, or use fewer GPUs"
         )

@@ -25,10 +25,12 @@ def read_launch(path: str) -> Launch:
     """
     from accelerate.commands.config.config_args import load_config_from_file
 
+    # What accelerate would take without a word, such as a misspelled value.
     check_accelerate_config(path, read_accelerate_config(path))
     try:
         config: Any = load_config_from_file(path)
-    except Exception as error:  # unknown keys
+    except Exception as error:
+        # Such as unknown keys.
         raise UserError(
             f"--config_file {path}: not an accelerate config: {one_line(error)}"
         ) from None
@@ -36,42 +38,37 @@ def read_launch(path: str) -> Launch:
 
 
 def _launch_of(path: str, config: Any) -> Launch:
-    kind, processes = str(config.distributed_type), config.num_processes
-    fsdp, deepspeed = config.fsdp_config or {}, config.deepspeed_config or {}
+    """The launch of a config that accelerate has loaded."""
+    kind = str(config.distributed_type)
+    is_fsdp = "FSDP" in kind
+    processes = config.num_processes
+    fsdp = config.fsdp_config or {}
+    deepspeed = config.deepspeed_config or {}
     parallelism = config.parallelism_config or {}
     mesh = {key.removeprefix("parallelism_config_"): value for key, value in parallelism.items()}
-    names = ("dp_replicate", "dp_shard", "tp", "cp", "pp")
-    sizes: dict[str, Any] = {name: mesh.get(f"{name}_size") or 1 for name in names}
-    is_fsdp, precision = "FSDP" in kind, str(config.mixed_precision or "no")
-    offloads = "offload_optimizer_device", "offload_param_device"
+    # accelerate's default is 2, but a file of DeepSpeed's own may state any stage.
     stage = deepspeed.get("zero_stage", 0 if "deepspeed_config_file" in deepspeed else 2)
-    for name, value, estimated in (
-        ("mixed_precision", precision, ("no", "bf16", "fp16")),
-        ("sp_size", mesh.get("sp_size") or 1, (1,)),
-        ("pp_schedule", mesh.get("pp_schedule", SCHEDULES[0]), SCHEDULES[:1]),
-        ("fsdp_version", fsdp.get("fsdp_version", 1) if is_fsdp else 2, (2,)),
-        ("zero_stage", stage, (2, 3)),
-        ("fsdp_offload_params", is_true(fsdp.get("fsdp_offload_params")), (False,)),
-        *((name, deepspeed.get(name) or "none", ("none",)) for name in offloads),
-    ):
-        if value not in estimated:
-            accepted = " or ".join(map(str, estimated))
-            raise NotEstimated(
-                f"--config_file {path}: {name} {value} is not estimated; set {accepted}"
-            )
-    product = math.prod(sizes.values())
-    if processes % product or (sizes["dp_shard"] > 1 and processes != product):
-        shown = " × ".join(f"{name}_size {size}" for name, size in sizes.items() if size != 1)
-        raise UserError(
-            f"--config_file {path}: {shown} does not give {processes} processes; set sizes whose "
-            "product is num_processes"
-        )
+    precision = str(config.mixed_precision or "no")
+    _check_estimated(
+        path,
+        {
+            "mixed_precision": (precision, ("no", "bf16", "fp16")),
+            "sp_size": (mesh.get("sp_size") or 1, (1,)),
+            "pp_schedule": (mesh.get("pp_schedule", SCHEDULES[0]), SCHEDULES[:1]),
+            "fsdp_version": (fsdp.get("fsdp_version", 1) if is_fsdp else 2, (2,)),
+            "zero_stage": (stage, (2, 3)),
+            "fsdp_offload_params": (is_true(fsdp.get("fsdp_offload_params")), (False,)),
+            "offload_optimizer_device": (
+                deepspeed.get("offload_optimizer_device") or "none",
+                ("none",),
+            ),
+            "offload_param_device": (deepspeed.get("offload_param_device") or "none", ("none",)),
+        },
+    )
+    names = ("dp_replicate", "dp_shard", "tp", "cp", "pp")
+    sizes = {name: mesh.get(f"{name}_size") or 1 for name in names}
     machines = config.num_machines or 1
-    if processes % machines:
-        raise UserError(
-            f"--config_file {path}: num_processes {processes} is not divided by num_machines "
-            f"{machines}; set a multiple"
-        )
+    _check_processes(path, processes, machines, sizes)
     sharding: Any = "fsdp" if is_fsdp else "zero" if "DEEPSPEED" in kind else "none"
     return Launch(
         world_size=processes,
@@ -92,6 +89,34 @@ def _launch_of(path: str, config: Any) -> Launch:
     )
 
 
+def _check_estimated(path: str, settings: dict[str, tuple[Any, Any]]) -> None:
+    """Raises NotEstimated for a setting whose value is none of those that estimates know."""
+    for name, (value, estimated) in settings.items():
+        if value not in estimated:
+            accepted = " or ".join(map(str, estimated))
+            raise NotEstimated(
+                f"--config_file {path}: {name} {value} is not estimated; set {accepted}"
+            )
+
+
+def _check_processes(path: str, processes: int, machines: int, sizes: dict[str, int]) -> None:
+    """Raises UserError if sizes or machines do not divide the processes, as a launch would."""
+    product = math.prod(sizes.values())
+    # Without a stated dp_shard_size, data parallelism takes the processes that remain.
+    if processes % product or (sizes["dp_shard"] > 1 and processes != product):
+        shown = " × ".join(f"{name}_size {size}" for name, size in sizes.items() if size != 1)
+        raise UserError(
+            f"--config_file {path}: {shown} does not give {processes} processes; set sizes whose "
+            "product is num_processes"
+        )
+    if processes % machines:
+        raise UserError(
+            f"--config_file {path}: num_processes {processes} is not divided by num_machines "
+            f"{machines}; set a multiple"
+        )
+
+
+# Parts of a config that is written. Braces are filled in by `config_text`.
 _CONFIG = """\
 # {name}: written by `estimate`
 compute_environment: LOCAL_MACHINE
@@ -127,15 +152,15 @@ parallelism_config:
 
 def config_text(launch: Launch) -> str:
     """The accelerate config of a launch, as YAML."""
-    machines, is_fsdp = (
-        max(1, launch.world_size // launch.local_world_size),
-        launch.sharding == "fsdp",
-    )
+    machines = max(1, launch.world_size // launch.local_world_size)
+    is_fsdp = launch.sharding == "fsdp"
+    # accelerate's name of one process is NO, which YAML would read as false.
     kind = "FSDP" if is_fsdp else "MULTI_GPU" if launch.world_size > 1 else "'NO'"
     copies = launch.copies if is_fsdp else launch.dp_size
     text = _CONFIG + _RECOMPUTE * (is_fsdp or bool(launch.checkpointing)) + _FSDP * is_fsdp
     if launch.compiles:
         text += "dynamo_config:\n  dynamo_backend: INDUCTOR\n"
+    # accelerate needs the sizes only where several dimensions divide the processes.
     if launch.tp_size * launch.cp_size * launch.pp_size > 1 or (is_fsdp and copies > 1):
         text += _SIZES
     if launch.pp_size > 1:

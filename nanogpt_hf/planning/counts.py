@@ -35,7 +35,8 @@ class StageShare:
     blocks: int
     has_embedding: bool = True
     has_head: bool = True
-    in_flight: int = 1  # micro-batches whose activations are held
+    # Micro-batches whose activations are held.
+    in_flight: int = 1
 
 
 def stages_of(model: PreTrainedModel, launch: Launch) -> list[StageShare]:
@@ -61,14 +62,19 @@ class Counts:
 
     total: int
     trainable: int
-    block: int  # in one block
-    outside: int  # not in a block
-    gathered_alone: int  # of those, by FSDP2 only while they compute: an embedding that is not tied
-    head: int  # in the embedding, which is usually tied to the head
-    experts: int  # that data-parallel processes share
+    # In one block, and outside of the blocks.
+    block: int
+    outside: int
+    # Outside, and gathered by FSDP2 only while it computes: an embedding that is not tied.
+    gathered_alone: int
+    # In the embedding, which is usually tied to the head.
+    head: int
+    # In experts that data-parallel processes share.
+    experts: int
     trainable_experts: int
     head_is_trainable: bool
-    backward_blocks: int  # from the lowest trainable block up: those below have no backward pass
+    # Blocks from the lowest trainable one up. Those below have no backward pass.
+    backward_blocks: int
 
     @classmethod
     @lru_cache(maxsize=256)  # layouts share them
@@ -90,10 +96,13 @@ class Counts:
         outside += sizes.below_and_above * (stage.has_embedding or stage.has_head)
         is_whole = stage.blocks == sizes.blocks
         total = outside + (sizes.in_blocks if is_whole else block * stage.blocks)
-        whole, trainable = sizes.whole, sizes.trainable
+        trainable = sizes.trainable
+        if total != sizes.whole:
+            # A part of the model is taken to have the same share of trainable parameters.
+            trainable = round(total * sizes.trainable / sizes.whole)
         return cls(
             total=total,
-            trainable=trainable if total == whole else round(total * trainable / whole),
+            trainable=trainable,
             block=block,
             outside=outside,
             gathered_alone=sizes.head if stage.has_embedding and not sizes.is_tied else 0,
@@ -109,12 +118,15 @@ class Counts:
 class _Walk:
     """Numbers of parameters that one walk through a model finds, for all stages of a pipeline."""
 
-    blocks: int  # how many there are
-    frozen_below: int  # how many of them have no backward pass
+    # Numbers of blocks: all, and the lowest that have no backward pass.
+    blocks: int
+    frozen_below: int
     in_blocks: int
-    below_only: int  # in embeddings alone
-    below_and_above: int  # in an embedding that is the head too
-    above: int  # in all else outside the blocks, such as the head and adapters
+    # Outside of the blocks: in embeddings alone, in an embedding that is the head too, and in all
+    # else, such as the head and adapters.
+    below_only: int
+    below_and_above: int
+    above: int
     head: int
     is_tied: bool
     head_is_trainable: bool
@@ -132,10 +144,13 @@ def _walk(model: PreTrainedModel) -> _Walk:
     embedding = next(model.get_input_embeddings().parameters())
     trainable = [any(p.requires_grad for p in block.parameters()) for block in blocks]
     embeddings = [p for module in architecture.embeddings(model) for p in module.parameters()]
+    # A gradient of an embedding passes through all blocks, trainable or not.
     frozen_below = 0
     if any(trainable) and not any(p.requires_grad for p in embeddings):
         frozen_below = trainable.index(True)
-    inside, below = {id(p) for p in blocks.parameters()}, {id(p) for p in embeddings}
+    # By identity, since a tied head and its embedding are one parameter.
+    inside = {id(p) for p in blocks.parameters()}
+    below = {id(p) for p in embeddings}
     top = architecture.final_norm(model), _head(model)
     above = {id(p) for layer in top for p in layer.parameters()}
     outside = {id(p): p.numel() for p in model.parameters() if id(p) not in inside}
@@ -172,6 +187,7 @@ def one_rank_of(model: PreTrainedModel, tp: int, ep: int = 1) -> PreTrainedModel
     if tp * ep == 1:
         return model
     model = copy.deepcopy(model)
+    # Experts are cut in their first dimension, (E, rows, columns).
     if tp == 1:
         for parameter in (p for part in experts_of(model) for p in part.parameters()):
             parameter.data = parameter.data.chunk(ep)[0]
@@ -181,6 +197,8 @@ def one_rank_of(model: PreTrainedModel, tp: int, ep: int = 1) -> PreTrainedModel
     layers = [[*part.values()] for block in blocks for part in block]
     ends: Any = {model.get_input_embeddings(), _head(model)} if splits_vocabulary(model) else set()
     columns = {p for *split, _ in layers for layer in split for p in layer.parameters()}
+    # Column-parallel layers give a part of the outputs, row-parallel ones read a part of the
+    # inputs.
     for parameter in columns | {p for layer in ends for p in layer.parameters()}:
         parameter.data = parameter.data.chunk(tp)[0]
     for *_, rows in layers:
@@ -195,6 +213,7 @@ class GpuKernels(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs: Any = None):
         kwargs = kwargs or {}
+        # The flash kernels draw dropout again in the backward pass.
         if func is F.scaled_dot_product_attention:
             kwargs = kwargs | {"dropout_p": 0.0}
         if func is F.dropout and kwargs["p"]:
@@ -209,15 +228,23 @@ def block_bytes(model: PreTrainedModel, block_size: int, launch: Launch) -> tupl
     The difference of two batches leaves out what does not grow with the batch: weights and their
     casts, tables of angles.
     """
-    half, written_out = launch.residual_bytes == 2, launch.writes_out_attention
-    key = launch.tp_size, launch.autocast, half, written_out, launch.on_cpu
-    return _block_bytes(model, block_size, *key)
+    # What decides them, so that launches share a cached result.
+    return _block_bytes(
+        model,
+        block_size,
+        tp=launch.tp_size,
+        autocast=launch.autocast,
+        half=launch.residual_bytes == 2,
+        written_out=launch.writes_out_attention,
+        on_cpu=launch.on_cpu,
+    )
 
 
 @lru_cache(maxsize=16)
 def _block_bytes(
     model: PreTrainedModel,
     block_size: int,
+    *,
     tp: int,
     autocast: bool,
     half: bool,
@@ -248,6 +275,7 @@ def _with_kinds_of_blocks(model: PreTrainedModel) -> PreTrainedModel:
     not copied, which would take longer than all else of a deep model.
     """
     blocks = architecture_of(model).blocks(model)
+    # Blocks are of one kind if their parameters have the same names and shapes.
     kinds = {tuple((name, p.shape) for name, p in block.named_parameters()) for block in blocks}
     copies: dict[int, Any] = {}
     if len(kinds | {*(getattr(model.config, "layer_types", None) or ())}) <= 2:
@@ -261,7 +289,7 @@ def _saved_bytes(
     """Bytes of the storages that autograd saves while the blocks run, and of the results that
     selective checkpointing keeps.
     """
-    # held, so that no storage is freed and its place used again
+    # Storages are held, so that none is freed and its identity used again.
     saved: dict[int, torch.UntypedStorage] = {}
     kept: dict[int, torch.UntypedStorage] = {}
     inside = ExitStack()
@@ -283,6 +311,7 @@ def _saved_bytes(
         inside.enter_context(torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor))
         inside.enter_context(Noting())
 
+    # Only what blocks save: embeddings and the loss are counted elsewhere.
     hooks = [block.register_forward_pre_hook(begin) for block in blocks]
     hooks += [block.register_forward_hook(lambda *_: inside.close()) for block in blocks]
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):

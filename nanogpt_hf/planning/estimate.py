@@ -4,6 +4,7 @@ it.
 
 import dataclasses
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -35,8 +36,10 @@ class Device:
 
     name: str
     memory: float  # bytes
-    micro_batch_size: int | None  # the largest that fits; None if one sequence does not
-    seconds: float | None  # for the run at the given MFU; None if the peak FLOP/s is unknown
+    # The largest that fits; None if one sequence does not.
+    micro_batch_size: int | None
+    # Seconds of the run at the given MFU; None if the peak FLOP/s is unknown.
+    seconds: float | None
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,7 @@ class Estimate:
     machine: str
     vocabulary: str  # its size and source
     parameters: int
-    active: int  # those that compute for a token
+    active: int  # parameters that compute for a token
     trainable: int
     by_part: dict[str, int]
     micro_batch_size: int
@@ -56,12 +59,12 @@ class Estimate:
     memory: Footprint
     useless: str | None  # a line about activation checkpointing that saves nothing
     flops_per_token: float  # the model's, forward and backward
-    flops: float  # of the run, with the optimizer's if they are not negligible
+    flops: float  # the whole run's, with the optimizer's if they are not negligible
     mfu: float
     devices: list[Device]
     tokens: int
     chinchilla_tokens: int
-    epochs: dict[str, float]  # for the prepared data, or for each source of a mixture
+    epochs: dict[str, float]  # how often the data is read, or each source of a mixture
     data_bytes: int | None  # on disk; None if it is not prepared
     run_bytes: int
 
@@ -77,85 +80,115 @@ def estimate(
     """Estimate a run of `config`; `base` is the config of the model to fine-tune.
 
     Of a recipe with stages, `config` may be that of any of them: memory and layout are its own.
-    `memory`: bytes of another device, in addition to the known GPUs. Raises UserError if the
-    steps do not divide by the processes, if the size of the vocabulary is unknown, and for what
-    does not combine with ZeRO or FSDP2.
+    `memory`: bytes of another device, in addition to the known GPUs. Raises UserError for a
+    layout that cannot be trained, and if the size of the vocabulary is unknown.
     """
     accumulation = check_layout(config, launch)
     manifest = find_manifest(config.data)
     model, vocabulary = _meta_model(config, base, manifest)
     check_balance(config, model.config)
-    block_size = config.data.block_size
-    stages, tokens = stages_of(config), planned_tokens(config)
+    tokens = planned_tokens(config)
     micro = config.train.min_micro_batch_size
-    sequences = micro * accumulation  # per process and step
-    architecture = architecture_of(model)
-    flops_per_token = sum(
-        stage.tokens / tokens * architecture.flops_per_token(model.config, length)
-        for stage in stages
-        for length in [stage.config.data.block_size]
-    )
-    optimizer = kind_of(config.optim)
-    step: dict[str, Any] = {"block_size": block_size, "optim": config.optim}
+    # Sequences of a process in a step, which any micro-batch size divides.
+    sequences = micro * accumulation
+    flops_per_token = _flops_per_token(config, model)
+    flops = tokens * flops_per_token
+    step: dict[str, Any] = {"block_size": config.data.block_size, "optim": config.optim}
 
+    # Micro-batches of several devices are of the same sizes, so estimates are kept.
     @cache
     def footprint_of(size: int, launch: Launch) -> Footprint:
         accumulation = sequences // size
         return footprint(model, launch, micro_batch_size=size, accumulation=accumulation, **step)
 
-    def largest_micro_batch(memory: float, launch: Launch) -> int | None:
-        usable = USABLE_MEMORY * memory
-        fitting = (n for n in divisors(sequences) if footprint_of(n, launch).peak <= usable)
-        return max(fitting, default=None)
-
-    devices = []
-    if memory:
-        devices.append(
-            Device("this much memory", memory, largest_micro_batch(memory, launch), None)
-        )
-    on_gpu = dataclasses.replace(launch, device="cuda")
-    for name, gpu in GPUS.items():
-        seconds = tokens * flops_per_token / (gpu.bf16_flops * mfu * launch.world_size)
-        devices.append(Device(name, gpu.memory, largest_micro_batch(gpu.memory, on_gpu), seconds))
-
-    # Padding of the vocabulary takes memory and disk, but does not count as parameters of the
-    # model.
+    one = step | {"micro_batch_size": micro, "accumulation": accumulation}
+    # Padding of the vocabulary takes memory and disk, but is no parameter of the model.
     padding = padding_rows(model.config) * model.config.hidden_size
-    total, trainable = model.num_parameters(), model.num_parameters(only_trainable=True)
-    if next(model.get_input_embeddings().parameters()).requires_grad:
-        trainable -= padding
-    by_part = Counter[str]()
-    for name, parameter in model.named_parameters():
-        by_part[part_of(name)] += parameter.numel()
-    by_part["token embedding and head"] -= padding
-    in_float32 = dataclasses.replace(config.optim, state="float32")  # as checkpoints hold it
-    float32_state = kind_of(in_float32).state_bytes(model, 1)
-    active = total - padding - architecture.idle_parameters(model.config)
+    total = model.num_parameters()
+    # Experts that a token does not reach, and embeddings that are only looked up, compute nothing.
+    active = total - padding - architecture_of(model).idle_parameters(model.config)
     return Estimate(
         recipe=config.name,
         machine=str(launch),
         vocabulary=vocabulary,
         parameters=total - padding,
         active=active,
-        trainable=trainable,
-        by_part=dict(by_part),
+        trainable=_trainable(model, padding),
+        by_part=_parameters_by_part(model, padding),
         micro_batch_size=micro,
-        block_size=block_size,
+        block_size=config.data.block_size,
         accumulation=accumulation,
         memory=footprint_of(micro, launch),
-        useless=useless_checkpointing(
-            model, launch, micro_batch_size=micro, accumulation=accumulation, **step
-        ),
+        useless=useless_checkpointing(model, launch, **one),
         flops_per_token=flops_per_token,
-        flops=flops_per_token * tokens + optimizer.update_flops(model) * config.train.max_steps,
+        flops=flops + kind_of(config.optim).update_flops(model) * config.train.max_steps,
         mfu=mfu,
-        devices=devices,
+        devices=_devices(footprint_of, sequences, launch, memory, flops, mfu),
         tokens=tokens,
         chinchilla_tokens=CHINCHILLA * active,
         epochs=_epochs(config, manifest),
         data_bytes=_data_bytes(config) if manifest else None,
-        run_bytes=run_bytes(total, float32_state, config.checkpoint.keep),
+        run_bytes=run_bytes(total, _saved_state_bytes(config, model), config.checkpoint.keep),
     )
+
+
+def _devices(
+    footprint_of: Callable[[int, Launch], Footprint],
+    sequences: int,
+    launch: Launch,
+    memory: float | None,
+    flops: float,
+    mfu: float,
+) -> list[Device]:
+    """The user's device with `memory`, and each known GPU, which computes at `mfu` of its peak."""
+
+    # Sizes that divide the sequences of a step: accumulation makes up for the rest.
+    def largest(memory: float, launch: Launch) -> int | None:
+        usable = USABLE_MEMORY * memory
+        fitting = (n for n in divisors(sequences) if footprint_of(n, launch).peak <= usable)
+        return max(fitting, default=None)
+
+    devices = []
+    if memory:
+        devices.append(Device("this much memory", memory, largest(memory, launch), None))
+    on_gpu = dataclasses.replace(launch, device="cuda")
+    for name, gpu in GPUS.items():
+        seconds = flops / (gpu.bf16_flops * mfu * launch.world_size)
+        devices.append(Device(name, gpu.memory, largest(gpu.memory, on_gpu), seconds))
+    return devices
+
+
+def _flops_per_token(config: Config, model: PreTrainedModel) -> float:
+    """The mean over the tokens of all stages, whose sequences may have other lengths."""
+    tokens = planned_tokens(config)
+    mean = 0.0
+    for stage in stages_of(config):
+        length = stage.config.data.block_size
+        flops = architecture_of(model).flops_per_token(model.config, length)
+        mean += stage.tokens / tokens * flops
+    return mean
+
+
+def _saved_state_bytes(config: Config, model: PreTrainedModel) -> float:
+    """Bytes of the optimizer state in a checkpoint: float32, whatever it is in training."""
+    in_float32 = dataclasses.replace(config.optim, state="float32")
+    return kind_of(in_float32).state_bytes(model, 1)
+
+
+def _trainable(model: PreTrainedModel, padding: int) -> int:
+    """The number of trainable parameters, without those of the vocabulary's padding."""
+    trainable = model.num_parameters(only_trainable=True)
+    embedding = next(model.get_input_embeddings().parameters())
+    return trainable - padding if embedding.requires_grad else trainable
+
+
+def _parameters_by_part(model: PreTrainedModel, padding: int) -> dict[str, int]:
+    """Numbers of parameters by the part of the model that they are in, without padding."""
+    by_part = Counter[str]()
+    for name, parameter in model.named_parameters():
+        by_part[part_of(name)] += parameter.numel()
+    by_part["token embedding and head"] -= padding
+    return dict(by_part)
 
 
 def planned_model(config: Config, base: PreTrainedConfig | None = None) -> PreTrainedModel:
@@ -167,7 +200,7 @@ def planned_model(config: Config, base: PreTrainedConfig | None = None) -> PreTr
 
 
 def _epochs(config: Config, manifest: Manifest | None) -> dict[str, float]:
-    """How often each source is read."""
+    """How often each source is read; empty if the data is not prepared."""
     if manifest is None:
         return {}
     tokens = tokens_by_source(config)

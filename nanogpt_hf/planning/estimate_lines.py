@@ -11,7 +11,8 @@ from nanogpt_hf.planning.estimate import Estimate
 
 def layout_lines(proposal: Proposal, config: Config) -> list[str]:
     """The proposed layout, and what others would cost."""
-    cluster, layout = proposal.cluster, proposal.layout
+    cluster = proposal.cluster
+    layout = proposal.layout
     rates = (
         f"{cluster.gpu.bf16_flops / 1e12:,.0f} TFLOP/s, {cluster.gpu.link / 1e9:,.0f} GB/s to "
         "the others"
@@ -22,8 +23,10 @@ def layout_lines(proposal: Proposal, config: Config) -> list[str]:
         rates += f", {cluster.network / 1e9:,.4g} GB/s between machines"
     step = f"{layout.accumulation} per step" if layout.accumulation > 1 else "one per step"
     header = "micro-batch|memory|sent inside|between machines|computes|waits|bubble|step"
+    # One row per kind of parallelism; the proposed layout is marked.
     rows = [["", *header.split("|")]]
     for other in proposal.best:
+        # Estimates of time mean nothing for what does not fit.
         mark = "*" if other is layout else " "
         times = other.compute_seconds, other.waiting_seconds, other.bubble_seconds
         times = [f"{seconds:,.3f} s" for seconds in (*times, other.step_seconds)]
@@ -86,6 +89,7 @@ def _table(rows: list[list[str]]) -> list[str]:
 
 
 def _model(estimate: Estimate) -> list[str]:
+    # What is equal to the number of parameters is not said.
     trains = f", {estimate.trainable:,} trainable"
     active = f", {estimate.active:,} active per token"
     return [
@@ -98,8 +102,11 @@ def _model(estimate: Estimate) -> list[str]:
 
 
 def _memory(estimate: Estimate, launch: Launch) -> list[str]:
-    memory, phases = estimate.memory, estimate.memory.phases
+    memory = estimate.memory
+    phases = memory.phases
+    # One unit for the whole table.
     unit, name = (1e9, "GB") if memory.peak >= 1e9 else (1e6, "MB")
+    # A row per part and a column per phase; parts that no phase has are left out.
     rows = [[name, *phases]]
     for part in phases[memory.peak_phase]:
         values = [parts[part] for parts in phases.values()]
@@ -114,8 +121,9 @@ def _memory(estimate: Estimate, launch: Launch) -> list[str]:
         *_table(rows),
     ]
     if memory.host_copy:
-        # torch rounds each pinned tensor up to a power of two
-        low, high = format_bytes(memory.host_copy), format_bytes(2 * memory.host_copy)
+        # torch rounds each pinned tensor up to a power of two, at most twice its size.
+        low = format_bytes(memory.host_copy)
+        high = format_bytes(2 * memory.host_copy)
         lines.append(
             f"  and {low} to {high} of host memory per machine, for the copy of a checkpoint"
         )
@@ -142,6 +150,7 @@ def _devices(estimate: Estimate, launch: Launch) -> list[str]:
 
 
 def _tokens(estimate: Estimate) -> list[str]:
+    # The tokens that train a model of this size to the lowest loss for its compute.
     best = estimate.chinchilla_tokens
     lines = [
         f"tokens: {_amount(estimate.tokens)}, {estimate.tokens / estimate.active:,.1f} per "

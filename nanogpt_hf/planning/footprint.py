@@ -149,7 +149,8 @@ class Memory:
 
     @cached_property
     def always(self) -> dict[str, float]:
-        launch, held = self.launch, self.held
+        launch = self.launch
+        held = self.held
         state = {
             "weights": 4 * held.total / launch.shards,
             "optimizer": self._optimizer_state(self.optim.state),
@@ -250,7 +251,8 @@ class Memory:
     @cached_property
     def waiting(self) -> float:
         """Bytes of activations of other micro-batches, which a pipeline stage holds."""
-        stage, left = self.stage, self.counts.backward_blocks
+        stage = self.stage
+        left = self.counts.backward_blocks
         cast = 2 * self.launch.autocast * self.counts.block * (left - self.again(left))
         in_flight = (stage.in_flight - 1) * (self.saved(left) + cast)
         # torch receives each micro-batch of a step into a buffer of its own: the input of a stage,
@@ -274,7 +276,7 @@ class Memory:
     # The phases.
 
     def at_the_loss(self) -> dict[str, float]:
-        logits, head_gradient, row_gradients = 0.0, 0.0, 0.0
+        logits = head_gradient = row_gradients = 0.0
         if self.stage.has_head:
             logits, head_gradient, row_gradients = _loss(
                 self.model, self.counts, self.launch, self.rows
@@ -314,7 +316,8 @@ class Memory:
         }
 
     def at_the_update(self) -> dict[str, float]:
-        launch, optim = self.launch, self.optim
+        launch = self.launch
+        optim = self.optim
         shards = launch.shards * Counts.of(self.model).trainable / self.held.trainable
         copies = _update_bytes(
             self.model, launch.on_cpu, shards, launch.world_size, optim.name, optim.state
@@ -368,13 +371,13 @@ def _kept_bytes(model: PreTrainedModel, block_size: int, launch: Launch) -> floa
     return launch.residual_bytes * width + block_bytes(model, block_size, launch)[1]
 
 
-@lru_cache(maxsize=256)  # layouts share them
+@lru_cache(maxsize=256)
 def _optimizer_bytes(model: PreTrainedModel, shards: int, name: str, state: Any) -> float:
     """Bytes of the optimizer state of a whole model, on one of N shards."""
     return kind_of(OptimSection(name=name, state=state)).state_bytes(model, shards)
 
 
-@lru_cache(maxsize=256)  # micro-batches share them
+@lru_cache(maxsize=256)
 def _update_bytes(
     model: PreTrainedModel, on_cpu: bool, shards: float, processes: int, name: str, state: Any
 ) -> float:

@@ -97,7 +97,8 @@ def sharding(step: Step) -> Iterator[Transfer]:
     """FSDP2 gathers the weights of each micro-batch in the compute precision, for the forward and
     the backward pass, and reduce-scatters its gradients in float32.
     """
-    launch, counts = step.launch, step.counts
+    launch = step.launch
+    counts = step.counts
     if launch.sharding != "fsdp":
         return
     # The head, and a tied embedding, stay gathered between the passes.
@@ -134,7 +135,8 @@ def data_parallelism(step: Step) -> Iterator[Transfer]:
     """DDP all-reduces gradients once per step, in float32 unless it compresses them; HSDP
     all-reduces their shards over the copies.
     """
-    launch, counts = step.launch, step.counts
+    launch = step.launch
+    counts = step.counts
     if launch.kind not in ("DDP", "FSDP2"):
         return
     each = 2 if launch.compression != "no" else 4
@@ -144,6 +146,7 @@ def data_parallelism(step: Step) -> Iterator[Transfer]:
     name = "all-reduce of gradients"
     yield step.transfer(name, size, launch.copies, stride, LAST_BACKWARD)
     if launch.kind == "DDP":
+        # Processes that have the same experts sum their gradients apart.
         copies = launch.dp_size // launch.ep_size
         size = all_reduce_bytes(4 * counts.trainable_experts, copies)
         yield step.transfer("all-reduce of experts' gradients", size, copies, launch.ep_size)
@@ -153,11 +156,13 @@ def expert_parallelism(step: Step) -> Iterator[Transfer]:
     """Hidden states go to the processes of their experts and back, in both passes, as if all
     experts had equal work.
     """
-    launch, model = step.launch, step.model
+    launch = step.launch
     if launch.ep_size == 1:
         return
-    layers = len(experts_of(model))
-    rows = layers * active_experts(model.config) * launch.compute_bytes * step.values
+    layers = len(experts_of(step.model))
+    # A token goes to each of its active experts.
+    rows = layers * active_experts(step.model.config) * launch.compute_bytes * step.values
+    # To and back in both passes, and twice more if the forward pass is repeated.
     size = all_gather_bytes((4 + 2 * step.again) * rows, launch.ep_size)
     yield step.transfer("exchanges with experts", size, launch.ep_size, 1)
 
@@ -183,16 +188,22 @@ def context_parallelism(step: Step) -> Iterator[Transfer]:
     keys and values past the other devices in each pass (arXiv:2310.01889), and their gradients in
     float32 around to where they came from.
     """
-    launch, config = step.launch, step.model.config
+    launch = step.launch
     if launch.cp_size == 1:
         return
-    tp, cp, value = launch.tp_size, launch.cp_size, launch.compute_bytes
+    config = step.model.config
+    tp = launch.tp_size
+    cp = launch.cp_size
+    value = launch.compute_bytes
     heads, kv_heads = heads_of(config)
+    # Forward and backward, and the forward pass that checkpointing repeats.
     passes = 2 + step.again
     if needs_ring(config, tp * cp):
+        # Keys and values go past cp - 1 devices, their float32 gradients all the way around.
         around = passes * (cp - 1) * value + cp * 4
         size = step.blocks * 2 * kv_heads / heads / tp * step.values * around
     else:
+        # Queries and outputs have `heads`, keys and values `kv_heads`.
         exchanged = passes * step.blocks * 2 * (heads + kv_heads) / heads / tp
         size = all_gather_bytes(exchanged * value * step.values, cp)
     yield step.transfer("context-parallel exchanges", size, cp, tp)
@@ -202,7 +213,8 @@ def pipeline_parallelism(step: Step) -> Iterator[Transfer]:
     """A stage sends activations on and their gradients back. Two stages have a tied head, and sum
     its gradients.
     """
-    launch, model = step.launch, step.model
+    launch = step.launch
+    model = step.model
     if launch.pp_size == 1:
         return
     stride = launch.world_size // launch.pp_size

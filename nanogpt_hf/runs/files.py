@@ -12,7 +12,8 @@ from typing import Any
 
 from nanogpt_hf.errors import UserError
 
-STDOUT = Path("-")  # as an output; everything else is then printed to stderr
+# The name of stdout as an output. Everything else is then printed to stderr.
+STDOUT = Path("-")
 
 
 @contextmanager
@@ -20,7 +21,7 @@ def written_whole(path: Path) -> Iterator[Path]:
     """Atomic write: yield a temporary file in the same folder that replaces `path` if the block
     ends without an error. Raises UserError if it cannot be written.
     """
-    # a random name: another user cannot have placed a link there
+    # A random name: another user cannot have placed a link there
     partial = path.with_name(f".{secrets.token_hex(6)}.partial{path.suffix}")
     try:
         partial.open("x").close()
@@ -49,6 +50,7 @@ def output_target(path: Path) -> Iterator[Path]:
         yield Path(os.path.realpath(path))
         return
     with tempfile.TemporaryDirectory() as folder:
+        # Libraries that write it seek, which stdout and pipes cannot.
         file = Path(folder) / f"output{path.suffix}"
         yield file
         if file.exists():
@@ -68,7 +70,8 @@ def write_json(path: Path | None, tree: Any) -> None:
 _USER = re.compile(
     r"([a-z][a-z0-9+.-]*://)(?:[^\s/?#]*@|[^\s/?#:]*:(?!\d*[/?#])\S*@)", re.IGNORECASE
 )
-# also of a path, as libraries quote it; without the punctuation of the text around the URL
+# Libraries also quote the path alone, with its parameters. The punctuation of the text around a
+# URL is no part of it.
 _PARAMETERS = re.compile(
     r"""(://[^\s?#]*[?#]|(?<!\S)/[^\s?#]*\?(?=\w+=))\S*?(?=[\])}>'"`,.:;\\]*(?:\s|$))"""
 )

@@ -26,7 +26,8 @@ logger = logging.getLogger(__name__)
 # The format of run folders, which each checkpoint records; a run of another one is not resumed.
 VERSION = 2
 _STEP = re.compile(r"step_(\d{8,})")
-# a file in checkpoints/ until the first is written; else a volume may be missing
+# A file in checkpoints/ until the first one is written. If neither is there, a volume may be
+# missing.
 _NONE_YET = ".no_checkpoint_yet"
 _MODEL_FILES = {"config.json", "adapter_config.json"}
 
@@ -55,7 +56,7 @@ class RunFolder:
         self.loss_plot = self.path / "loss.png"
         self.report = self.path / "report.html"
         self.machine = self.path / "machine.json"
-        # of preference training: log-probabilities under the model before it
+        # Preference training writes it: log-probabilities under the model before it
         self.reference = self.path / "reference.safetensors"
         self.verified = self.path / "verified.jsonl"
         self._files = (self.metrics, self.loss_plot, self.report, self.machine)
@@ -77,6 +78,7 @@ class RunFolder:
         if resume or auto_resume:
             if self.checkpoint_folders():
                 return True
+            # A recipe without a checkpoint, and not because the run has just begun.
             if self.recipe.exists() and not (self.checkpoints / _NONE_YET).exists():
                 raise RunFolderError(
                     f"{self.path}: holds a run, but {self.checkpoints} has no checkpoint; if it "
@@ -110,6 +112,7 @@ class RunFolder:
         """Raises RunFolderError if a folder of the run is a file, or a link to nothing or to other
         files.
         """
+        # A volume that is not mounted is a link to nothing; training would fill another disk.
         for folder in (self.checkpoints, self.best, self.final, self.trackers):
             target = os.path.realpath(folder)
             if os.path.lexists(folder) and not folder.is_dir():
@@ -129,6 +132,7 @@ class RunFolder:
         is missing or damaged.
         """
         try:
+            # A file that was cut is still a recipe, but lacks a section: all are written.
             with reading(self.recipe):
                 config = load_config(self.recipe)
                 stated = parse_settings(read_settings(self.recipe), RecipeLoader)
@@ -166,10 +170,10 @@ class RunFolder:
         return lines
 
     def changes(self, config: Config) -> list[str]:
-        """The same for a run that is resumed.
+        """Knobs of `config` that changed since the run began, for a run that is resumed.
 
-        Raises RunFolderError if they make it another experiment: another model, text, order or
-        step.
+        Raises RunFolderError if one of them makes it another experiment: another model, text,
+        order or step.
         """
         before = self.known_recipe()
         lines = self.differences(config, before) if before else []
@@ -187,7 +191,7 @@ class RunFolder:
         """
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
-            # replaced last: it would not fit the old checkpoints
+            # It is replaced last, since it would not fit the old checkpoints.
             with written_whole(self.recipe) as partial:
                 partial.write_text(recipe_yaml, encoding="utf-8")
                 (self.checkpoints / _NONE_YET).touch()
@@ -196,6 +200,7 @@ class RunFolder:
             raise RunFolderError(f"{self.path}: cannot be written: {error}") from None
 
     def _remove_run(self) -> None:
+        # The newest first: after a kill a resume finds an older one of the same run.
         for checkpoint in reversed(self.checkpoint_folders()):
             remove_folder(checkpoint)
         for folder in (self.best, self.final, self.trackers):
@@ -208,11 +213,13 @@ class RunFolder:
         folder.
         """
         (self.checkpoints / _NONE_YET).unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # a link, or a folder with files of others, stays
+        # A link, or a folder with files of others, stays.
+        with contextlib.suppress(OSError):
             self.checkpoints.rmdir()
         for folder in (self.trackers, self.path / "wandb"):
             with contextlib.suppress(OSError):
                 _clear(folder)
+        # The recipe last: without it the folder holds no run, and others may be in it.
         for file in (*self._files, self.recipe):
             file.unlink(missing_ok=True)
 
@@ -223,6 +230,7 @@ class RunFolder:
         """
         if os.path.exists(self.path) and not os.path.isdir(self.path):
             raise RunFolderError(f"{self.path}: is a file; choose another --run-dir")
+        # Folders that `unlock` removes again if no run is started.
         self._made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -231,9 +239,8 @@ class RunFolder:
                 restore_folder(Path(os.path.realpath(folder)))
             for path in list(self.checkpoints.glob(".step_*")):
                 restore_folder(path.with_name(path.stem[1:]))
-            for path in list(
-                self.path.glob("." + 12 * "[0-9a-f]" + ".partial*")
-            ):  # `written_whole` leaves them
+            # What `written_whole` leaves: a random name of 12 digits.
+            for path in list(self.path.glob("." + 12 * "[0-9a-f]" + ".partial*")):
                 path.unlink()
         except OSError as error:
             raise RunFolderError(
@@ -251,7 +258,7 @@ class RunFolder:
     def _locked(self) -> filelock.AcquireReturnProxy:
         """Acquire the lock. Raises RunFolderError if another process holds it."""
         try:
-            # not 0: each rank of `verify` holds it for a moment, to check it
+            # Not 0: each rank of `verify` holds it for a moment, to check it.
             return self._lock.acquire(timeout=1)
         except filelock.Timeout:
             raise RunFolderError(
@@ -287,17 +294,20 @@ class RunFolder:
         were damaged, or the run was rolled back.
         """
         (self.checkpoints / _NONE_YET).unlink(missing_ok=True)
+        # 1. Those up to this step, and of them those before the last finite gradient.
         folders = [folder for folder in self.checkpoint_folders() if step_of(folder) <= step]
         sound = [folder for folder in folders if step_of(folder) < last_finite_step]
+        # 2. Remove all but the newest `keep` and the newest sound one.
         for folder in self.checkpoint_folders():
             if folder in folders[-keep:] + sound[-1:]:
                 continue
             try:
                 remove_folder(folder)
             except OSError as error:
-                if step_of(folder) > step:  # a resume would take it
+                # A resume would take a later one instead of this step's.
+                if step_of(folder) > step:
                     raise
-                # the next checkpoint or start removes it
+                # The next checkpoint or start removes it.
                 logger.warning(f"{folder}: cannot be removed: {error.strerror}")
 
     def newest_checkpoint(self) -> Path | None:
@@ -318,6 +328,7 @@ def find_run(name: str) -> RunFolder:
         raise RunFolderError(
             f"{name}: holds no run; give a folder that `pretrain` or `finetune` wrote, as runs/NAME"
         )
+    # Near names are looked for beside the folder, and where runs are by default.
     recipes = (*run.path.parent.glob("*/recipe.yaml"), *Path("runs").glob("*/recipe.yaml"))
     near = did_you_mean(run.path.name, {recipe.parent.name for recipe in recipes})
     raise RunFolderError(f"{name}: no such run folder{near}")
@@ -334,6 +345,7 @@ def find_model(name: str) -> str:
     run = RunFolder(name)
     if not run.recipe.is_file() and not run.checkpoint_folders():
         return folder_or_hub_id(name)
+    # The best model is of an earlier step than the last one, or the same.
     for folder in (run.best, run.final):
         if folder.is_dir():
             return str(folder)

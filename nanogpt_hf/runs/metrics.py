@@ -9,7 +9,7 @@ from nanogpt_hf.own_files import read_json_lines
 from nanogpt_hf.runs.folder import RunFolder
 
 Event = dict[str, Any]
-# the x axes of plots; none of them ever decreases during a run
+# The x axes of plots. None of them ever decreases during a run.
 AXES = ("step", "tokens", "seconds")
 
 
@@ -46,6 +46,7 @@ def is_number(value: Any) -> bool:
 
 def column(events: list[Event], name: str, by: str = "step") -> tuple[np.ndarray, np.ndarray]:
     """The x and y values of a metric, in float64, without those that were not finite (null)."""
+    # An event has the metrics of a step, or of an evaluation, so most columns have gaps.
     rows = [
         (event[by], event[name])
         for event in events
@@ -57,6 +58,7 @@ def column(events: list[Event], name: str, by: str = "step") -> tuple[np.ndarray
 
 def last_value(events: list[Event], name: str) -> float | None:
     """The last value of a metric; None without any, and if the last was not finite (null)."""
+    # An event without the metric is one of another kind, not one without a value.
     value = next((event[name] for event in reversed(events) if name in event), None)
     return float(value) if value is not None and is_number(value) else None
 
@@ -74,7 +76,10 @@ def names(events: list[Event]) -> list[str]:
 
 def smooth(values: np.ndarray, span: int) -> np.ndarray:
     """Exponential moving average over about `span` values, at the start the mean of all so far."""
-    averages, average = [], 0.0
+    averages = []
+    average = 0.0
+    # The weight of a new value falls from 1 to 1 / span, so that the first value does not count
+    # more than the others.
     for number, value in enumerate(values, 1):
         average += (value - average) / min(number, max(1, span))
         averages.append(average)

@@ -28,13 +28,14 @@ def origin_of(config: Config, *, resumes: bool) -> dict[str, str]:
     again if it has lost what it computed with them; a start records them for that. Of models on
     the Hub the recipe has the commit.
     """
-    finetune, found = config.finetune, {}
+    finetune = config.finetune
+    found: dict[str, str] = {}
     if not finetune.model or not Path(finetune.model).is_dir():
         return found
     found["finetune.model: config.json"] = config_digest(Path(finetune.model) / "config.json")
     if _reads_weights(config) or (config.align.loss and not resumes):
         found |= weights_of(finetune.model)
-    # text is read as tokens that are prepared
+    # Only methods that read questions or pairs tokenize during the run: text is prepared before.
     if (config.rl.task or config.align.loss) and Path(config.data.tokenizer).is_dir():
         found["data.tokenizer"] = _files_digest(Path(config.data.tokenizer), _TOKENIZER)
     return found
@@ -59,6 +60,7 @@ def weights_of(model: str) -> dict[str, str]:
     folder = Path(model)
     if not folder.is_dir():
         return {}
+    # A folder may have its weights twice, as safetensors and as pickles: the first are read.
     patterns = next(([p] for p in _WEIGHTS if any(folder.glob(p))), ["*.safetensors", "*.bin"])
     return {START_WEIGHTS: _files_digest(folder, patterns)}
 
@@ -80,12 +82,14 @@ def short_digests(text: str) -> str:
 def config_digest(path: Path) -> str:
     """The digest of the fields of a config.json that decide numbers of the model."""
     facts = read_json(path, dict[str, Any])
+    # Sorted, since two versions of transformers may write the fields in another order.
     deciding = {name: value for name, value in facts.items() if name not in _NAMES}
     return f"sha256:{hashlib.sha256(json.dumps(deciding, sort_keys=True).encode()).hexdigest()}"
 
 
 def _files_digest(folder: Path, patterns: Iterable[str]) -> str:
     digest = hashlib.sha256()
+    # Names and contents, in the order of names: a folder lists its files in any order.
     for path in sorted({path for pattern in patterns for path in folder.glob(pattern)}):
         with reading(path), path.open("rb") as file:
             content = hashlib.file_digest(file, "sha256").hexdigest()

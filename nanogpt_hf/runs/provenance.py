@@ -31,7 +31,8 @@ from nanogpt_hf.runs.folder import RunFolder
 
 logger = logging.getLogger(__name__)
 _SHOWN = ("transformers", "accelerate", "datasets")
-_DECIDING = ("torch", "accelerate", "transformers", "numpy")  # numpy draws the order of the data
+# Libraries whose version may change a number. numpy draws the order of the data.
+_DECIDING = ("torch", "accelerate", "transformers", "numpy")
 
 
 def versions() -> dict[str, str]:
@@ -52,9 +53,12 @@ def fingerprint(device: torch.device) -> dict[str, str]:
     if device.type == "cuda":
         kind = torch.cuda.get_device_name(device)
     else:
-        cpu, level = torch.cpu.get_capabilities(), torch.backends.cpu.get_cpu_capability()
+        # oneDNN and torch choose their kernels by these, and kernels differ in the last bits.
+        cpu = torch.cpu.get_capabilities()
+        level = torch.backends.cpu.get_cpu_capability()
         features = _short([name for name, has in sorted(cpu.items()) if has is True])
         kind = f"{cpu.get('cpu_name')}, {level}, features {features}"
+    # Another version of a library may sum in another order.
     libraries = {name: metadata.version(name) for name in _DECIDING}
     parts = {"device": kind, **libraries, "threads": str(torch.get_num_threads())}
     return {"id": _short(parts), **parts}
@@ -70,9 +74,11 @@ def code_version() -> str:
     uncommitted code.
     """
     checkout = Path(nanogpt_hf.__file__).resolve().parents[1]
-    if not (checkout / ".git").exists():  # a parent folder may be another project's checkout
+    # git would also find a parent folder, which may be another project's checkout.
+    if not (checkout / ".git").exists():
         return __version__
     describe = ["git", "describe", "--always", "--exclude=*", "--abbrev=12", "--dirty=, dirty"]
+    # A machine may have no git, and a checkout of another user is refused by it.
     try:
         commit = subprocess.check_output(
             describe, cwd=checkout, text=True, timeout=10, stderr=subprocess.DEVNULL
@@ -84,6 +90,7 @@ def code_version() -> str:
 
 def describe_host() -> str:
     """One line such as `node1: 16 CPU cores, 128.0 GB RAM, 8 × NVIDIA H200 (150.8 GB)`."""
+    # Equal cards are counted: 8 × NVIDIA H200.
     cards = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
     kinds = Counter(f"{card.name} ({card.total_memory / 1e9:.1f} GB)" for card in cards)
     gpus = ", ".join(f"{count} × {kind}" for kind, count in kinds.items()) or "no CUDA GPU"
@@ -135,6 +142,7 @@ def read_starts(run: RunFolder) -> list[dict[str, Any]]:
     except DamagedFileError as error:
         warn_once(f"{error}; where and how the run was started before is not known")
         return []
+    # Each start is checked alone, so that a damaged one does not hide the others.
     starts = []
     for number, entry in enumerate(entries, 1):
         try:
@@ -146,6 +154,7 @@ def read_starts(run: RunFolder) -> list[dict[str, Any]]:
 
 def _checked(start: Any) -> dict[str, Any]:
     """A start of a run. Raises ValueError for a number that it cannot have had."""
+    # Others use the numbers as they are, so a wrong one must be caught here.
     threads = int(start.get("fingerprint", {}).get("threads", 1))
     if start.get("step", 0) < 0 or start.get("processes", 1) < 1 or threads < 1:
         raise ValueError("a number below its lowest")
@@ -156,6 +165,7 @@ def branched_at(run: RunFolder) -> tuple[int, str]:
     """The step at which the run began, and the folder of the run that it is a branch of; 0 and ""
     if it is none.
     """
+    # The first start of a branch names the run; later ones are its resumes.
     first = next((start for start in read_starts(run) if start.get("branch_of")), {})
     return first.get("step", 0), first.get("branch_of", "")
 
@@ -183,11 +193,13 @@ def add_start(run: RunFolder, start: dict[str, Any]) -> None:
 def record_verification(run: RunFolder, first: int, last: int, result: str) -> None:
     """Add to verified.jsonl that steps were repeated, with the result, when and where."""
     event = {"from": first, "step": last, "result": redact(result), "time": now()}
+    # The line end comes first: a line that a kill has cut would swallow the next one.
     line = json.dumps(event | {"machine": describe_host()})
     try:
         with run.verified.open("a", encoding="utf-8") as file:
             file.write(f"\n{line}")
-    except OSError as error:  # a folder of another user, a full disk
+    except OSError as error:
+        # Such as a folder of another user, or a full disk: the result was printed already.
         logger.warning(f"{run.verified}: cannot be written: {error.strerror}")
 
 
@@ -200,10 +212,13 @@ def continue_on(run: RunFolder, device: torch.device, local_world_size: int) -> 
     if not (starts := read_starts(run)):
         return
     before = starts[-1].get("fingerprint", {})
+    # Sums are split over threads, and added in another order if their number differs.
     stated = stated_threads(local_world_size) is not None
+    # A user's number, or that of the last start if this machine has as many cores.
     threads = int(before.get("threads", torch.get_num_threads()))
     if device.type == "cpu" and not stated and threads <= allowed_cores():
         torch.set_num_threads(threads)
+    # A fact that an older version did not record is taken as unchanged.
     parts = [
         f"{name} {before[name]} -> {value}"
         for name, value in fingerprint(device).items()

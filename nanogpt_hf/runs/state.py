@@ -19,9 +19,11 @@ from nanogpt_hf.runs.origin import changes_of_origin, short_digests
 
 @dataclass(frozen=True)
 class MeasuredLoss:
-    loss: float  # mean over the tokens that were predicted, in nats
+    # The mean over the tokens that were predicted, in nats, and their number.
+    loss: float
     tokens: int
-    bytes_per_token: float  # of text, in those tokens
+    # Bytes of text in a predicted token.
+    bytes_per_token: float
 
     @property
     def perplexity(self) -> float:
@@ -52,10 +54,11 @@ class TrainState:
     step: int = 0  # optimizer steps done
     tokens: int = 0  # training tokens seen
     seconds: float = 0.0  # spent training and evaluating, over all resumes
-    evaluation: MeasuredLoss | None = None  # the last one
+    # The last evaluation, its step, and its score: the validation loss, or minus the mean reward.
+    evaluation: MeasuredLoss | None = None
     evaluated_step: int = -1
-    score: float | None = None  # of the last one: the validation loss, or minus the mean reward
-    # whose data was skipped after loss spikes: step s sees the data of s + skipped_steps
+    score: float | None = None
+    # Steps whose data was skipped after loss spikes: step s sees the data of s + skipped_steps.
     skipped_steps: int = 0
     last_finite_step: int = 0  # the last with a finite gradient; later ones changed no weight
     reported_step: int = 0  # at the last report of the monitor
@@ -64,8 +67,8 @@ class TrainState:
     loss_average: float | None = None  # running average of the logged training losses
     best_loss: float | None = None  # validation loss of best/
     best_step: int | None = None  # 0: no better than the model that fine-tuning started from
-    identity: dict[str, Any] | None = None  # of `run_identity`
-    # of `record_knobs`: each time that knobs changed at a resume
+    # By `run_identity`, and by `record_knobs` at each resume that changes knobs.
+    identity: dict[str, Any] | None = None
     history: list[KnobChange] = field(default_factory=list)
 
     @property
@@ -88,7 +91,8 @@ class TrainState:
         """Whether `eval.patience` evaluations in a row, including that of this step, were not
         the best.
         """
-        patience, best = eval_section.patience, self.best_step
+        patience = eval_section.patience
+        best = self.best_step
         if patience is None or best is None or self.evaluated_step < self.step:
             return False
         return self.step - best >= patience * eval_section.every
@@ -107,6 +111,7 @@ def read_state(facts: dict[str, Any]) -> TrainState:
     state = as_type(facts, TrainState)
     if state.identity is not None:
         as_type(state.identity, _Identity, "identity")
+    # A damaged count would end in an endless loop or in a step that never comes.
     for name, value in vars(state).items():
         lowest = -1 if name == "evaluated_step" else 0
         if isinstance(value, int) and name != "best_loss" and not lowest <= value < 2**63:
@@ -132,7 +137,7 @@ _FIXED = (
 )
 _FREE = ("data.dir", "data.num_threads", "data.max_epochs", "data.streaming", "lora.merge")
 _FREE += ("rl.eval_questions", "rl.eval_samples", "rl.reward_seconds", "rl.reward_errors")
-# sizes that the dial chose are in the knobs that it sets
+# The sizes that the dial chose are in the knobs that it sets.
 _FREE += ("model.depth", "model.aspect_ratio")
 # knobs that decide no number of a step or of its evaluation: places, texts to show, uploads
 _ELSEWHERE = ("model.", "data.", "hub.", "lora.", "tracking.trackers", "tracking.project")
@@ -166,6 +171,7 @@ def changing_knobs(config: Config) -> dict[str, Any]:
 
 def record_knobs(state: TrainState, config: Config) -> None:
     """Record in the state of a run that it goes on with the knobs of `config`."""
+    # Only what changed is recorded, so that the history of a long run stays short.
     before = knobs_at(state.history, state.step)
     changes = {k: v for k, v in changing_knobs(config).items() if k not in before or before[k] != v}
     if changes:
@@ -192,7 +198,7 @@ def run_identity(config: Config, manifest: Manifest, origin: dict[str, str]) -> 
         for key, value in comparable(config).items()
         if is_fixed(key) and key != "data.source"
     }
-    # a checkpoint may be shared
+    # A checkpoint may be shared with other people: no passwords, no names of home folders.
     knobs = json.loads(redact(json.dumps(knobs, ensure_ascii=False)))
     return {
         "knobs": knobs,
@@ -203,19 +209,22 @@ def run_identity(config: Config, manifest: Manifest, origin: dict[str, str]) -> 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """Differences between the identity in a checkpoint and this run's, as `key: before -> now`."""
+    # A knob that is newer than the checkpoint had its default.
     lines = [
         f"{key}: {old} -> {value}"
         for key, value in now["knobs"].items()
         if (old := before["knobs"].get(key, KNOBS[key].default)) != value
     ]
     lines += changes_of_origin(before.get("origin", {}), now.get("origin", {}))
-    old, new = before["data"], now["data"]
-    # runs of before have no configuration of their teacher
+    old = before["data"]
+    new = now["data"]
+    # Older checkpoints have no configuration of the teacher, which is then not compared.
     if TEACHER_CONFIG in new:
         old = {TEACHER_CONFIG: new[TEACHER_CONFIG]} | old
     changed = [name for name in new if name != "source" and old.get(name) != new[name]]
     if new.get("train sha256") and changed == ["revision"]:
-        return lines  # the same tokens, from files that are split or stored otherwise
+        # The same tokens, from files that are split or stored otherwise.
+        return lines
     return lines + [
         f"{_SHOWN.get(name, f'data {name}')}: {_change(name, old.get(name), new[name])}"
         for name in changed
@@ -224,8 +233,10 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 def _change(name: str, before: Any, now: Any) -> str:
     """`before -> now`; of the revisions of questions and reward only what is not the same."""
-    old, new = str(before).split(", "), str(now).split(", ")
+    old = str(before).split(", ")
+    new = str(now).split(", ")
     if name == "revision" and len(old) == len(new):
         pairs = [(a, b) for a, b in zip(old, new, strict=True) if a != b]
-        old, new = [a for a, _ in pairs], [b for _, b in pairs]
+        old = [a for a, _ in pairs]
+        new = [b for _, b in pairs]
     return short_digests(f"{', '.join(old)} -> {', '.join(new)}")

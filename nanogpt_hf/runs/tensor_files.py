@@ -19,7 +19,7 @@ from torch import Tensor
 
 from nanogpt_hf.place import flush
 
-# values per operation: torch starts no threads below that, which would compete with the training
+# Values per operation. Below that torch starts no threads, which would compete with the training.
 _SERIAL = 2**15
 _SLICES = "slices"
 _DTYPES = {
@@ -68,6 +68,7 @@ def write_tensors(path: Path, parts: Mapping[str, Part]) -> str:
     Raises OSError if it cannot be written, and NotFiniteError before it writes a tensor with an
     infinite or NaN value.
     """
+    # Before anything is written: a checkpoint with NaN would be resumed from.
     for name, part in parts.items():
         values = part.values.reshape(-1)
         is_float = values.is_floating_point() and values.element_size() > 1
@@ -75,15 +76,16 @@ def write_tensors(path: Path, parts: Mapping[str, Part]) -> str:
             raise NotFiniteError(name)
     cut = {name: part for name, part in parts.items() if part.box.shape != part.shape}
     slices = {name: {"shape": part.shape, "offset": part.box.offset} for name, part in cut.items()}
-    # one entry, since safetensors writes several in random order
+    # One entry, since safetensors writes several in random order, and the bytes would differ.
     metadata = {_SLICES: json.dumps(slices)} if cut else {"format": "pt"}
+    # safetensors makes the file readable by its owner alone; a new file shows the usual mode.
     path.touch()
     mode = path.stat().st_mode
     try:
         save_file({name: part.values for name, part in parts.items()}, path, metadata)
     except SafetensorError as error:
         raise OSError(str(error)) from None
-    path.chmod(mode)  # safetensors makes it readable by its owner alone
+    path.chmod(mode)
     flush(path)
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
@@ -101,8 +103,12 @@ def layout_digest(lines: Iterable[str]) -> str:
 
 def _check_parts(name: str, shape: tuple[int, ...], parts: list[Box]) -> None:
     """Raises ValueError unless the parts of a tensor cover each of its values once."""
+    # As many values as the tensor has, inside of it, and no two parts overlap: then no hole is
+    # left.
     complete = sum(math.prod(part.shape) for part in parts) == math.prod(shape)
-    begun: list[Box] = []  # parts that reach beyond the offset of the next in the first dimension
+    # Sorted by offset, so that a part is compared only with those that reach beyond its offset in
+    # the first dimension.
+    begun: list[Box] = []
     for part in sorted(parts):
         spans = list(zip(part.offset, part.shape, shape, strict=True))
         complete &= all(start >= 0 and start + size <= full for start, size, full in spans)
@@ -131,7 +137,8 @@ class TensorFiles(Mapping[str, Tensor]):
 
     def __init__(self, paths: list[Path]):
         self.layout: Layout = {}
-        self._parts: dict[str, dict[Box, Any]] = {}  # the files that have them
+        # The open file that has a part of a tensor.
+        self._parts: dict[str, dict[Box, Any]] = {}
         parts: dict[str, list[Box]] = {}
         for path in paths:
             file: Any = safe_open(path, "pt")
@@ -142,6 +149,7 @@ class TensorFiles(Mapping[str, Tensor]):
                 place = slices.get(name, {"shape": size, "offset": (0,) * len(size)})
                 shape, offset = (tuple(map(int, place[key])) for key in ("shape", "offset"))
                 facts = shape, _DTYPES[saved.get_dtype()]
+                # Ranks write parts of the same tensor, so shape and dtype must agree.
                 if self.layout.setdefault(name, facts) != facts:
                     raise ValueError(f"the parts of {name} have several shapes or dtypes")
                 self._parts.setdefault(name, {})[Box(offset, size)] = file
@@ -166,9 +174,13 @@ class TensorFiles(Mapping[str, Tensor]):
             return file.get_tensor(name)
         values = torch.empty(box.shape, dtype=self.layout[name][1])
         for saved, file in self._parts[name].items():
-            source, target = [], []
+            # In each dimension the file has [a, a + m) and [b, b + n) is wanted. Their overlap is
+            # a slice of the file's part, and a slice of the values.
+            source = []
+            target = []
             for a, m, b, n in zip(saved.offset, saved.shape, box.offset, box.shape, strict=True):
-                start, end = max(a, b), min(a + m, b + n)
+                start = max(a, b)
+                end = min(a + m, b + n)
                 source.append(slice(start - a, max(start, end) - a))
                 target.append(slice(start - b, max(start, end) - b))
             if all(part.start < part.stop for part in source):

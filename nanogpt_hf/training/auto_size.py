@@ -43,6 +43,7 @@ def choose_micro_batch(run: Run, *, resume: bool) -> None:
     """
     config = run.config
     sequences = config.train.tokens_per_step // (config.data.block_size * run.mesh.dp_size)
+    # Sizes that divide the sequences of a process in a step, and fill a pipeline.
     sizes = [size for size in divisors(sequences) if run.mesh.fills_pipeline(sequences // size)]
     size = _size_before(run) if resume else None
     if size in sizes:
@@ -58,6 +59,7 @@ def choose_micro_batch(run: Run, *, resume: bool) -> None:
 
 def _size_before(run: Run) -> int | None:
     """The size in the recipe of the run folder, the same on all processes; None if it is lost."""
+    # The main process alone reads the folder, which others may not see.
     found: list[int | None] = [None]
     if run.mesh.is_main and (recipe := run.folder.known_recipe()):
         found = [recipe.train.min_micro_batch_size]
@@ -108,6 +110,7 @@ def largest_micro_batch(
     and one on a CPU is killed, so they begin with half of the memory. `reserved`: bytes of this
     process that must stay free. Raises UserError on machines without a memory counter.
     """
+    # An error on one process of several leaves the others in a collective.
     is_recoverable = accelerator.num_processes == 1 and accelerator.device.type == "cuda"
 
     def available() -> int:
@@ -143,6 +146,7 @@ def find_size(
     `available` are the bytes that a step may take now. `measure` returns the bytes that a step
     of a size took, or None if it did not fit. `next_size` explains the rest.
     """
+    # Bytes of the sizes that fitted, and the sizes that did not.
     needed: dict[int, int] = {}
     failed: list[int] = []
     for trial in range(1, MAX_TRIALS + 1):
@@ -176,6 +180,7 @@ def next_size(
     first size is the largest that takes `share` of the available memory by its estimate.
     """
     smallest_failed = min(failed, default=sizes[-1] + 1)
+    # What is as large as a size that did not fit does not fit.
     possible = [size for size in sizes if size < smallest_failed]
     if not possible:
         return None
@@ -214,6 +219,7 @@ def available_memory(accelerator: Accelerator) -> int:
     """Bytes that this process may use in total, including those it uses now."""
     if accelerator.device.type == "cuda":
         return int(USABLE_MEMORY * (torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()))
+    # The processes of a machine share what is free.
     processes = mesh_of(accelerator).local_world_size
     return int(USABLE_MEMORY * (free_memory() / processes + psutil.Process().memory_info().rss))
 

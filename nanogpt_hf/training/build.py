@@ -176,7 +176,8 @@ def start_again(run: Run) -> None:
     unfrozen or a stage begins at its step, or because the loss has spiked; then the data since it
     is skipped.
     """
-    before, accelerator = run.state, run.accelerator
+    before = run.state
+    accelerator = run.accelerator
     if run.mesh.compiles:
         # Other shapes would share a graph, unlike those of a resumed run.
         torch.compiler.reset()

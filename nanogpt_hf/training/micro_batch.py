@@ -157,6 +157,7 @@ def one_line_for_too_little_memory(config: Config, vocab_size: int) -> Iterator[
     except Exception as error:
         if not is_out_of_memory(error):
             raise
+        # Not the accelerator's, since it may be what did not fit.
         stated = Mesh.from_environment()
         launch = Launch(precision=requested_precision(), checkpointing=stated.checkpointing)
         advice = memory_advice(config, vocab_size, launch)
@@ -167,8 +168,10 @@ def memory_advice(config: Config, vocab_size: int, launch: Launch) -> str:
     """The estimated parts of a step's memory, and knobs that reduce them."""
     model: PreTrainedModel = model_of_run(config, vocab_size)
     needed = footprint(model, launch, **one_micro_batch(config))
+    # The parts of the phase with the most bytes, without empty ones.
     parts = needed.phases[needed.peak_phase].items()
     sizes = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts if size)
+    # What costs least comes first.
     remedies = []
     if (size := config.train.min_micro_batch_size) > 1:
         remedies.append(f"train.micro_batch_size {size // 2} (same tokens per step)")

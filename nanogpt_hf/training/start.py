@@ -74,21 +74,24 @@ def prepare_run(
     for line in dial_lines(config):
         logger.info(line)
     method = method_of(config)
+    # Flags are settings like knobs, so that --resume and --overwrite exclude each other by rule.
     options = {"resume": resume, "overwrite": overwrite, "auto_resume": auto_resume}
     flags = [f"--{name.replace('_', '-')}" for name, is_given in options.items() if is_given]
     check_settings({Setting(flag): flag for flag in flags})
 
     def prepare() -> tuple[PreparedData, dict[str, Any]]:
-        # the main process alone decides: others might look after it has begun to write
+        # The main process alone decides: others might look after it has begun to write.
         decision: dict[str, Any] = {}
         if mesh.is_main:
             decision["resumes"] = _lock(config, folder, options)
         data = method.load(config)
         for stage in stages_of(config)[1:]:
             with naming(stage):
-                load_prepared(stage.config)  # whose blocks may be too long for the text
-        if mesh.is_main or not mesh.local_rank:  # once per machine, which has to have the same
-            # As for a start: other machines do not know whether the run resumes.
+                # It raises if the stage's blocks are too long for the text.
+                load_prepared(stage.config)
+        # One process per machine reads the files that the run starts from: all machines must have
+        # the same. It reads them as for a start, since others do not know whether the run resumes.
+        if mesh.is_main or not mesh.local_rank:
             decision["origin"] = origin_of(config, resumes=False)
         return data, decision | identity(config, data.manifest)
 
@@ -111,6 +114,7 @@ def check_folders(config: Config, folder: RunFolder) -> None:
     others = [("data.dir", path) for path in dirs]
     if config.distill.teacher:
         others.append(("distill.teacher", config.distill.teacher))
+    # Resolved, since one of them may be a link into the other.
     run = folder.path.resolve()
     for knob, path in others:
         other = Path(path).expanduser().resolve()
@@ -139,7 +143,8 @@ def _lock(config: Config, folder: RunFolder, options: dict[str, bool]) -> bool:
     """Lock the run folder; return whether the run resumes. Only the main process calls it."""
     folder.lock()
     if resumes := folder.check(**options):
-        for change in folder.changes(config):  # raises if the recipe is another experiment
+        # It raises if the recipe is another experiment.
+        for change in folder.changes(config):
             logger.info(f"changed since the run began: {change}")
     if config.hub.push and config.hub.repo and (problem := check_login(config.hub.repo)):
         logger.warning(problem)
@@ -155,8 +160,12 @@ def _start_or_resume(
 ) -> Run:
     """Build the run. Raises UserError, and writes nothing, if it cannot be started or resumed."""
     _check_shared_folder(accelerator, folder)
-    origin = needed_at_resume(config, facts["origin"]) if facts["resumes"] else facts["origin"]
-    run_facts, checkpoint = run_identity(config, data.manifest, origin), None
+    origin = facts["origin"]
+    if facts["resumes"]:
+        origin = needed_at_resume(config, origin)
+    run_facts = run_identity(config, data.manifest, origin)
+    checkpoint = None
+    # Before a model is built, since the number of threads decides the last bits of its sums.
     processes = mesh_of(accelerator).local_world_size
     share_threads(processes)
     if facts["resumes"]:
@@ -172,7 +181,7 @@ def _start_or_resume(
         resume_problem = method_of(config).resume_problem
         problem = resume_problem(config, folder, data, checkpoint.state) if is_main else None
         raise_on_all_ranks(problem)
-        # this start may not have read all again
+        # This start may not have read all files again; what it has read must be the same.
         known = (checkpoint.state.identity or {}).get("origin", {})
         run_facts["origin"] = known | run_facts["origin"]
     run = build_run(config, accelerator, data, folder, checkpoint)
@@ -205,13 +214,16 @@ def check_resume(
         return [f"{folder.path}: starts at step 0"]
     if not folder.check(resume=resume, overwrite=False, auto_resume=auto_resume):
         return [f"{folder.path}: starts at step 0"]
+    # The checks of a resume, in its order, without a lock: nothing is written.
     lines = [f"changed since the run began: {change}" for change in folder.changes(config)]
-    checkpoint, method = newest_checkpoint(folder), method_of(config)
+    checkpoint = newest_checkpoint(folder)
+    method = method_of(config)
     _check_end(config, folder, checkpoint)
     if method.uses_prepared_data and find_manifest(config.data) is None:
         lines.append(f"not compared with the run: {config.data.dir} is not prepared yet")
     else:
-        data, origin = method.load(config), origin_of(config, resumes=True)
+        data = method.load(config)
+        origin = origin_of(config, resumes=True)
         check_identity(folder, checkpoint.state, run_identity(config, data.manifest, origin))
         if problem := method.resume_problem(config, folder, data, checkpoint.state):
             raise UserError(problem)
@@ -223,20 +235,23 @@ def _check_shared_folder(accelerator: Accelerator, run: RunFolder) -> None:
     them.
     """
     if not is_sharded(accelerator):
-        return  # the main process writes alone
-    # the name of leftovers that RunFolder.lock removes
+        # The main process writes alone.
+        return
+    # RunFolder.lock removes files of such a name, if a kill leaves this one.
     name: list[str] = [f".{secrets.token_hex(6)}.partial"]
     broadcast_object_list(name, from_process=0)
     probe = run.path / name[0]
     if accelerator.is_main_process:
-        with contextlib.suppress(OSError):  # such as a full disk, which the first write reports
+        # Such as a full disk, which the first write reports.
+        with contextlib.suppress(OSError):
             probe.touch()
     accelerator.wait_for_everyone()
     processes = gather_object([(socket.gethostname(), os.path.exists(probe))])
     if accelerator.is_main_process:
         probe.unlink(missing_ok=True)
     without = sorted({host for host, sees in processes if not sees})
-    if without and any(sees for _, sees in processes):  # none sees it on a full disk
+    # If no process sees the file, the disk is full.
+    if without and any(sees for _, sees in processes):
         raise RunFolderError(
             f"{run.path}: {', '.join(without)} does not see this folder, into which all processes "
             "of a sharded model write: name one in a file system that all machines mount (NFS, "

@@ -68,7 +68,7 @@ class Sweep:
     folder: Path
     machine: str | None = None  # an accelerate config, with which `launch` starts each run
     overwrite: bool = False
-    log_level: str | None = None  # for the runs' processes
+    log_level: str | None = None  # the runs' own
 
     def planned(self, started: Container[str] = ()) -> list[Row]:
         """The runs as they would be; of those that `started` the vocabulary is known."""
@@ -85,6 +85,7 @@ def _planned(run: GridRun, started: bool) -> Row:
 
 def build_grid(recipe: str, overrides: Texts) -> list[GridRun]:
     """The runs of all combinations of values, the last knob varying fastest. Raises UserError."""
+    # One list of values per knob; a knob with one value is an axis of length 1.
     axes = {key: _values(key, text) for key, text in dict(overrides).items()}
     swept = [key for key, texts in axes.items() if len(texts) > 1]
     if not swept:
@@ -113,12 +114,15 @@ def _values(key: str, text: str) -> list[str]:
 
 
 def _grid_run(recipe: str, texts: dict[str, str], swept: list[str]) -> GridRun:
-    config, overrides = load_config(recipe, list(texts.items())), list(texts.items())
+    overrides = list(texts.items())
+    config = load_config(recipe, overrides)
     values = {}
-    for key in swept:  # a knob, or one field of a mapping such as `optim.rates.mlp_in`
+    # A key is a knob, or one field of a mapping such as `optim.rates.mlp_in`.
+    for key in swept:
         knob, _, name = key.rpartition(".")
         is_knob = key in KNOBS
         values[key] = convert(KNOBS[key], texts[key]) if is_knob else get_value(config, knob)[name]
+    # Runs with other tokens need prepared data of their own.
     tokens = [key for key in swept if key in _PREPARED_BY]
     if tokens and "data.dir" not in swept:
         overrides += [("data.dir", f"{config.data.dir}-{_label(values, tokens)}")]
@@ -128,6 +132,7 @@ def _grid_run(recipe: str, texts: dict[str, str], swept: list[str]) -> GridRun:
 
 def _label(values: Row, keys: list[str]) -> str:
     """`depth=2_seed=1`: a name for a folder."""
+    # `seed` for `train.seed`, unless two of the knobs end alike.
     last = [key.rpartition(".")[2] for key in keys]
     names = last if len(set(last)) == len(keys) else keys
     text = "_".join(f"{name}={values[key]}" for name, key in zip(names, keys, strict=True))
@@ -194,6 +199,7 @@ def locked(sweep: Sweep) -> Iterator[None]:
         for run in sweep.runs:
             folder = RunFolder(sweep.folder / run.name)
             folder.check_unlocked()
+            # A run that is in the folder already is continued, so its knobs must be the same.
             kept = folder.recipe.is_file() and not sweep.overwrite
             if changes := folder.differences(run.config) if kept else ():
                 reason = f"{folder.path}: holds a run of another recipe ({'; '.join(changes)})"
@@ -206,12 +212,15 @@ def locked(sweep: Sweep) -> Iterator[None]:
 def train_runs(sweep: Sweep) -> tuple[dict[str, str], int]:
     """Train the runs that are not done; return the status of each by name, and an exit status."""
     statuses: dict[str, str] = {}
-    with stop_on_signals(message="") as stop:  # a run prints it
+    # Without a message, since the run that stops prints one.
+    with stop_on_signals(message="") as stop:
         for number, run in enumerate(sweep.runs, 1):
-            folder, last = RunFolder(sweep.folder / run.name), run.config.train.max_steps
+            folder = RunFolder(sweep.folder / run.name)
+            last = run.config.train.max_steps
+            # The last checkpoint is written before final/, and final/ at the end: both are there.
             has_model = not sweep.overwrite and (folder.final / "config.json").is_file()
             is_done = has_model and folder.newest_checkpoint() == folder.checkpoint(last)
-            # One that has diverged says so again.
+            # One that has diverged is started again, so that it says so again.
             if is_done and diverged_at(read_metrics(folder)) is None:
                 statuses[run.name] = "done"
                 continue
@@ -233,6 +242,7 @@ def _command(sweep: Sweep, run: GridRun) -> list[str]:
     words = [word for key, text in knobs for word in (f"--{key}", text)]
     words += ["--log-level", sweep.log_level] if sweep.log_level else []
     words.append("--overwrite" if sweep.overwrite else "--auto-resume")
+    # -P: a file in the current folder must not hide a module.
     python = [sys.executable, "-P", "-m", "nanogpt_hf"]
     launcher = ["launch", "--config_file", sweep.machine] if sweep.machine else []
     return [*python, *launcher, "pretrain", sweep.recipe, *words]
@@ -240,16 +250,20 @@ def _command(sweep: Sweep, run: GridRun) -> list[str]:
 
 def run_process(command: list[str], stop: StopRequest) -> int:
     """Run a process and return its exit status; it ends early, after saving, if `stop` says so."""
-    if stop.reason:  # a signal between two runs
+    # A signal may have come between two runs.
+    if stop.reason:
         return EXIT_STOPPED
+    # The package as it is imported here, also from a checkout that is not installed.
     paths = [str(Path(nanogpt_hf.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    # --json - keeps stdout for its own output
+    # With `--json -` stdout is for the sweep's own output, and the runs print to stderr.
     stdout = 2 if sys.stdout is sys.stderr else None
     process = subprocess.Popen(command, env=environment, stdout=stdout)
     while process.poll() is None and not stop.reason:
         time.sleep(0.1)
-    if stop.reason:  # after Ctrl-C, which has reached it, a second SIGINT would end it at once
+    # Ctrl-C has reached the process already. It gets SIGTERM, since a second SIGINT would end it
+    # at once, without a checkpoint.
+    if stop.reason:
         process.terminate()
     return process.wait()
 
@@ -259,7 +273,8 @@ def table(rows: Sequence[Row]) -> str:
     lines = [["run", "parameters", "steps", "tokens", "FLOPs", "val loss", "time", "status"]]
     for row in rows:
         sizes = [f"{row[name]:,}" for name in ("parameters", "steps", "tokens")]
-        loss, time = row.get("val_loss"), format_duration(row.get("seconds") or 0)
+        loss = row.get("val_loss")
+        time = format_duration(row.get("seconds") or 0)
         shown = [f"{row['flops']:.2e}", "–" if loss is None else f"{loss:.4f}", time]
         lines.append([row["run"], *sizes, *shown, row["status"]])
     return align(lines, right=range(1, 7))
@@ -269,9 +284,11 @@ def fit_scaling(rows: Sequence[Row]) -> dict[str, float] | None:
     """loss = coefficient × FLOPs^exponent, by least squares over the best runs of three depths."""
     measured = [row for row in rows if row["status"] == "done" and row["val_loss"]]
     measured.sort(key=lambda row: row["val_loss"], reverse=True)
+    # Sorted by loss from the highest, so that the best run of each depth stays in the dict.
     best = {row.get("model.depth"): (row["flops"], row["val_loss"]) for row in measured}
     if len(best) < 3:
         return None
+    # A power law is a line in logarithms: log loss = exponent × log FLOPs + intercept.
     flops, losses = np.log(np.array(list(best.values())).T)
     (exponent, intercept), covariance = np.polyfit(flops, losses, 1, cov=True)
     law = {"coefficient": math.exp(intercept), "exponent": float(exponent)}
@@ -280,11 +297,14 @@ def fit_scaling(rows: Sequence[Row]) -> dict[str, float] | None:
 
 def write_results(sweep: Sweep, statuses: dict[str, str]) -> dict[str, Any]:
     """Write sweep.json, which is returned, and sweep.png, by bits per byte if tokens differ."""
-    events_of, rows = {}, sweep.planned(statuses)
+    events_of = {}
+    rows = sweep.planned(statuses)
+    # Losses per token cannot be compared between tokenizers or texts; bits per byte can.
     other_tokens = {"data.tokenizer", "data.source"} & sweep.runs[0].values.keys()
     for run, row in zip(sweep.runs, rows, strict=True):
         events = events_of[run.name] = read_metrics(RunFolder(sweep.folder / run.name))
         last = {"step": 0, "tokens": 0, "seconds": None} | (events[-1] if events else {})
+        # Planned FLOPs, in proportion to what the run has seen of its tokens.
         row["flops"] *= last["tokens"] / row["tokens"]
         row |= {"status": statuses.get(run.name, "not started"), "steps": last["step"]}
         row |= {"tokens": last["tokens"], "seconds": last["seconds"]}
