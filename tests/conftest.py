@@ -190,6 +190,11 @@ def make_recipe(text_file):
         for key, value in overrides.items():
             section, knob = key.split("__")
             tree.setdefault(section, {})[knob] = value
+        # With some overrides nothing reads a knob of RECIPE, which would be refused.
+        if overrides.get("optim__schedule") == "constant":
+            del tree["optim"]["min_learning_rate"]
+        if "rl__task" in overrides:
+            del tree["eval"]["tokens"]
         path.write_text(yaml.safe_dump(tree), encoding="utf-8")
         return path
 

@@ -269,7 +269,8 @@ def run_sweep(arguments: Namespace, overrides: Overrides) -> int:
     from nanogpt_hf.training import sweep as grid
 
     runs = grid.build_grid(arguments.recipe, overrides)
-    knobs = "-".join(key.rpartition(".")[2] for key in runs[0].values)
+    swept = dict.fromkeys(key for run in runs for key in run.values)
+    knobs = "-".join(key.rpartition(".")[2] for key in swept)
     folder = Path(arguments.sweep_dir or Path("runs") / f"{runs[0].config.name}-{knobs}")
     options = {"overwrite": arguments.overwrite, "log_level": arguments.log_level}
     machine = arguments.config_file

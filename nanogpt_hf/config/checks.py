@@ -6,13 +6,12 @@ from collections.abc import Iterator
 from functools import partial
 from typing import NamedTuple
 
-from nanogpt_hf.config.compatibility import recipe_settings, refused_in_recipe
+from nanogpt_hf.config.compatibility import refused_in_recipe
 from nanogpt_hf.config.methods import POLICY, chosen_method
 from nanogpt_hf.config.schema import (
     FAMILIES,
     LORA_TARGETS,
     Config,
-    ModelSection,
     get_value,
 )
 from nanogpt_hf.config.settings import KnobSetting
@@ -52,35 +51,10 @@ def find_conflicts(config: Config) -> Iterator[Conflict]:
                 yield Conflict(["train.stages", *keys], f"at {stage.first}: {keys[0]}: {message}")
 
 
-# A knob that may differ from its default only with another setting: knob, setting.
-_ONLY_WITH = [
-    ("data.vocab_size", "data.tokenizer bpe"),
-    ("data.bpe_pattern", "data.tokenizer bpe"),
-    ("finetune.freeze_layers", "finetune.model"),
-    ("finetune.unfreeze_every", "finetune.freeze_layers"),
-    ("finetune.rope_theta", "finetune.model"),
-    ("lora.rank", "finetune.model"),
-    ("lora.quantize", "lora.rank"),
-    ("hub.push", "hub.repo"),
-    ("rl.clip", "rl.updates"),
-    ("align.label_smoothing", "align.loss dpo"),
-    ("align.margin", "align.loss simpo"),
-    ("align.desirable_weight", "align.loss kto"),
-    ("align.undesirable_weight", "align.loss kto"),
-]
-
-
 def _conflicts(config: Config) -> Iterator[Conflict]:
     for rule, message in refused_in_recipe(config).items():
         keys = [setting.key for setting in rule[:2] if isinstance(setting, KnobSetting)]
         yield Conflict(keys, message.removeprefix(f"{keys[0]} "))
-    settings = recipe_settings(config)
-    for key, setting in _ONLY_WITH:
-        other, _, value = setting.partition(" ")
-        stated = KnobSetting(key) in settings
-        if stated and KnobSetting(other, value or None) not in settings:
-            remedy = "; give --from MODEL" if setting == "finetune.model" else ""
-            yield Conflict([key, other], f"only with {setting}{remedy}, or leave it out")
     rules = [_data_rules, _model_rules, _step_rules, _finetune_rules, _hub_rules]
     method = chosen_method(partial(get_value, config))
     if method is POLICY:
@@ -108,11 +82,6 @@ def _data_rules(config: Config) -> Rules:
     )
 
 
-# Knobs that only our GPT-2 has, and those that only other architectures have.
-_GPT2_ONLY = ("bias", "dropout", "activation_function")
-_OTHERS_ONLY = ("n_kv_head", "n_inner", "extra")
-
-
 def _model_rules(config: Config) -> Rules:
     model, block_size, start = config.model, config.data.block_size, config.finetune.model
     yield (
@@ -125,13 +94,6 @@ def _model_rules(config: Config) -> Rules:
         model.n_kv_head and model.n_head % model.n_kv_head,
         f"{model.n_kv_head} does not divide model.n_head {model.n_head}",
     )
-    for name in _OTHERS_ONLY if model.architecture == "gpt2" else _GPT2_ONLY:
-        yield (
-            f"model.{name} model.architecture",
-            getattr(model, name) != getattr(ModelSection(), name),
-            f"{model.architecture} has no such knob; set another model.architecture, or fields of "
-            "its config in model.extra",
-        )
     for name, value in model.extra.items():
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         yield (
@@ -162,7 +124,7 @@ def _step_rules(config: Config) -> Rules:
     )
     yield (
         "optim.min_learning_rate optim.learning_rate",
-        optim.min_learning_rate > optim.learning_rate,
+        optim.schedule != "constant" and optim.min_learning_rate > optim.learning_rate,
         f"{optim.min_learning_rate} is above optim.learning_rate {optim.learning_rate}",
     )
     yield (

@@ -28,12 +28,17 @@ class FormatRow(NamedTuple):
     apart: tuple[str, ...] = ()
     # Whether the source holds tokens, which are read in place, instead of text to encode.
     has_tokens: bool = False
+    reads_column: bool = False  # whether a row is the text in its column data.text_column
     chats: bool = False  # whether prompts of the trained model are messages
 
 
 FORMATS = {
     "text": FormatRow(
-        meaning="text", code="text", orders=("shuffled", "random"), packs_documents=True
+        meaning="text",
+        code="text",
+        orders=("shuffled", "random"),
+        packs_documents=True,
+        reads_column=True,
     ),
     "chat": FormatRow(
         meaning="conversations, whose answers alone are learned",

@@ -1,9 +1,11 @@
 """Load a recipe and overrides into a checked Config, and write a Config as a recipe."""
 
+import functools
 import json
+import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,12 @@ from nanogpt_hf.config.dial import dial_choices
 from nanogpt_hf.config.names import find_recipe, shipped_recipes
 from nanogpt_hf.config.schema import KNOBS, SECTIONS, Config, replace_knobs
 from nanogpt_hf.config.sources import read_sources
-from nanogpt_hf.config.stages import read_stages
+from nanogpt_hf.config.stages import read_stages, stage_problem
+from nanogpt_hf.config.unread import Unread, is_read, unread_knobs
 from nanogpt_hf.config.values import RecipeLoader, convert, is_null, parse_settings, read_settings
 from nanogpt_hf.errors import ConfigError, did_you_mean, one_line
 
+logger = logging.getLogger(__name__)
 Overrides = list[tuple[str, str]]  # knobs and their values as text
 _COMMAND_LINE = "--"  # the origin of an override, as a message names it
 _READERS = {"data.source": read_sources, "train.stages": read_stages}  # of lists of mappings
@@ -120,37 +124,24 @@ def load_config(
     config has `name`.
 
     Raises ConfigError with every problem: unknown keys, wrong types, values out of bounds,
-    values that conflict. A rule over several knobs is not applied if one of them has a problem
-    already.
+    knobs that nothing reads, values that conflict. A rule over several knobs is not applied if one
+    of them has a problem already. A knob of the recipe whose reader an override takes away, such as
+    `lora.dropout` without `lora.rank`, is left out.
     """
-    recipe = find_recipe(recipe) if recipe else None
-    overrides = list(overrides.items() if isinstance(overrides, Mapping) else overrides)
-    stated, problems = _read_recipe(recipe) if recipe else ({}, [])
-    source, values = f"{recipe}: " if recipe else _COMMAND_LINE, dict(defaults or {})
-    pairs = [(source, *pair) for pair in stated.items()]
-    pairs += [(_COMMAND_LINE, *pair) for pair in overrides]
-    origins, bad = _convert_all(pairs, values, problems)
-    config = replace_knobs(Config(name=recipe_name(recipe) if recipe else name), values)
-    if (depth := config.model.depth) is not None and problems:
-        bad = set(KNOBS)  # the dial chooses once they are corrected: skip the rules over knobs
-    elif depth is not None:
-        overriding = {key for key, _ in overrides}
-        if stated.get("model.depth") is not None:
-            overriding |= stated.keys()
-        origin = origins["model.depth"]
-        try:
-            chosen = dial_choices(config, depth, overriding)
-            config = replace_knobs(config, {choice.key: choice.value for choice in chosen})
-            config = replace(replace_knobs(config, {"model.depth": None}), dial=chosen)
-            origins |= {c.key: origin for c in chosen if c.key not in overriding}
-        except ValueError as error:
-            problems.append(f"{origin}model.depth: {error}")
-            bad = set(KNOBS)  # the knobs are not chosen yet: skip the rules over them
+    stated = _read(recipe, overrides, defaults or {}, name)
+    unread = _refused_unread(stated)
+    config = _dialled(stated)
+    wrong = set()
     for keys, message in find_conflicts(config):
-        if not bad & set(keys):
-            problems.append(f"{origins.get(keys[0], source)}{keys[0]}: {message}")
-    if problems:
-        raise ConfigError(problems)
+        if not stated.bad & set(keys):
+            wrong.add(keys[0])
+            origin = stated.origins.get(keys[0], stated.source)
+            stated.problems.append(f"{origin}{keys[0]}: {message}")
+    for knob in unread:
+        if knob.key not in wrong:
+            stated.problems.append(f"{stated.origins[knob.key]}{knob.key}: {knob.message}")
+    if stated.problems:
+        raise ConfigError(stated.problems)
     resolved = {
         "data.dir": os.path.expanduser(config.data.dir or f"data/{config.name}"),
         "data.tokenizer": os.path.expanduser(config.data.tokenizer),
@@ -158,6 +149,133 @@ def load_config(
     if config.model.architecture == "gpt2" and config.model.init == "own":
         resolved["model.init"] = "gpt2"
     return replace_knobs(config, resolved)
+
+
+def unread_overrides(recipe: Path | str | None, overrides: Sequence[tuple[str, str]]) -> set[str]:
+    """The keys of `overrides` whose knobs nothing reads, whatever their values are."""
+    stated = _read(recipe, overrides, {}, "")
+    config = stated.config
+    if stated.problems or stage_problem(config):
+        return set()
+    unread = set()
+    for key, _ in overrides:
+        # a key is a knob, or one field of a mapping such as `model.extra.head_dim`
+        knob = key if key in KNOBS else key.rpartition(".")[0]
+        if not is_read(config, knob):
+            unread.add(key)
+    return unread
+
+
+@dataclass
+class _Stated:
+    """What a recipe and the command line state, and what is wrong with it."""
+
+    path: Path | None  # of the recipe
+    recipe: dict[str, Any]  # the knobs of the recipe, as the file states them
+    overrides: Overrides
+    name: str  # of the config
+    defaults: dict[str, Any]
+    values: dict[str, Any]  # of the defaults and of all stated knobs, converted
+    problems: list[str]
+    origins: dict[str, str] = field(default_factory=dict)  # of each knob, as a message begins
+    bad: set[str] = field(default_factory=set)  # knobs with a problem
+
+    @property
+    def source(self) -> str:
+        """The origin of what no override states."""
+        return f"{self.path}: " if self.path else _COMMAND_LINE
+
+    @property
+    def config(self) -> Config:
+        return replace_knobs(Config(name=self.name), self.values)
+
+    @property
+    def is_of_a_run(self) -> bool:
+        """Whether a run wrote the recipe: it states all sections, and every knob of them."""
+        return {key.partition(".")[0] for key in self.recipe}.issuperset(SECTIONS)
+
+
+def _read(
+    recipe: Path | str | None,
+    overrides: Sequence[tuple[str, str]] | Mapping[str, Any],
+    defaults: dict[str, Any],
+    name: str,
+) -> _Stated:
+    """Read a recipe and overrides, and convert their values."""
+    path = find_recipe(recipe) if recipe else None
+    overrides = list(overrides.items() if isinstance(overrides, Mapping) else overrides)
+    in_recipe, problems = _read_recipe(path) if path else ({}, [])
+    name = recipe_name(path) if path else name
+    stated = _Stated(path, in_recipe, overrides, name, defaults, dict(defaults), problems)
+    pairs = [(stated.source, *pair) for pair in in_recipe.items()]
+    pairs += [(_COMMAND_LINE, *pair) for pair in overrides]
+    stated.origins, stated.bad = _convert_all(pairs, stated.values, problems)
+    return stated
+
+
+def _unread(stated: _Stated) -> list[Unread]:
+    """The stated knobs that nothing reads; none if values are wrong, which might hide a reader."""
+    config = stated.config
+    if stated.problems or stage_problem(config):
+        return []
+    known = {
+        key: stated.values[key]
+        for key in stated.origins
+        if key not in stated.defaults or stated.values[key] != stated.defaults[key]
+    }
+    return list(unread_knobs(config, known))
+
+
+def _refused_unread(stated: _Stated) -> list[Unread]:
+    """The knobs to refuse, since nothing reads them.
+
+    A knob of the recipe that is read without the overrides is left out instead: they took its
+    reader away. A recipe that a run wrote lists every knob, so nobody stated the unread ones.
+    """
+    unread = _unread(stated)
+    by_overrides = [knob for knob in unread if stated.origins[knob.key] == _COMMAND_LINE]
+    by_recipe = [knob for knob in unread if knob not in by_overrides and not stated.is_of_a_run]
+    alone: set[str] = set()
+    if by_recipe:
+        alone = {knob.key for knob in _unread(_read(stated.path, (), stated.defaults, ""))}
+    for knob in by_recipe:
+        # An entry of a stage or of a source stays: nothing reads it, and the others are read.
+        if knob.key not in alone and not knob.is_entry:
+            default = stated.defaults.get(knob.key, KNOBS[knob.key].default)
+            stated.values[knob.key] = default
+            _announce_left_out(f"{stated.source}{knob.key}: left out, {knob.message}")
+    return by_overrides + [knob for knob in by_recipe if knob.key in alone]
+
+
+@functools.cache
+def _announce_left_out(line: str) -> None:
+    """Log a line once, however often a command loads the recipe."""
+    logger.info(line, extra={"to_stderr": True})
+
+
+def _dialled(stated: _Stated) -> Config:
+    """The stated config with the choices of `model.depth`, if it has one."""
+    config = stated.config
+    depth = config.model.depth
+    if depth is None:
+        return config
+    if stated.problems:
+        # The dial chooses when they are corrected: until then, skip the rules over knobs.
+        stated.bad = set(KNOBS)
+        return config
+    overriding = {key for key, _ in stated.overrides}
+    if stated.recipe.get("model.depth") is not None:
+        overriding |= stated.recipe.keys()
+    origin = stated.origins["model.depth"]
+    try:
+        chosen = dial_choices(config, depth, overriding)
+    except ValueError as error:
+        stated.problems.append(f"{origin}model.depth: {error}")
+        stated.bad = set(KNOBS)
+        return config
+    stated.origins |= {choice.key: origin for choice in chosen if choice.key not in overriding}
+    values = {choice.key: choice.value for choice in chosen} | {"model.depth": None}
+    return replace(replace_knobs(config, values), dial=chosen)
 
 
 def config_to_dict(config: Config) -> dict[str, dict[str, Any]]:

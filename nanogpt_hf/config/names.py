@@ -14,7 +14,7 @@ from nanogpt_hf.errors import UserError
 
 logger = logging.getLogger(__name__)
 
-_HUB_ID = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*", re.ASCII)  # gpt2, user/name
+HUB_ID = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*", re.ASCII)  # gpt2, user/name
 _DEFAULT_FOLDERS = ("runs", "data", "recipes")
 
 
@@ -29,7 +29,7 @@ def folder_or_hub_id(name: str) -> str:
     if os.path.exists(path):
         return path
     owner, slash, _ = name.partition("/")
-    if not _HUB_ID.fullmatch(name) or (
+    if not HUB_ID.fullmatch(name) or (
         slash and (owner in _DEFAULT_FOLDERS or os.path.isdir(owner))
     ):
         raise UserError(

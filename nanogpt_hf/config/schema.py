@@ -9,39 +9,49 @@ import inspect
 import types
 import typing
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from itertools import groupby
 from types import NoneType
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from nanogpt_hf.config.formats import FORMATS
+from nanogpt_hf.config.knobs import (
+    FROM_A_URL,
+    FROM_COLUMNS,
+    FROM_THE_HUB,
+    Reader,
+    knob,
+    loss_term,
+    only_above,
+    only_with,
+    only_without,
+)
 from nanogpt_hf.config.optimizers import OPTIMIZERS
 from nanogpt_hf.config.settings import Setting
 
 LARGEST = 10**15  # upper bound of an integer knob that states none; far beyond any count of a run
 
-
-def knob(default: Any, meaning: str, low: float | None = None, high: float | None = None) -> Any:
-    """A dataclass field with its one line of meaning and its inclusive bounds."""
-    metadata = {"meaning": meaning, "low": low, "high": high}
-    if isinstance(default, list | dict):
-        return field(default_factory=lambda: type(default)(default), metadata=metadata)
-    return field(default=default, metadata=metadata)
-
-
-def loss_term(
-    default: Any,
-    meaning: str,
-    low: float | None = None,
-    high: float | None = None,
-    *,
-    layouts: tuple[Setting, ...] = (),
-) -> Any:
-    """A knob that adds a term to the loss on text (methods/terms.py), and the layouts that honour
-    the term: members of LAYOUTS in config/methods.py, by default none.
-    """
-    metadata = {"meaning": meaning, "low": low, "high": high, "layouts": layouts}
-    return field(default=default, metadata=metadata)
+# Choices without which nothing reads a knob, where several knobs have the same.
+_WITH_DEPTH = only_with("model.depth")
+_GPT2 = only_with(
+    "model.architecture", "gpt2", remedy="set fields of the architecture's config in model.extra"
+)
+_OTHER_ARCHITECTURE = only_without(
+    "model.architecture", "gpt2", remedy="set another model.architecture"
+)
+_COLUMN_FORMAT = only_with(
+    "data.format", *(name for name, row in FORMATS.items() if row.reads_column)
+)
+_UNENCODED_FORMAT = only_without(
+    "data.format", *(name for name, row in FORMATS.items() if row.has_tokens)
+)
+_WITH_BPE = only_with("data.tokenizer", "bpe")
+_WITH_ADAMW = only_with("optim.name", "adamw", "muon")
+_WITH_MUON = only_with("optim.name", "muon")
+_WITH_A_MODEL = only_with("finetune.model", remedy="give --from MODEL")
+_WITH_KTO = only_with("align.loss", "kto")
+_WITH_PUSH = only_with("hub.push")
+_ON_TEXT = (only_without("rl.task"), only_without("align.loss"))
 
 
 @dataclass(frozen=True)
@@ -58,20 +68,34 @@ class ModelSection:
         1000,
     )
     aspect_ratio: int = knob(
-        64, "with model.depth: width of the model per block, and width of a head", 1, 10_000
+        64,
+        "with model.depth: width of the model per block, and width of a head",
+        1,
+        10_000,
+        read=_WITH_DEPTH,
     )
     n_layer: int = knob(12, "transformer blocks", 1, 1000)
     n_head: int = knob(12, "attention heads per block; divides n_embd", 1, 10_000)
     n_embd: int = knob(768, "width of the residual stream", 1, 100_000)
     n_positions: int = knob(1024, "longest context, in tokens", 1, 100_000_000)
     n_kv_head: int | None = knob(
-        None, "heads of keys and values (default: n_head); divides n_head", 1, 10_000
+        None,
+        "heads of keys and values (default: n_head); divides n_head",
+        1,
+        10_000,
+        read=_OTHER_ARCHITECTURE,
     )
     n_inner: int | None = knob(
-        None, "width of the MLP (default: 4 × n_embd; gated 8/3 × n_embd)", 1, 1_000_000
+        None,
+        "width of the MLP (default: 4 × n_embd; gated 8/3 × n_embd)",
+        1,
+        1_000_000,
+        read=_OTHER_ARCHITECTURE,
     )
     extra: dict[str, Any] = knob(  # noqa: RUF009
-        {}, "other fields of the architecture's config, by their names in transformers"
+        {},
+        "other fields of the architecture's config, by their names in transformers",
+        read=_OTHER_ARCHITECTURE,
     )
     pad_vocab_to_multiple_of: int = knob(
         1,
@@ -79,18 +103,19 @@ class ModelSection:
         1,
         1_000_000,
     )
-    bias: bool = knob(False, "gpt2: biases in Linear and LayerNorm layers")
+    bias: bool = knob(False, "gpt2: biases in Linear and LayerNorm layers", read=_GPT2)
     dropout: float = knob(
-        0.0, "gpt2: dropout probability on embeddings, attention and residuals", 0, 0.99
+        0.0, "gpt2: dropout probability on embeddings, attention and residuals", 0, 0.99, read=_GPT2
     )
     activation_function: Literal["gelu", "gelu_new"] = knob(
-        "gelu", "gpt2: gelu_new is the tanh approximation"
+        "gelu", "gpt2: gelu_new is the tanh approximation", read=_GPT2
     )
     init: Literal["own", "gpt2", "zero_residual", "look_back"] = knob(
         "own",
         "initial weights: own, the architecture's; gpt2, with the layers that write to the "
         "residual stream scaled by 1/√(2·n_layer); zero_residual, with zeros in these layers; "
         "look_back, with heads of the first block that begin by looking 1, 2, 3, ... tokens back",
+        read=only_without("finetune.model"),
     )
 
 
@@ -104,21 +129,25 @@ class DataSection:
         "set's name; or a list of {source, weight}, which are mixed",
     )
     max_epochs: float | None = knob(
-        None, "warn before a run that reads a source more often (default: never)", 0
+        None, "warn before a run that reads a source more often (default: never)", 0, read=_ON_TEXT
     )
     format: Literal[tuple(FORMATS)] = knob(  # pyright: ignore[reportInvalidTypeForm]
         "text", "; ".join(row.meaning for row in FORMATS.values())
     )
-    sha256: str | None = knob(None, "expected sha256 of the file at a URL")
-    config: str | None = knob(None, "configuration of a Hub data set")
-    split: str = knob("train", "split of a Hub data set to train on")
+    sha256: str | None = knob(None, "expected sha256 of the file at a URL", read=FROM_A_URL)
+    config: str | None = knob(None, "configuration of a Hub data set", read=FROM_THE_HUB)
+    split: str = knob("train", "split of a Hub data set to train on", read=FROM_THE_HUB)
     validation_split: str | None = knob(
-        None, "split of a Hub data set to validate on (default: validation_fraction)"
+        None,
+        "split of a Hub data set to validate on (default: validation_fraction)",
+        read=FROM_THE_HUB,
     )
-    revision: str | None = knob(None, "commit or tag of a Hub data set")
-    text_column: str = knob("text", "column with the text of a row")
+    revision: str | None = knob(None, "commit or tag of a Hub data set", read=FROM_THE_HUB)
+    text_column: str = knob(
+        "text", "column with the text of a row", read=(*_ON_TEXT, _COLUMN_FORMAT, FROM_COLUMNS)
+    )
     streaming: bool = knob(
-        False, "read a Hub data set as it arrives, without its files on the disk"
+        False, "read a Hub data set as it arrives, without its files on the disk", read=FROM_THE_HUB
     )
     max_tokens: int | None = knob(
         None,
@@ -132,20 +161,40 @@ class DataSection:
         0,
     )
     validation_fraction: float = knob(
-        0.0005, "share held out: the end of a single document, or whole documents", 0, 0.5
+        0.0005,
+        "share held out: the end of a single document, or whole documents",
+        0,
+        0.5,
+        read=only_without("data.validation_split", idle=(0,)),
     )
-    validation_seed: int = knob(2357, "seed of the choice of documents to hold out", 0, 2**64 - 1)
+    validation_seed: int = knob(
+        2357,
+        "seed of the choice of documents to hold out",
+        0,
+        2**64 - 1,
+        read=only_without("data.validation_split"),
+    )
     tokenizer: str = knob(
         "gpt2", "char, gpt2, bpe (trained on the text), or the name or folder of another"
     )
     vocab_size: int | None = knob(
-        None, "bpe: number of tokens: 256 bytes, the merges and end-of-text", 257, 1_000_000
+        None,
+        "bpe: number of tokens: 256 bytes, the merges and end-of-text",
+        257,
+        1_000_000,
+        read=_WITH_BPE,
     )
     bpe_pattern: Literal["gpt2", "gpt4"] = knob(
-        "gpt2", "bpe: how text is split before merging; gpt4: digits in threes, no case in 's"
+        "gpt2",
+        "bpe: how text is split before merging; gpt4: digits in threes, no case in 's",
+        read=_WITH_BPE,
     )
     num_threads: int | None = knob(
-        None, "threads that tokenize text (default: one per core)", 1, 1024
+        None,
+        "threads that tokenize text (default: one per core)",
+        1,
+        1024,
+        read=(*_ON_TEXT, _UNENCODED_FORMAT),
     )
     dir: str = knob("", "folder of the prepared data (default: data/<recipe name>)")
     block_size: int = knob(1024, "tokens in a training sequence", 1, 100_000_000)
@@ -156,6 +205,7 @@ class DataSection:
         "packed",
         "text: end to end, or rows that begin with a document (documents), padded; chat: several "
         "conversations per block, apart in attention (packed), or one and padding (padded)",
+        read=_ON_TEXT,
     )
     mask: Literal["documents"] | None = knob(
         None, "text: documents do not attend to others, and their positions begin at 0"
@@ -195,23 +245,36 @@ class OptimSection:
     )
     # Jordan et al. 2024 (github.com/KellerJordan/Muon), for the update scale `original`
     muon_learning_rate: float = knob(
-        0.02, "Muon's peak learning rate; it follows the same schedule", 0
+        0.02, "Muon's peak learning rate; it follows the same schedule", 0, read=_WITH_MUON
     )
     rates: dict[str, Any] = knob(  # noqa: RUF009
         {},
         "factors of the learning rate for some parameters, such as {positions: 0.1, mlp_in: 2}: "
         + ", ".join(FAMILIES),
     )
-    muon_momentum: float = knob(0.95, "Muon's Nesterov momentum", 0, 0.999999)
+    muon_momentum: float = knob(0.95, "Muon's Nesterov momentum", 0, 0.999999, read=_WITH_MUON)
     muon_scale: Literal["original", "match_rms_adamw"] = knob(
-        "original", "scale of Muon's updates; match_rms_adamw fits AdamW's learning rate"
+        "original",
+        "scale of Muon's updates; match_rms_adamw fits AdamW's learning rate",
+        read=_WITH_MUON,
     )
-    min_learning_rate: float = knob(6e-5, "learning rate at the end of the decay", 0)
+    min_learning_rate: float = knob(
+        6e-5,
+        "learning rate at the end of the decay",
+        0,
+        read=only_without("optim.schedule", "constant"),
+    )
     schedule: Literal["cosine", "linear", "constant", "wsd"] = knob(
         "cosine", "decay after warm-up; wsd: constant, then linear decay at the end"
     )
     warmup_steps: int = knob(2000, "steps of linear warm-up", 0)
-    decay_fraction: float = knob(0.2, "wsd: share of the steps that the decay takes", 0, 1)
+    decay_fraction: float = knob(
+        0.2,
+        "wsd: share of the steps that the decay takes",
+        0,
+        1,
+        read=only_with("optim.schedule", "wsd"),
+    )
     weight_decay: float = knob(
         0.1, "decoupled decay of matrices and embeddings (never biases or LayerNorm)", 0
     )
@@ -222,8 +285,8 @@ class OptimSection:
         # It is a function of all routers and of whole sequences.
         layouts=(Setting.DEEPSPEED, Setting.TENSOR_PARALLELISM, Setting.EXPERT_PARALLELISM),
     )
-    beta1: float = knob(0.9, "decay of AdamW's first moment", 0, 0.999999)
-    beta2: float = knob(0.95, "decay of AdamW's second moment", 0, 0.999999)
+    beta1: float = knob(0.9, "decay of AdamW's first moment", 0, 0.999999, read=_WITH_ADAMW)
+    beta2: float = knob(0.95, "decay of AdamW's second moment", 0, 0.999999, read=_WITH_ADAMW)
     max_grad_norm: float = knob(
         1.0, "maximum gradient norm; larger gradients are clipped; 0: no clipping", 0
     )
@@ -238,7 +301,7 @@ class TrainSection:
 
     max_steps: int = knob(600_000, "optimizer steps", 1)
     tokens_per_parameter: float = knob(
-        20.0, "with model.depth: tokens per parameter; 20 is optimal", 0.001, 1e6
+        20.0, "with model.depth: tokens per parameter; 20 is optimal", 0.001, 1e6, read=_WITH_DEPTH
     )
     tokens_per_step: int = knob(
         491_520, "tokens in an optimizer step, over all processes", 1, 10_000_000_000
@@ -281,7 +344,9 @@ class EvalSection:
     """Evaluations during training: how often, and tokens, tasks and samples of each."""
 
     every: int = knob(1000, "steps between evaluations", 1)
-    tokens: int | Literal["all"] = knob(2_457_600, "validation tokens per evaluation, or all", 1)
+    tokens: int | Literal["all"] = knob(
+        2_457_600, "validation tokens per evaluation, or all", 1, read=only_without("rl.task")
+    )
     patience: int | None = knob(
         None, "stop after this many evaluations without a better one (default: never)", 1
     )
@@ -289,12 +354,21 @@ class EvalSection:
         [], "lm-eval tasks to run at each evaluation: names or YAML files"
     )
     tasks_limit: int | None = knob(
-        None, "number of questions per task, the first ones (default: all)", 1
+        None,
+        "number of questions per task, the first ones (default: all)",
+        1,
+        read=only_with("eval.tasks"),
     )
     samples: list[str] = knob(  # noqa: RUF009
         [], "prompts to continue at step 0 and at each evaluation, for the report"
     )
-    sample_tokens: int = knob(100, "tokens generated for each of eval.samples", 1, 1_000_000)
+    sample_tokens: int = knob(
+        100,
+        "tokens generated for each of eval.samples",
+        1,
+        1_000_000,
+        read=only_with("eval.samples"),
+    )
     metrics: list[str] = knob(  # noqa: RUF009
         [], "metrics of the evaluate library on answers to held-out rows: names, folders or files"
     )
@@ -335,13 +409,18 @@ class FinetuneSection:
         None, "model to start from: a Hub id, model folder or run folder (default: none)"
     )
     revision: str | None = knob(
-        None, "commit or tag of a Hub id (default: the newest, which the run records)"
+        None,
+        "commit or tag of a Hub id (default: the newest, which the run records)",
+        read=_WITH_A_MODEL,
     )
     freeze_layers: int | None = knob(
-        None, "freeze the embeddings and this many blocks, from the bottom", 0
+        None, "freeze the embeddings and this many blocks, from the bottom", 0, read=_WITH_A_MODEL
     )
     unfreeze_every: int | None = knob(
-        None, "unfreeze one block, from the top, every this many steps; the embeddings last", 1
+        None,
+        "unfreeze one block, from the top, every this many steps; the embeddings last",
+        1,
+        read=only_with("finetune.freeze_layers"),
     )
     layer_decay: float = knob(
         1.0, "factor of the learning rate from each layer to the one below it", 0.01, 1
@@ -350,6 +429,7 @@ class FinetuneSection:
         None,
         "base of the rotary wavelengths (default: as it is; YaRN if model.n_positions grows)",
         1,
+        read=_WITH_A_MODEL,
     )
 
 
@@ -357,8 +437,14 @@ class FinetuneSection:
 class LoraSection:
     """LoRA adapters: rank, layers, merging, quantized weights."""
 
+    READER: ClassVar[Reader] = only_with("lora.rank", remedy="give --lora RANK")
+
     rank: int | None = knob(
-        None, "rank of the LoRA adapters (default: none, train all weights)", 1, 100_000
+        None,
+        "rank of the LoRA adapters (default: none, train all weights)",
+        1,
+        100_000,
+        read=_WITH_A_MODEL,
     )
     alpha: float | None = knob(
         None, "the adapters' product is scaled by alpha / rank (default: 2 × rank)", 0
@@ -378,6 +464,8 @@ class LoraSection:
 @dataclass(frozen=True)
 class RlSection:
     """Reinforcement learning: task, reward and completions."""
+
+    READER: ClassVar[Reader] = only_with("rl.task", remedy="give --task TASK to `rl`")
 
     task: str | None = knob(
         None,
@@ -407,7 +495,10 @@ class RlSection:
     )
     updates: int = knob(1, "optimizer updates on the completions of a step", 1, 1000)
     clip: float | None = knob(
-        None, "clip the importance ratio to 1 ± this; needs rl.updates above 1", 0
+        None,
+        "clip the importance ratio to 1 ± this; needs rl.updates above 1",
+        0,
+        read=only_above("rl.updates", 1),
     )
     kl: float = knob(0.0, "weight of the KL divergence to the model that the run started from", 0)
     eval_questions: int = knob(100, "held-out questions at each evaluation", 1)
@@ -418,21 +509,38 @@ class RlSection:
 class AlignSection:
     """Preference training: the loss and its weights."""
 
+    READER: ClassVar[Reader] = only_with("align.loss", remedy="train by `align`")
+
     loss: Literal["dpo", "ipo", "hinge", "simpo", "orpo", "kto"] | None = knob(
         None, "loss of preference pairs, or of labeled answers (kto) (default: none)"
     )
     beta: float = knob(0.1, "weight of the log-ratio; for orpo, weight of the odds ratio", 1e-6)
-    label_smoothing: float = knob(0.0, "dpo: share of pairs that are taken for swapped", 0, 0.5)
-    margin: float | None = knob(
-        None, "simpo: how far the chosen answer should be ahead (default: 0.5)", 0
+    label_smoothing: float = knob(
+        0.0,
+        "dpo: share of pairs that are taken for swapped",
+        0,
+        0.5,
+        read=only_with("align.loss", "dpo"),
     )
-    desirable_weight: float = knob(1.0, "kto: weight of the loss of good answers", 0)
-    undesirable_weight: float = knob(1.0, "kto: weight of the loss of bad answers", 0)
+    margin: float | None = knob(
+        None,
+        "simpo: how far the chosen answer should be ahead (default: 0.5)",
+        0,
+        read=only_with("align.loss", "simpo"),
+    )
+    desirable_weight: float = knob(
+        1.0, "kto: weight of the loss of good answers", 0, read=_WITH_KTO
+    )
+    undesirable_weight: float = knob(
+        1.0, "kto: weight of the loss of bad answers", 0, read=_WITH_KTO
+    )
 
 
 @dataclass(frozen=True)
 class DistillSection:
     """Distillation: the teacher, and its share of the loss."""
+
+    READER: ClassVar[Reader] = only_with("distill.teacher")
 
     teacher: str | None = loss_term(
         None,
@@ -452,10 +560,14 @@ class HubSection:
     """Pushes to the Hub: when, where and under which license."""
 
     push: Literal["best", "final"] | None = knob(
-        None, "push to the Hub: every new best model during the run, or the final model"
+        None,
+        "push to the Hub: every new best model during the run, or the final model",
+        read=only_with("hub.repo"),
     )
-    repo: str | None = knob(None, "repository to push to, as user/name; the first push creates it")
-    private: bool = knob(False, "create a private repository")
+    repo: str | None = knob(
+        None, "repository to push to, as user/name; the first push creates it", read=_WITH_PUSH
+    )
+    private: bool = knob(False, "create a private repository", read=_WITH_PUSH)
     license: str | None = knob(
         None, "license in the model card, by the Hub's name for it, such as apache-2.0"
     )
@@ -512,6 +624,7 @@ class Knob:
     meaning: str
     low: float | None
     high: float | None  # for integers, None means LARGEST
+    readers: tuple[Reader, ...] = ()
     layouts: tuple[Setting, ...] | None = None  # of a knob that adds a term to the loss
 
 
@@ -523,9 +636,14 @@ def _knobs() -> dict[str, Knob]:
     for section in SECTIONS:
         defaults = getattr(Config(), section)
         kinds = typing.get_type_hints(type(defaults))
+        chosen_by: Reader | None = getattr(defaults, "READER", None)
         for f in fields(defaults):
             key = f"{section}.{f.name}"
-            table[key] = Knob(key, kinds[f.name], getattr(defaults, f.name), **f.metadata)
+            declared = Knob(key, kinds[f.name], getattr(defaults, f.name), **f.metadata)
+            others = {key, *(reader.key for reader in declared.readers)}
+            if chosen_by and chosen_by.key not in others:
+                declared = replace(declared, readers=(chosen_by, *declared.readers))
+            table[key] = declared
     return table
 
 
@@ -563,16 +681,16 @@ _TYPE_NAMES = {NoneType: "null", list: "list", dict: "mapping"}
 def knob_schema() -> dict[str, dict[str, Any]]:
     """Every knob: its types, values that are names, default, inclusive bounds and meaning."""
     schema = {}
-    for key, knob in KNOBS.items():
-        options = kind_options(knob.kind)
+    for key, declared in KNOBS.items():
+        options = kind_options(declared.kind)
         kinds = [typing.get_origin(o) or o for o in options if not isinstance(o, str)]
         schema[key] = {
             "types": [_TYPE_NAMES.get(kind) or kind.__name__ for kind in kinds],
             "choices": [option for option in options if isinstance(option, str)],
-            "default": knob.default,
-            "low": knob.low,
-            "high": knob.high,
-            "meaning": knob.meaning,
+            "default": declared.default,
+            "low": declared.low,
+            "high": declared.high,
+            "meaning": declared.meaning,
         }
     return schema
 
@@ -589,10 +707,12 @@ def knob_lines(section: str | None = None) -> list[str]:
         if section not in (None, name):
             continue
         lines += ["", f"{name}: {section_summary(name)}"]
-        for key, knob in knobs:
-            choices = f" [{'|'.join(knob['choices'])}]" if len(knob["choices"]) > 1 else ""
-            default = "" if knob["default"] in (None, "") else f" (default {knob['default']})"
-            lines.append(f"  --{key:<32} {knob['meaning']}{choices}{default}")
+        for key, described in knobs:
+            names = described["choices"]
+            choices = f" [{'|'.join(names)}]" if len(names) > 1 else ""
+            value = described["default"]
+            default = "" if value in (None, "") else f" (default {value})"
+            lines.append(f"  --{key:<32} {described['meaning']}{choices}{default}")
     return lines[1:]
 
 

@@ -15,6 +15,7 @@ from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.names import folder_or_hub_id
 from nanogpt_hf.config.schema import SECTIONS, Config
 from nanogpt_hf.config.stages import comparable
+from nanogpt_hf.config.unread import is_read
 from nanogpt_hf.config.values import RecipeLoader, parse_settings, read_settings
 from nanogpt_hf.errors import ConfigError, DamagedFileError, RunFolderError, did_you_mean
 from nanogpt_hf.own_files import reading, warn_once
@@ -177,7 +178,9 @@ class RunFolder:
         """
         before = self.known_recipe()
         lines = self.differences(config, before) if before else []
-        if other := [line for line in lines if is_fixed(line)]:
+        # What nothing reads changes no experiment. Runs of earlier versions may have stated it.
+        other = [line for line in lines if is_fixed(line) and is_read(config, line.split(":")[0])]
+        if other:
             raise RunFolderError(
                 f"{self.path}: --resume continues the same experiment, but the recipe has "
                 f"changed: {'; '.join(other)}"

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 import nanogpt_hf
-from nanogpt_hf.config.load import load_config
+from nanogpt_hf.config.load import load_config, unread_overrides
 from nanogpt_hf.config.schema import KNOBS, Config, get_value
 from nanogpt_hf.config.sources import sources_of
 from nanogpt_hf.config.values import convert, parse_flow_list
@@ -93,14 +93,34 @@ def build_grid(recipe: str, overrides: Texts) -> list[GridRun]:
             f"{program()} sweep: no knob has several values: --optim.learning_rate 1e-3,3e-3"
         )
     runs = {}
-    for texts in itertools.product(*axes.values()):
-        run = _grid_run(recipe, dict(zip(axes, texts, strict=True)), swept)
+    for texts in _combinations(recipe, axes):
+        run = _grid_run(recipe, texts, [key for key in swept if key in texts])
         if run.config.finetune.model or run.config.hub.push:
             raise UserError(f"{program()} sweep: leave out finetune.model and hub.push")
         if run.name in runs:
             raise UserError(f"{program()} sweep: two runs named {run.name}; give different values")
         runs[run.name] = run
     return list(runs.values())
+
+
+def _combinations(recipe: str, axes: dict[str, list[str]]) -> list[dict[str, str]]:
+    """Every combination of values, as the text of each knob.
+
+    A knob that only some combinations read, such as `optim.muon_momentum` next to `optim.name
+    adamw,muon`, is left out of the others, which then make one run instead of several.
+    """
+    combinations = [
+        dict(zip(axes, texts, strict=True)) for texts in itertools.product(*axes.values())
+    ]
+    unread = [unread_overrides(recipe, [*texts.items()]) for texts in combinations]
+    never_read = set.intersection(*unread)  # a mistake, which load_config reports
+    found: list[dict[str, str]] = []
+    for texts, keys in zip(combinations, unread, strict=True):
+        left_out = keys - never_read
+        kept = {key: text for key, text in texts.items() if key not in left_out}
+        if not (left_out and kept in found):
+            found.append(kept)
+    return found
 
 
 def _values(key: str, text: str) -> list[str]:

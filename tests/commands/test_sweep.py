@@ -16,6 +16,7 @@ from arguments import argv
 from assertions import column
 from nanogpt_hf.commands import main
 from nanogpt_hf.config.load import load_config
+from nanogpt_hf.errors import ConfigError
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.training import sweep
 
@@ -132,7 +133,7 @@ def test_dry_run_lists_runs_with_sizes(write_recipe, tmp_path, monkeypatch, in_p
 @pytest.mark.parametrize(
     ("options", "parts"),
     [
-        ("--optim.name adamw,nosuch,muon", ["name=nosuch", "nosuch"]),
+        ("--optim.name adamw,nosuch,muon", ["--optim.name", "'nosuch'", "muon"]),
         ("--train.tokens_per_step 128,192 --config_file {machine}", ["=192", "2 processes"]),
         ("--model.n_head 1,2 --config_file {tp}", ["n_head=1", "model.n_head is 1"]),
         ("--train.seed 1,2 --tracking.trackers nosuch", ["seed=1", "nosuch"]),
@@ -213,7 +214,8 @@ def test_overrides_of_a_run_are_its_arguments(grid, write_recipe):
     for run in grid(("eval.sample_tokens", "4, 5"), samples, ("lora.rank", "null")):
         assert load_config(str(write_recipe()), run.overrides) == run.config
         assert run.config.eval.samples == ["Once upon", "The"]
-    runs = grid(("data.text_column", '"a,b", c'), ("data.split", "x: y #1"))
+    source = ("data.source", "user/name")
+    runs = grid(("data.text_column", '"a,b", c'), ("data.split", "x: y #1"), source)
     assert [run.config.data.text_column for run in runs] == ["a,b", "c"]
     assert (runs[0].config.data.split, runs[0].name) == ("x: y #1", "text_column=a-b")
 
@@ -224,8 +226,31 @@ def test_runs_share_prepared_data_of_equal_tokens(grid):
     differ = grid(("train.seed", "1,2"), ("data.validation_fraction", "0.1,0.2"))
     folders = {f"{shared}-validation_fraction={fraction}" for fraction in (0.1, 0.2)}
     assert {run.config.data.dir for run in differ} == folders
-    stated = grid(("data.split", "a,b"), ("data.dir", "d,e"))
+    stated = grid(("data.validation_seed", "1,2"), ("data.dir", "d,e"))
     assert {run.config.data.dir for run in stated} == {"d", "e"}
+
+
+def test_knob_that_some_runs_do_not_read_is_left_out_of_them(grid):
+    runs = grid(
+        ("optim.name", "adamw,muon"),
+        ("optim.muon_momentum", "0.9,0.95"),
+        ("optim.muon_scale", "match_rms_adamw"),
+        ("train.seed", "1,2"),
+    )
+    assert [run.name for run in runs] == [
+        "name=adamw_seed=1",
+        "name=adamw_seed=2",
+        "name=muon_muon_momentum=0.9_seed=1",
+        "name=muon_muon_momentum=0.9_seed=2",
+        "name=muon_muon_momentum=0.95_seed=1",
+        "name=muon_muon_momentum=0.95_seed=2",
+    ]
+    assert dict(runs[0].overrides) == {"optim.name": "adamw", "train.seed": "1"}
+    assert [run.config.optim.muon_scale for run in runs[1:3]] == ["original", "match_rms_adamw"]
+    with pytest.raises(ConfigError, match=r"--rl\.kl: 0\.5 is read only with rl\.task"):
+        grid(("optim.name", "adamw,muon"), ("rl.kl", "0.5"))
+    with pytest.raises(ConfigError, match=r"--optim\.muon_momentum: 0\.9 is read only with"):
+        grid(("train.seed", "1,2"), ("optim.muon_momentum", "0.9,0.95"))
 
 
 # --- the table and the plot

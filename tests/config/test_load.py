@@ -98,17 +98,16 @@ def test_all_mistakes_are_reported_at_once(recipe):
     "text",
     [
         MINIMAL,
-        "data: {source: 'a: b # c', text_column: 'null', revision: '1.10', dir: 'über/x y'}\n",
+        "data: {source: 'a: b # c', text_column: 'null', dir: 'über/x y'}\n",
+        "data: {source: user/name, revision: '1.10'}\n",
         MINIMAL + "tracking: {trackers: [a, b]}\n",
         MINIMAL
         + (
             "optim: {learning_rate: 1e-5, min_learning_rate: 0.1e-5}\neval: {tokens: "
             "all}\nmodel: {bias: true}\n"
         ),
-        (
-            "data: {source: 'true', config: '3', split: 'null', sha256: '00e1'}\ntracking: "
-            "{project: '[x]'}\n"
-        ),
+        ("data: {source: 'true', config: '3', split: 'null'}\ntracking: {project: '[x]'}\n"),
+        "data: {source: 'https://example.org/x', sha256: '00e1'}\n",
     ],
 )
 def test_resolved_recipe_loads_as_the_same_config(recipe, tmp_path, text):
@@ -172,6 +171,6 @@ def test_values_that_follow_from_others(recipe, monkeypatch, tmp_path):
     assert (config.name, config.data.dir) == ("my_first", "data/my_first")
     assert load_config(path, [("data.dir", "~/tokens")]).data.dir == str(tmp_path / "tokens")
     split = {"data.validation_fraction": 0, "data.validation_split": "validation"}
-    assert load_config(path, split).data.validation_fraction == 0
+    assert load_config(path, split | {"data.source": "a/b"}).data.validation_fraction == 0
     assert config.model.init == "gpt2"
     assert load_config(path, {"model.architecture": "llama"}).model.init == "own"

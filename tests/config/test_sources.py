@@ -97,7 +97,8 @@ def test_names_of_sources():
 def test_folders_of_texts_may_move():
     config = load(sources(2, 1))
     first, second = config.data.source
-    moved, other = (load([first | more, second]) for more in ({"dir": "a"}, {"split": "all"}))
+    changes = ({"dir": "a"}, {"validation_fraction": 0.2})
+    moved, other = (load([first | more, second]) for more in changes)
     assert source_text(config.data) == "2 0.txt + 1 1.txt"
     before = comparable(config)["data.source"]
     assert comparable(moved)["data.source"] == before != comparable(other)["data.source"]

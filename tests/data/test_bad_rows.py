@@ -215,11 +215,12 @@ def test_rows_of_a_hub_set_are_left_out_of_each_split(monkeypatch, config, tmp_p
     }
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, split, **__: splits[split])
     knobs = {"format": "chat", "max_bad_rows": 2, "validation_split": "test"}
+    knobs |= {"validation_fraction": 0}
     _, manifest = prepared(config("owner/name", **knobs), tmp_path)
     counts = manifest.train.documents, manifest.validation.documents, manifest.left_out
     assert counts == (3, 2, 3)
     shutil.rmtree(tmp_path / "data")
-    knobs |= {"validation_split": None, "max_bad_rows": 0.4}
+    knobs |= {"validation_split": None, "validation_fraction": 0.1, "max_bad_rows": 0.4}
     _, manifest = prepared(config("owner/name", **knobs), tmp_path)
     assert manifest.train.documents + manifest.validation.documents == 3
 

@@ -152,9 +152,13 @@ def test_a_broken_connection_is_one_line_and_leaves_nothing(hub_set, config, tmp
         ({"data__text_column": "body"}, "row 1: column 'body'"),
         ({"data__source": "user/none"}, "user/none: "),
         ({"data__max_tokens": 3}, "data.max_tokens"),
-        ({"data__source": "python-docs"}, "data.streaming: "),
+        ({"data__source": "folder"}, "data.streaming: "),
     ],
 )
-def test_streams_that_cannot_start(config, tmp_path, knobs, message):
-    assert message in refusal(prepare, config(**knobs, data__streaming=True))
+def test_streams_that_cannot_start(config, tmp_path, knobs, message, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    loaded = config(**knobs, data__streaming=True)
+    Path("folder").mkdir()  # made when it could still be the name of a data set
+    Path("folder/a.txt").write_text("a")
+    assert message in refusal(prepare, loaded)
     assert not (tmp_path / "data").exists()

@@ -76,17 +76,15 @@ def assert_no_secret(text: str | bytes) -> None:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory, make_recipe):
+def trained(tmp_path_factory, make_recipe, text_file):
     """A run whose recipe holds secrets in several knobs; the recipe keeps them for `--resume`."""
     folder = tmp_path_factory.mktemp("trained")
-    recipe = make_recipe(folder / "tiny.yaml", train__max_steps=2, eval__every=2, data__config=URL)
-    arguments = [
-        "pretrain",
-        str(recipe),
-        "--run-dir",
-        str(folder / "run"),
-        f"--data.revision={URL}",
-    ]
+    rows = [{URL: line} for line in text_file.read_text().splitlines()]
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    source = {"data__source": str(folder / "rows.jsonl"), "data__text_column": URL}
+    recipe = make_recipe(folder / "tiny.yaml", train__max_steps=2, eval__every=2, **source)
+    run = str(folder / "run")
+    arguments = ["pretrain", str(recipe), "--run-dir", run, f"--tracking.project={URL}"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["cli.py", *arguments])
         assert main(arguments) == 0
@@ -94,12 +92,12 @@ def trained(tmp_path_factory, make_recipe):
 
 
 def test_run_folder_has_secrets_only_in_recipe(trained):
-    assert load_config(trained.recipe).data.config == URL
+    assert load_config(trained.recipe).data.text_column == URL
     for path in trained.path.rglob("*"):
         if path.is_file() and path != trained.recipe:
             assert_no_secret(path.read_bytes())
     assert (
-        shlex.quote("--data.revision=http://127.0.0.1:9/s.txt?...")
+        shlex.quote("--tracking.project=http://127.0.0.1:9/s.txt?...")
         in (json.loads(trained.machine.read_text())["starts"][0]["command"])
     )
     assert_no_secret(render(trained, []))

@@ -175,7 +175,7 @@ def test_run_learns_the_teacher_and_exports_the_student(start, teacher):
     run = start(distill__teacher=str(teacher), distill__weight=1.0, train__max_steps=30)
     divergences = column(run, "train/kl")
     assert divergences[30] < 0.7 * divergences[1]
-    alone = start("alone", distill__weight=1.0)
+    alone = start("alone")
     assert {name: p.shape for name, p in weights(run).items()} == {
         name: p.shape for name, p in weights(alone).items()
     }
