@@ -16,10 +16,10 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[2]
 PAGES = ("README.md", "CONTRIBUTING.md", "AGENTS.md", "SKILL.md", "tests/README.md")
-FOLDERS = ("docs", "examples", "recipes", "accelerate_configs", "launch", "nanogpt_hf")
+FOLDERS = ("docs", "examples", "recipes", "accelerate_configs", "launch", "nanogpt_hf", "notebooks")
 # Their text is shown on a page; the language is the one of the highlighting.
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".sh": "bash", ".sbatch": "bash", "": "text"}
-IMAGES = {".png"}
+COPIED = {".png", ".ipynb"}  # files that a link opens as they are
 # A page of this kind is not searched, because the search is for words of the documentation, and
 # has no table of contents, because lines of code need the width.
 SOURCE = "---\nsearch:\n  exclude: true\nhide: [toc]\n---\n# {title}\n\n{text}\n"
@@ -40,7 +40,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             if path.is_dir():
                 add_folder(path)
                 lines.append(f"- [{path.name}/]({path.name}/index.md)")
-            elif path.suffix in IMAGES:
+            elif path.suffix in COPIED:
                 files.append(File.generated(config, name, abs_src_path=str(path)))
             elif path.suffix == ".md":
                 add(name, path.read_text(encoding="utf-8"))
