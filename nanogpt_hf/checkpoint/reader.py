@@ -4,7 +4,6 @@ any sharding.
 
 import contextlib
 import dataclasses
-import hashlib
 import itertools
 import logging
 from collections.abc import Iterator
@@ -16,6 +15,14 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import broadcast, broadcast_object_list, gather_object
 
+from nanogpt_hf.checkpoint.files import (
+    CHECKSUMS,
+    MODEL,
+    OPTIMIZER,
+    STATE,
+    file_digest,
+    files_of,
+)
 from nanogpt_hf.distributed.accelerator import is_sharded
 from nanogpt_hf.distributed.full_state import FullState, SavedTensors
 from nanogpt_hf.errors import DamagedFileError, RunFolderError
@@ -32,9 +39,8 @@ from nanogpt_hf.runs.tensor_files import (
 )
 
 logger = logging.getLogger(__name__)
-MODEL, OPTIMIZER, STATE, CHECKSUMS = "model", "optimizer", "state.json", "checksums.json"
 _Scaler = dict[str, float] | None
-# older checkpoints lack these fields of the state, which have a default
+# Fields of the run state that older checkpoints lack; they have a default.
 _NEW_FIELDS = {"score"}
 
 
@@ -57,7 +63,11 @@ class Checkpoint(NamedTuple):
 
 
 class SentTensors(NamedTuple):
-    """Tensors that only the main process finds; `read` is a collective, which sends one to all."""
+    """Tensors of a checkpoint whose folder only the main process sees.
+
+    `read` is a collective: the main process reads one whole tensor and sends it to all, so no
+    process needs memory for more than one besides its own model.
+    """
 
     accelerator: Accelerator
     layout: Layout
@@ -69,14 +79,11 @@ class SentTensors(NamedTuple):
         return cast(torch.Tensor, broadcast(whole.to(self.accelerator.device), from_process=0))
 
 
-def file_digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def read_checkpoint(folder: Path, index: int = 0, count: int = 1) -> Checkpoint:
-    """Open a checkpoint whose files are as written; of those with tensors, the `index`th of `count`
-    shares is verified. Raises DamagedError, and OtherFormatError for another version or fields.
+    """Open a checkpoint, and verify that its files are as they were written.
+
+    Files with tensors are large: processes that all see them verify one of `count` shares each.
+    Raises DamagedError, and OtherFormatError for another version or fields.
     """
     try:
         with reading(folder):
@@ -87,9 +94,24 @@ def read_checkpoint(folder: Path, index: int = 0, count: int = 1) -> Checkpoint:
 
 
 def _open(folder: Path, index: int, count: int) -> Checkpoint:
+    files = _verified_files(folder, index, count)
+    state, scaler, tensors = _read_state(folder)
+    weights = TensorFiles([folder / name for name in files[MODEL]])
+    optimizer_state = TensorFiles([folder / name for name in files[OPTIMIZER]])
+    # Checksums prove that each file is as it was written. The digest proves that together they
+    # hold the tensors of this run state.
+    lines = layout_lines(MODEL, weights.layout)
+    lines |= layout_lines(OPTIMIZER, optimizer_state.layout)
+    if layout_digest(lines) != tensors:
+        raise ValueError("names, shapes or dtypes of its tensors are not those written")
+    return Checkpoint(weights, optimizer_state, folder, state, scaler)
+
+
+def _verified_files(folder: Path, index: int, count: int) -> dict[str, list[str]]:
+    """The names of the files with tensors, by kind, after their checksums were compared."""
     checksums = read_json(folder / CHECKSUMS, dict[str, str])
     with reading(folder / CHECKSUMS):
-        files = {kind: _files_of(kind, checksums) for kind in (MODEL, OPTIMIZER)}
+        files = {kind: files_of(kind, checksums) for kind in (MODEL, OPTIMIZER)}
         names = sorted(itertools.chain(*files.values()))
         if others := sorted({path.name for path in folder.glob("*.safetensors")}.difference(names)):
             raise ValueError(f"it does not name {others[0]}")
@@ -97,6 +119,11 @@ def _open(folder: Path, index: int, count: int) -> Checkpoint:
         with reading(folder / name):
             if file_digest(folder / name) != checksums.get(name):
                 raise DamagedFileError(f"{folder / name} was changed after it was written")
+    return files
+
+
+def _read_state(folder: Path) -> tuple[TrainState, _Scaler, Any]:
+    """The run state, the loss scaler's state, and the digest of the tensors' layout."""
     facts = read_json(folder / STATE, dict[str, Any])
     fields = {field.name for field in dataclasses.fields(TrainState)}
     with reading(folder / STATE):
@@ -114,14 +141,7 @@ def _open(folder: Path, index: int, count: int) -> Checkpoint:
         state = read_state(facts)
         if state.step != step_of(folder):
             raise ValueError(f"it is of step {state.step:,}")
-    weights, optimizer_state = (
-        TensorFiles([folder / name for name in files[kind]]) for kind in (MODEL, OPTIMIZER)
-    )
-    lines = layout_lines(MODEL, weights.layout)
-    lines |= layout_lines(OPTIMIZER, optimizer_state.layout)
-    if layout_digest(lines) != tensors:
-        raise ValueError("names, shapes or dtypes of its tensors are not those written")
-    return Checkpoint(weights, optimizer_state, folder, state, scaler)
+    return state, scaler, tensors
 
 
 def identity_of(saved: Checkpoint) -> dict[str, Any]:
@@ -131,22 +151,6 @@ def identity_of(saved: Checkpoint) -> dict[str, Any]:
     return saved.state.identity
 
 
-def _files_of(kind: str, checksums: dict[str, str]) -> list[str]:
-    """The names of the files with tensors of a kind. Raises ValueError if one has no checksum."""
-    parts = sorted(name for name in checksums if name.startswith(f"{kind}-"))
-    names = file_names(kind, max(1, len(parts)))
-    if missing := sorted(set(names) - checksums.keys()):
-        raise ValueError(f"it has no {missing[0]}")
-    return names
-
-
-def file_names(kind: str, count: int) -> list[str]:
-    """The files with tensors of a kind that `count` processes write, named as the Hub does."""
-    if count == 1:
-        return [f"{kind}.safetensors"]
-    return [f"{kind}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
-
-
 def recovery_advice(run: RunFolder, state: TrainState) -> str:
     """What to do after the weights of `state` diverged, as a phrase; for the main process.
 
@@ -154,6 +158,7 @@ def recovery_advice(run: RunFolder, state: TrainState) -> str:
     then. If an older checkpoint is intact, the later ones are removed: --resume loads the newest.
     """
     folders = run.checkpoint_folders()
+    # Newer ones hold weights that led to the divergence: only an older one is a way back.
     for folder in reversed([f for f in folders if step_of(f) < state.last_finite_step]):
         with contextlib.suppress(RunFolderError, OSError):
             read_checkpoint(folder)
@@ -202,8 +207,40 @@ def find_checkpoint(
     RunFolderError on all processes if no checkpoint is intact, or it is of another version, or
     of another run than `identity`.
     """
-    is_main, sharded = accelerator.is_main_process, is_sharded(accelerator)
+    saved, folder = _newest_intact(accelerator, run, must_have_identity=bool(identity))
+    # A process of a sharded model has opened the files itself, and reads its parts from them.
+    # Processes that have read nothing get the small parts from the main process: the run state
+    # and the names, shapes and dtypes of all tensors.
+    layouts = saved and [files.layout for files in saved[:2]]
+    head: list[Any] = [saved and (saved.state, saved.scaler, layouts, run.best.is_dir())]
+    state, scaler, layouts, has_best = broadcast_object_list(head, from_process=0)[0]
+    if identity:
+        check_identity(run, state, identity)
+    if not has_best and state.best_step is not None:
+        # best/ was removed. Without the record of its loss the next evaluation writes a new one.
+        state = dataclasses.replace(state, best_loss=None, best_step=None, evaluated_step=-1)
+    logger.info(f"resuming from {folder}")
+    tensors: Any = saved[:2] if saved else (None, None)
+    if not is_sharded(accelerator) and accelerator.num_processes > 1:
+        tensors = [
+            SentTensors(accelerator, layout, files)
+            for layout, files in zip(layouts, tensors, strict=True)
+        ]
+    weights, optimizer_state = tensors
+    return Checkpoint(weights, optimizer_state, folder, state, scaler)
+
+
+def _newest_intact(
+    accelerator: Accelerator, run: RunFolder, *, must_have_identity: bool
+) -> tuple[Checkpoint | None, Path]:
+    """The newest intact checkpoint and its folder; a collective. Processes that do not read have
+    the folder's name only.
+    """
+    is_main = accelerator.is_main_process
+    sharded = is_sharded(accelerator)
     share = (accelerator.process_index, accelerator.num_processes) if sharded else (0, 1)
+    # The main process alone decides which folders there are: on a network file system others may
+    # see a new folder later, and would then try another one.
     folders = [run.checkpoint_folders() if is_main else []]
     for folder in reversed(broadcast_object_list(folders, from_process=0)[0]):
         saved = None
@@ -211,33 +248,23 @@ def find_checkpoint(
             with _errors_of_all():
                 if is_main or sharded:
                     saved = read_checkpoint(folder, *share)
-                    if identity:
+                    if must_have_identity:
                         identity_of(saved)
-            break
         except DamagedError as error:
             if is_main:
                 logger.warning(f"{error}; trying an older one")
-    else:
-        raise _all_damaged(run)
-    layouts = saved and [files.layout for files in saved[:2]]
-    head: list[Any] = [saved and (saved.state, saved.scaler, layouts, run.best.is_dir())]
-    state, scaler, layouts, has_best = broadcast_object_list(head, from_process=0)[0]
-    if identity:
-        check_identity(run, state, identity)
-    if not has_best and state.best_step is not None:
-        # best/ was removed: the next evaluation writes a new one
-        state = dataclasses.replace(state, best_loss=None, best_step=None, evaluated_step=-1)
-    logger.info(f"resuming from {folder}")
-    tensors: Any = saved[:2] if saved else (None, None)
-    if not sharded and accelerator.num_processes > 1:
-        tensors = (SentTensors(accelerator, *pair) for pair in zip(layouts, tensors, strict=True))
-    weights, optimizer_state = tensors
-    return Checkpoint(weights, optimizer_state, folder, state, scaler)
+        else:
+            return saved, folder
+    raise _all_damaged(run)
 
 
 @contextlib.contextmanager
 def _errors_of_all() -> Iterator[None]:
-    """Context that raises RunFolderError on all processes if one does; a collective at its end."""
+    """Context that raises RunFolderError on all processes if one does; a collective at its end.
+
+    Without it the processes that have no error would wait in the next collective for the one that
+    has left, until a time limit.
+    """
     errors = []
     try:
         yield
@@ -259,7 +286,9 @@ def load_checkpoint(
     Raises RunFolderError on all processes, and changes nothing, if it is of another model.
     """
     model_state = FullState(accelerator, model, optimizer)
+    # Optimizers make their state at the first step. It has to be there to be filled.
     model_state.make_optimizer_state()
+    # All names, shapes and dtypes are compared before the first value is changed.
     mismatch = model_state.first_mismatch(saved.weights.layout, saved.optimizer_state.layout)
     with _errors_of_all():
         if mismatch:
@@ -269,6 +298,8 @@ def load_checkpoint(
             )
     model_state.set_weights(saved.weights)
     model_state.set_optimizer_state(saved.optimizer_state)
+    # fp16 multiplies the loss by a scale that it adapts. At another scale other steps would be
+    # skipped for an overflow.
     if accelerator.scaler and saved.scaler:
         accelerator.scaler.load_state_dict(saved.scaler)
     return dataclasses.replace(saved.state)

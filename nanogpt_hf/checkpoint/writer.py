@@ -1,18 +1,21 @@
 """Save checkpoints in the background: each process copies its parts to CPU memory, and a thread
 writes them.
 
-A checkpoint is whole or absent. The processes that have parts write them into a hidden folder.
-When all files are complete, the main process gives the folder its name: in its thread if no other
-process writes, else between two steps.
+A checkpoint is whole or absent. The steps of one, of which only the first stops the training:
+
+1. `save`: each process copies its own parts of weights and optimizer state to CPU memory. Of
+   processes that have the same part, one copies it.
+2. `_write`: a thread of each process writes these parts into files in a hidden folder.
+3. `_complete`: when all files are complete, the main process adds the run state and gives the
+   folder its name, in one rename. If it alone writes, its thread does that. Else the main thread
+   does it between two steps, since it needs a collective to know that the others are done.
 """
 
 import dataclasses
-import json
 import logging
 import socket
 import threading
 import traceback
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,15 +24,8 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import broadcast_object_list, gather_object
 from torch.distributed.tensor import DTensor
 
-from nanogpt_hf.checkpoint.reader import (
-    CHECKSUMS,
-    MODEL,
-    OPTIMIZER,
-    STATE,
-    file_digest,
-    file_names,
-    recovery_advice,
-)
+from nanogpt_hf.checkpoint.files import MODEL, OPTIMIZER, file_names, write_state
+from nanogpt_hf.checkpoint.reader import recovery_advice
 from nanogpt_hf.distributed.full_state import FullState, Tensors, own_weights
 from nanogpt_hf.errors import DivergedError, RunFolderError, Stopped
 from nanogpt_hf.place import hidden, replaced_folder
@@ -73,13 +69,20 @@ class CheckpointWriter:
     """
 
     def __init__(self, accelerator: Accelerator, run: RunFolder, keep: int):
-        self.accelerator, self.run, self.keep = accelerator, run, keep
-        self._rank, self._world_size = accelerator.process_index, accelerator.num_processes
-        # CPU memory, kept from one checkpoint to the next
+        self.accelerator = accelerator
+        self.run = run
+        self.keep = keep
+        self._rank = accelerator.process_index
+        self._world_size = accelerator.num_processes
+        # CPU memory for the copies, kept from one checkpoint to the next: pinned memory is slow to
+        # allocate
         self.buffers: dict[str, torch.Tensor] = {}
-        self._save: _Save | None = None  # the one that is not known to be complete
+        # the checkpoint that is not known to be complete, if there is one
+        self._save: _Save | None = None
         self._thread = threading.Thread()
-        self._report: _Report | Exception = _Report()  # of this process
+        # what the thread of this process has written, or why it could not
+        self._report: _Report | Exception = _Report()
+        # why the last checkpoint could not be completed; only the main process has it
         self._error: Exception | None = None
 
     def save(self, model: Any, optimizer: AcceleratedOptimizer, state: TrainState) -> None:
@@ -90,26 +93,34 @@ class CheckpointWriter:
         """
         self.wait()
         model_state = FullState(self.accelerator, model, optimizer)
+        # The parts that this process saves, and the ranks that save any: under DDP rank 0 alone,
+        # under FSDP2 all, under HSDP those of one copy.
         owned, writers = model_state.owned_boxes()
         parts = {
             MODEL: self._copy(MODEL, own_weights(self.accelerator, model), owned),
             OPTIMIZER: self._copy(OPTIMIZER, model_state.own_optimizer_state(), owned),
         }
         if self.accelerator.device.type != "cpu":
+            # The copies run on the device's stream. The next step changes what they read.
             torch.accelerator.synchronize(self.accelerator.device)
         facts = {"version": VERSION, **dataclasses.asdict(state)}
-        scaler = self.accelerator.scaler  # of fp16
+        scaler = self.accelerator.scaler  # only fp16 has one
         facts["scaler"] = scaler and scaler.state_dict()
         self._save = _Save(dataclasses.replace(state), facts, parts, writers)
         write = self._write_alone if writers == [0] else self._write
         self._thread = threading.Thread(target=write, args=(self._save,), name="checkpoint")
+        # Python does not wait for a daemon at its end: a second Ctrl-C ends the program at once.
         self._thread.daemon = True
         if self._rank in writers:
             self._thread.start()
 
     def _copy(self, kind: str, tensors: Tensors, owned: dict[str, Box]) -> dict[str, Part]:
         """Copy the parts that this process saves to CPU memory, without waiting for the device."""
-        parts, pin = {}, self.accelerator.device.type == "cuda"
+        parts = {}
+        # Only copies to pinned memory run beside the host.
+        pin = self.accelerator.device.type == "cuda"
+        # Every process walks over all tensors, also those that it does not save: ZeRO gathers
+        # each of them by a collective.
         for name, tensor in tensors:
             if (box := owned.get(name)) is None:
                 continue
@@ -123,7 +134,7 @@ class CheckpointWriter:
         return parts
 
     def poll(self) -> None:
-        """Complete the last checkpoint if all its files are written; raises what `save` does."""
+        """Complete the last checkpoint if all its files are written; raises as `save` does."""
         if self._save is not None and self._is_written():
             self._finish(self._save)
 
@@ -141,18 +152,22 @@ class CheckpointWriter:
         """Whether the threads of all processes have ended; a collective."""
         if self._world_size == 1:
             return not self._thread.is_alive()
+        # The trigger is a flag that one process sets and all see: here `not written yet`.
         if self._thread.is_alive():
             self.accelerator.set_trigger()
         return not self.accelerator.check_trigger()
 
     def _finish(self, save: _Save) -> None:
+        # It is not tried again: the run ends with the error, or the next checkpoint is newer.
         self._save = None
+        # If the main process writes alone, its thread has completed the checkpoint already.
         if save.writers != [0]:
             reports = gather_object([self._report])
             if self._rank == 0:
                 self._complete(save, [reports[writer] for writer in save.writers])
         errors = [self._error]
         self._error = None
+        # All processes raise the main one's error: a run must not go on without the others.
         if self._world_size > 1:
             broadcast_object_list(errors, from_process=0)
         if errors[0] is not None:
@@ -164,7 +179,7 @@ class CheckpointWriter:
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if error is None or isinstance(error, Stopped):
             self.wait()
-        # KeyboardInterrupt: the second Ctrl-C; the next start removes the hidden folder
+        # A KeyboardInterrupt is the second Ctrl-C: the user does not want to wait.
         elif self._thread.is_alive() and not isinstance(error, KeyboardInterrupt):
             self._thread.join()  # its own error is not raised: that of the run came first
 
@@ -175,27 +190,32 @@ class CheckpointWriter:
 
     def _write(self, save: _Save) -> None:
         """The thread: write this process's files into the hidden folder."""
+        # No reader takes a hidden folder for a checkpoint; the next start removes it.
         folder = hidden(self.run.checkpoint(save.state.step))
-        number, count = save.writers.index(self._rank), len(save.writers)
-        report = self._report = _Report()
+        number = save.writers.index(self._rank)
+        report = _Report()
+        self._report = report
         try:
             folder.mkdir(parents=True, exist_ok=True)
             for kind, parts in save.parts.items():
-                file = file_names(kind, count)[number]
+                file = file_names(kind, len(save.writers))[number]
                 report.checksums[file] = write_tensors(folder / file, parts)
                 layout = {name: (part.shape, part.values.dtype) for name, part in parts.items()}
                 report.tensors |= layout_lines(kind, layout)
+        # Errors of a thread are raised where all processes meet: in `_finish`.
         except OSError as error:
             where = f"process {self._rank} on {socket.gethostname()}: " if self._rank else ""
             self._report = OSError(f"{where}{error}")
         except NotFiniteError as error:
             self._report = error
-        except Exception:  # a bug: raised on all processes, with this traceback
+        except Exception:
+            # A bug. An exception from another process has no traceback, so this is its text.
             self._report = RuntimeError(traceback.format_exc())
 
     def _complete(self, save: _Save, reports: list[_Report | Exception]) -> None:
         """Give the hidden folder its name; only the main process calls it."""
-        target, step = self.run.checkpoint(save.state.step), save.state.step
+        step = save.state.step
+        target = self.run.checkpoint(step)
         try:
             with replaced_folder(target, filled=True) as partial:
                 whole = _Report()
@@ -219,11 +239,3 @@ class CheckpointWriter:
             )
         except Exception as error:
             self._error = error
-
-
-def write_state(folder: Path, facts: dict[str, Any], checksums: dict[str, str]) -> None:
-    """Write the run state, and the checksums of it and of the files with tensors."""
-    (folder / STATE).write_text(f"{json.dumps(facts, indent=2)}\n", encoding="utf-8")
-    checksums = checksums | {STATE: file_digest(folder / STATE)}
-    text = json.dumps(checksums, indent=2, sort_keys=True)
-    (folder / CHECKSUMS).write_text(f"{text}\n", encoding="utf-8")

@@ -1,5 +1,9 @@
 """Prepare a run on all processes, check that they agree on it, and end all of them if one is
 lost.
+
+Preparation may take hours, and longer on one machine than on another: tokenizing does. So the
+processes do not meet in a collective, which would time out, but in the launcher's key-value store,
+which torch's process group is started with later (`ProcessStore`).
 """
 
 import contextlib
@@ -27,11 +31,91 @@ from nanogpt_hf.runs.folder import RunFolder
 PEER_TIMEOUT = timedelta(minutes=15)
 HEARTBEAT = 5.0  # seconds between two
 _POLL = 0.1  # seconds between two polls of the store, for each process
-# without a launcher, process 0 serves the store while this object lives, also to the process group
-_stores = []
-
+# Without a launcher, process 0 serves the store while this object lives, also to the process group
+# that starts later. So it is kept until the program ends.
+_stores: list[Store] = []
 
 T = TypeVar("T")
+
+
+class ProcessStore:
+    """A key-value store that all processes of a launch see. Each sends heartbeats to it.
+
+    A context: inside it this process counts as alive.
+    """
+
+    def __init__(self, rank: int, world_size: int):
+        self.rank = rank
+        self.world_size = world_size
+        with one_line_for_a_lost_process():
+            store = _connect()
+        _stores.append(store)
+        # A program may prepare several runs. Each has keys of its own.
+        self._store = PrefixStore(f"nanogpt_hf/{len(_stores)}", store)
+        self._done = threading.Event()
+
+    def __enter__(self) -> "ProcessStore":
+        # A thread, since the main thread prepares, and may be in one C function for minutes.
+        threading.Thread(target=self._send_heartbeats, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+
+    def _send_heartbeats(self) -> None:
+        # A RuntimeError means that the store is gone: the main thread reports it.
+        with contextlib.suppress(RuntimeError):
+            while not self._done.is_set():
+                self._store.add(f"alive/{self.rank}", 1)
+                self._done.wait(HEARTBEAT)
+
+    def exchange(self, answer: dict[str, Any]) -> dict[int, dict[str, Any]]:
+        """Give all processes this one's answer (values of JSON), and return those of all by rank.
+
+        It ends early at an answer that has an `error`: then the others' may be missing. Raises
+        LostProcess if a process stops sending heartbeats.
+        """
+        with one_line_for_a_lost_process():
+            self._store.set(f"answer/{self.rank}", json.dumps(answer))
+            answers = self._wait_for_answers()
+            self._wait_for_readers()
+        return answers
+
+    def _wait_for_answers(self) -> dict[int, dict[str, Any]]:
+        answers: dict[int, dict[str, Any]] = {}
+        # The count of each process's heartbeats, and when it last changed by our clock: clocks of
+        # two machines need not agree.
+        beats = {rank: (0, time.monotonic()) for rank in range(self.world_size)}
+        while len(answers) < self.world_size:
+            if any("error" in each for each in answers.values()):
+                break
+            time.sleep(min(HEARTBEAT, _POLL * self.world_size))
+            for rank in beats.keys() - answers.keys():
+                count = self._store.add(f"alive/{rank}", 0)  # adding 0 reads it
+                if self._store.check([f"answer/{rank}"]):
+                    answers[rank] = json.loads(self._store.get(f"answer/{rank}"))
+                elif count != beats[rank][0]:
+                    beats[rank] = count, time.monotonic()
+                elif time.monotonic() - beats[rank][1] > PEER_TIMEOUT.total_seconds():
+                    raise LostProcess(
+                        f"lost another process: process {rank} has sent no heartbeat for "
+                        f"{PEER_TIMEOUT}"
+                    )
+        return answers
+
+    def _wait_for_readers(self) -> None:
+        """Wait until all processes have read the answers, but only briefly.
+
+        The store ends with process 0 or its launcher, and the others would see a lost process
+        instead of an error. After an error they may be busy, or lost.
+        """
+        end = time.monotonic() + 2 * HEARTBEAT
+        # A RuntimeError means that process 0 has ended.
+        with contextlib.suppress(RuntimeError):
+            readers = self._store.add("read", 1)
+            while readers < self.world_size and time.monotonic() < end:
+                time.sleep(_POLL)
+                readers = self._store.add("read", 0)
 
 
 def prepare_on_all_ranks(
@@ -41,88 +125,44 @@ def prepare_on_all_ranks(
     """Call `prepare` on every process; return its result here, and the facts of process 0.
 
     `prepare` returns a result, which stays in its process, and facts (values of JSON) that must
-    be equal on all processes; process 0 may have more of them. It may take hours, and longer on
-    one machine than on another: tokenizing does. So the processes do not wait in a collective,
-    which would time out, but in the launcher's key-value store, to which each sends heartbeats.
-    Raises UserError on all processes if `prepare` raises an error that `explain` knows on one of
-    them, or if their facts differ; and LostProcess if one sends no more heartbeats.
+    be equal on all processes; process 0 may have more of them. Raises UserError on all processes
+    if `prepare` raises an error that `explain` knows on one of them, or if their facts differ; and
+    LostProcess if one sends no more heartbeats.
     """
-    world_size, rank = mesh.world_size, mesh.rank
-    if world_size == 1:
+    if mesh.world_size == 1:
         return prepare()
-    with one_line_for_a_lost_process():
-        store = _connect()
-    _stores.append(store)
-    store = PrefixStore(f"nanogpt_hf/{len(_stores)}", store)
-    done = threading.Event()
-
-    def send_heartbeats() -> None:
-        with contextlib.suppress(RuntimeError):  # the store is gone: the main thread reports it
-            while not done.is_set():
-                store.add(f"alive/{rank}", 1)
-                done.wait(HEARTBEAT)
-
-    threading.Thread(target=send_heartbeats, daemon=True).start()
-    result, answer = None, cast(dict[str, Any], {"host": socket.gethostname()})
-    try:
+    result = None
+    answer: dict[str, Any] = {"host": socket.gethostname()}
+    with ProcessStore(mesh.rank, mesh.world_size) as store:
         try:
             result, answer["facts"] = prepare()
         except Exception as error:
             if (line := explain(error)) is None:
-                raise
+                raise  # a bug: its traceback is worth more than an agreement
             answer["error"] = line
-        with one_line_for_a_lost_process():
-            store.set(f"answer/{rank}", json.dumps(answer))
-            answers = _wait_for_answers(store, world_size)
-    finally:
-        done.set()
-    for r, other in answers.items():
-        if "error" in other:
-            where = f"process {r} on {other['host']}: " if r else ""
-            raise UserError(f"{where}{other['error']}")
+        answers = store.exchange(answer)
+    _check_agreement(answers)
+    return cast(T, result), answers[0]["facts"]
+
+
+def _check_agreement(answers: dict[int, dict[str, Any]]) -> None:
+    """Raises UserError if a process has an error, or facts that differ from those of process 0."""
+    for rank, answer in answers.items():
+        if "error" in answer:
+            where = f"process {rank} on {answer['host']}: " if rank else ""
+            raise UserError(f"{where}{answer['error']}")
     first = answers[0]["facts"]
-    for r, other in answers.items():
+    for rank, answer in answers.items():
         differences = [
             f"{key} {value!r} instead of {first[key]!r}"
-            for key, value in other["facts"].items()
+            for key, value in answer["facts"].items()
             if value != first[key]
         ]
         if differences:
             raise UserError(
-                f"process {r} on {other['host']} has {', '.join(differences)} of process 0 on "
+                f"process {rank} on {answer['host']} has {', '.join(differences)} of process 0 on "
                 f"{answers[0]['host']}; use the same recipe and the same data on every machine"
             )
-    return cast(T, result), first
-
-
-def _wait_for_answers(store: Store, world_size: int) -> dict[int, dict[str, Any]]:
-    """The answers of all processes, or those up to one with an error, by rank.
-
-    Raises LostProcess if one stops sending heartbeats.
-    """
-    answers: dict[int, dict[str, Any]] = {}
-    beats = {rank: (0, time.monotonic()) for rank in range(world_size)}  # and when it changed
-    while len(answers) < world_size and not any("error" in each for each in answers.values()):
-        time.sleep(min(HEARTBEAT, _POLL * world_size))
-        for rank in beats.keys() - answers.keys():
-            count = store.add(f"alive/{rank}", 0)
-            if store.check([f"answer/{rank}"]):
-                answers[rank] = json.loads(store.get(f"answer/{rank}"))
-            elif count != beats[rank][0]:
-                beats[rank] = count, time.monotonic()
-            elif time.monotonic() - beats[rank][1] > PEER_TIMEOUT.total_seconds():
-                raise LostProcess(
-                    f"lost another process: process {rank} has sent no heartbeat for {PEER_TIMEOUT}"
-                )
-    # The store ends with process 0 or its launcher. It waits only briefly for the others to read:
-    # after an error they may be busy, or lost.
-    end = time.monotonic() + 2 * HEARTBEAT
-    with contextlib.suppress(RuntimeError):  # process 0 has ended
-        readers = store.add("read", 1)
-        while readers < world_size and time.monotonic() < end:
-            time.sleep(_POLL)
-            readers = store.add("read", 0)
-    return answers
 
 
 @contextlib.contextmanager

@@ -5,8 +5,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from nanogpt_hf.checkpoint.reader import CHECKSUMS, STATE, Checkpoint, identity_of
-from nanogpt_hf.checkpoint.writer import write_state
+from nanogpt_hf.checkpoint.files import CHECKSUMS, STATE, write_state
+from nanogpt_hf.checkpoint.reader import Checkpoint, identity_of
 from nanogpt_hf.config.load import config_to_yaml
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.errors import UserError

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from arguments import argv
 from assertions import copy_at, file_contents
-from nanogpt_hf.checkpoint.reader import file_digest
+from nanogpt_hf.checkpoint.files import file_digest
 from nanogpt_hf.commands import main
 from nanogpt_hf.own_files import warn_once
 from nanogpt_hf.reports import curves

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from arguments import argv
 from assertions import at_step, file_contents, replace_step
-from nanogpt_hf.checkpoint.reader import CHECKSUMS, file_digest
+from nanogpt_hf.checkpoint.files import CHECKSUMS, file_digest
 from nanogpt_hf.commands import main
 from nanogpt_hf.data.blocks import read_column
 from nanogpt_hf.runs.folder import RunFolder
