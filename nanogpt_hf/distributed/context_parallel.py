@@ -1,11 +1,18 @@
 """Context parallelism: each sequence is cut, and every process trains on its part of the positions.
 
-If the processes divide the heads, attention exchanges heads for positions and back (Ulysses,
-Jacobs et al. 2023, arXiv:2309.14509): each process attends to all positions with a part of the
-heads. So it is attention as before, on any device, with the mask of the whole sequences if they
-are packed. Otherwise keys and values go around a ring of GPUs (Liu et al. 2023, arXiv:2310.01889),
-by torch's implementation, without masks. Only training steps are cut: evaluation and generation
-take whole sequences.
+All layers but attention work on each position alone, so a process that has T/n positions of every
+sequence needs the others in attention only. There are two ways to get them:
+
+- Ulysses (Jacobs et al. 2023, arXiv:2309.14509), if the processes divide the heads. An all-to-all
+  before attention exchanges positions for heads: each process attends to all T positions with H/n
+  of the heads. Another one after it exchanges back. So it is attention as before, on any device,
+  with the mask of the whole sequences if they are packed.
+- A ring (Liu et al. 2023, arXiv:2310.01889), for any number of heads. Each process keeps its
+  queries, and keys and values go around all processes; partial results are merged as in flash
+  attention. It is torch's implementation, for GPUs, without masks.
+
+Only training steps are cut: evaluation and generation take whole sequences. Gradients of the parts
+are summed over processes by FSDP2, which context parallelism requires.
 """
 
 import weakref
@@ -27,10 +34,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.model.config_fields import size_of
 
-_EXCHANGE, _RING = "exchange_of_heads", "ring"
-# torch has no ring for the plain one
+_EXCHANGE = "exchange_of_heads"
+_RING = "ring"
+# torch's ring has no version of the plain kernel.
 _RING_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
-# Devices and precisions of torch's ring; in float32 CUDA has no fused kernel for fewer heads of
+# Devices and precisions of torch's ring. In float32 CUDA has no fused kernel for fewer heads of
 # keys than of queries.
 RING_MACHINES = [("cuda", "bf16"), ("cuda", "fp8")]
 
@@ -49,19 +57,22 @@ def needs_ring(config: Any, processes: int) -> bool:
 
 
 def share_positions(model: PreTrainedModel, mesh: DeviceMesh, *, ring: bool, rotation: str) -> None:
-    """Let a model in training attend to the positions of all processes of `mesh`, of which it sees
-    its own.
+    """Let a model in training attend to the positions of all processes of `mesh`, although it is
+    called with its own.
 
     `rotation`, one of ROTATIONS: whether the ring gathers keys and values at once, or sends them
     around.
     """
+    # The kernel that attends within a process, by its name in transformers: the model's own, with
+    # its own masks. Only what goes into it and comes out of it is moved.
     local = copy(model.config)
     inner = "sdpa" if ring else local._attn_implementation
     attend_locally: Any = ALL_ATTENTION_FUNCTIONS[inner]
     before: Any
     after: Any
     if ring:
-        before, after = _enter_ring(mesh, rotation), DTensor.to_local
+        before = _enter_ring(mesh, rotation)
+        after = DTensor.to_local
     else:
         before = after = partial(_exchange, group=mesh.get_group())
 
@@ -84,10 +95,11 @@ def share_positions(model: PreTrainedModel, mesh: DeviceMesh, *, ring: bool, rot
             )
         return after(out), None
 
-    trained = weakref.proxy(model)  # the registry must not keep a model's memory
+    # transformers keeps a registered function for ever; it must not keep the model's memory.
+    trained = weakref.proxy(model)
 
     def build_mask(attention_mask: Any = None, **options: Any) -> Any:
-        """That of the whole sequences, although transformers knows the own positions only: None
+        """The mask of the whole sequences, although transformers knows the own positions only: None
         if they are not packed.
         """
         if not trained.training or attention_mask is not None:
@@ -95,7 +107,8 @@ def share_positions(model: PreTrainedModel, mesh: DeviceMesh, *, ring: bool, rot
         whole = trained.whole_positions
         if whole is None:
             return None
-        return create_causal_mask(local, whole[..., None], None, None, whole)  # reads their shape
+        # It reads the shape of its second argument, (B, T, width), and no value.
+        return create_causal_mask(local, whole[..., None], None, None, whole)
 
     name = _RING if ring else _EXCHANGE
     ALL_ATTENTION_FUNCTIONS.register(name, torch.compiler.disable(attend) if ring else attend)
@@ -106,17 +119,21 @@ def share_positions(model: PreTrainedModel, mesh: DeviceMesh, *, ring: bool, rot
 def own_positions(
     batch: dict[str, torch.Tensor], model: Any, mesh: Mesh
 ) -> dict[str, torch.Tensor]:
-    """This process's part of the positions of a batch (B, T), with their numbers, which are those
-    of the batch if it is packed; all of it without such a split.
-
-    In the ring it is a chunk and its mirror image: late positions attend to more than early ones.
+    """This process's part of the positions of a batch (B, T), with their numbers, which are the
+    batch's own if it is packed; the whole batch without context parallelism.
     """
     if mesh.cp_size == 1:
         return batch
+    # build_mask reads them: numbers that begin again at 0 mark the documents of a packed row.
     model.whole_positions = batch.get("position_ids")
-    pieces, own = mesh.cp_size, [mesh.cp_rank]
+    pieces = mesh.cp_size
+    own = [mesh.cp_rank]
     if model.config._attn_implementation == _RING:
-        pieces, own = 2 * pieces, [mesh.cp_rank, 2 * pieces - 1 - mesh.cp_rank]
+        # Under a causal mask late positions attend to more than early ones. So the sequence is cut
+        # into 2n chunks, and process i has chunk i and its mirror image, 2n - 1 - i: all processes
+        # compute the same number of products.
+        pieces = 2 * mesh.cp_size
+        own = [mesh.cp_rank, pieces - 1 - mesh.cp_rank]
     tokens = batch["input_ids"]
     chunks = torch.arange(tokens.shape[1], device=tokens.device).chunk(pieces)
     positions = torch.cat([chunks[index] for index in own])
@@ -126,25 +143,33 @@ def own_positions(
 
 def _enter_ring(mesh: DeviceMesh, rotation: str) -> partial[DTensor]:
     """Let torch compute attention of tensors whose positions are split over `mesh` in a ring;
-    returns the split.
+    return a function that declares a tensor split so.
 
-    From here on, in all of this process; but no other attention has such tensors. By default its
-    load is balanced as own_positions cuts.
+    From here on it is so in all of this process; but no other attention has such tensors. torch
+    balances the ring's load by default, for positions as own_positions cuts them.
     """
     from torch.distributed.tensor.experimental import _attention as ring
 
     ring._enable_context_parallel_dispatcher()
     ring.set_rotate_method(rotation)
+    # Dimension 2 of (B, H, T, D) is the positions.
     return partial(DTensor.from_local, device_mesh=mesh, placements=[Shard(2)], run_check=False)
 
 
 def _exchange(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """(B, H, T/n, D) -> (B, H/n, T, D): all positions of a part of the heads.
+    """Cut dimension 1 into n parts, send part i to process i, and join those received in dimension
+    2.
 
-    Of the output of attention, (B, T, H/n, D) -> (B, T/n, H, D): all heads of a part of the
-    positions.
+    Before attention, (B, H, T/n, D) -> (B, H/n, T, D): all positions of a part of the heads.
+    After it, on its output, (B, T, H/n, D) -> (B, T/n, H, D): all heads of a part of the
+    positions. So one function does both ways.
     """
-    n, (b, whole, part, d) = group.size(), x.shape
-    x = x.reshape(b, n, whole // n, part, d).transpose(0, 1).contiguous()
-    x = wait_tensor(all_to_all_single_autograd(x, None, None, group))  # part i is of process i
-    return x.permute(1, 2, 0, 3, 4).reshape(b, whole // n, n * part, d)
+    n = group.size()
+    batch, whole, part, width = x.shape
+    # (B, n, whole/n, part, D) -> (n, B, whole/n, part, D): the first dimension is the receiver
+    x = x.reshape(batch, n, whole // n, part, width).transpose(0, 1).contiguous()
+    # An all-to-all of equal parts; afterwards the first dimension is the sender. Its gradient is
+    # the same exchange.
+    x = wait_tensor(all_to_all_single_autograd(x, None, None, group))
+    # (n, B, whole/n, part, D) -> (B, whole/n, n, part, D) -> (B, whole/n, n * part, D)
+    return x.permute(1, 2, 0, 3, 4).reshape(batch, whole // n, n * part, width)

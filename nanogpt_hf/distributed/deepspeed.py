@@ -1,8 +1,12 @@
 """DeepSpeed's ZeRO: check and configure it; gather, load and reset its weights and optimizer state.
 
-ZeRO keeps float32 weights and AdamW's state in flat buffers, of which each rank has a slice.
-Parameters are whole under stage 2 and empty under stage 3 between their uses. All functions that
-take a parameter or an optimizer are collectives.
+ZeRO (Rajbhandari et al. 2019, arXiv:1910.02054) shards over all processes. Stage 1 shards the
+optimizer state, stage 2 the gradients, too, and stage 3 also the weights. Float32 weights and
+AdamW's state lie in flat buffers, one for all parameters of a group, of which each rank has a
+slice: a slice may begin and end inside of a parameter. The parameters that the model computes with
+are whole under stage 2, and empty under stage 3 between their uses (`ds_tensor` is a rank's part of
+one, `ds_shape` the shape of the whole). All functions that take a parameter or an optimizer are
+collectives.
 """
 
 import warnings
@@ -18,7 +22,8 @@ from accelerate.utils import DistributedType
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.errors import UserError
 
-ADAMW_STATE = ("exp_avg", "exp_avg_sq")  # both have the parameter's shape
+# AdamW's state, each with the parameter's shape: running means of the gradient and of its square.
+ADAMW_STATE = ("exp_avg", "exp_avg_sq")
 
 
 def is_zero(accelerator: Accelerator) -> bool:
@@ -50,7 +55,7 @@ def configure(deepspeed_config: dict, config: Config, accumulation: int) -> None
     """Set what DeepSpeed's engine does itself: accumulation, clipping, and the dtype of gradient
     sums.
     """
-    # it calls functions that torch 2.13 has renamed, with a warning at every call
+    # DeepSpeed calls functions that torch 2.13 has renamed, with a warning at every call.
     warnings.filterwarnings("ignore", r"`torch\.distributed\..*is deprecated", FutureWarning)
     zero = deepspeed_config["zero_optimization"]
     offloads = [
@@ -74,7 +79,8 @@ def configure(deepspeed_config: dict, config: Config, accumulation: int) -> None
         if stated not in ("auto", value):
             raise UserError(conflict(key, stated, value, knob))
         deepspeed_config[key] = value
-    # without these, gradients of a bf16 model are summed in bf16, and lose their small parts
+    # Without these, gradients of a bf16 model are summed in bf16, and lose their small parts: bf16
+    # has 8 bits of precision, so 256 + 1 is 256.
     deepspeed_config.setdefault("communication_data_type", "fp32")
     deepspeed_config.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")
 
@@ -98,6 +104,7 @@ def full_weight(parameter: torch.nn.Parameter) -> torch.Tensor:
         from deepspeed.utils import safe_get_full_fp32_param
 
         return cast(torch.Tensor, safe_get_full_fp32_param(parameter)).detach()
+    # A frozen parameter has no float32 copy. Under stage 2 it is whole; stage 3 gives it a ds_id.
     if not hasattr(parameter, "ds_id"):
         return parameter.detach()
     import deepspeed
@@ -110,6 +117,7 @@ def set_weight(parameter: torch.nn.Parameter, value: torch.Tensor) -> None:
     """Set a weight from its full float32 value, which all ranks have."""
     import deepspeed
 
+    # The weight that the model computes with, in its precision; then the float32 copy.
     with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
         parameter.data.copy_(value)
     if parameter.requires_grad:
@@ -123,8 +131,8 @@ def set_flat(parameter: Any, value: torch.Tensor, key: str | None = None) -> Non
     if not hasattr(parameter, "ds_id"):
         parameter.set_full_hp_param(value, key)
         return
-    # ZeRO-3's parts are of one size, padded at the end; DeepSpeed 0.19's own function for this
-    # forgets the padding
+    # Under stage 3 all ranks' parts are of one size, and the last is padded. DeepSpeed 0.19's own
+    # function for this forgets the padding.
     size = parameter.ds_tensor.numel()
     padding = size * torch.distributed.get_world_size() - value.numel()
     padded = torch.nn.functional.pad(value.flatten(), (0, padding))
@@ -141,6 +149,7 @@ def full_state_tensors(
     for name, parameter in trained.items():
         for key in ADAMW_STATE:
             yield f"{name}.{key}", cast(torch.Tensor, safe_get_full_optimizer_state(parameter, key))
+    # AdamW counts steps once per flat buffer; we save the count with each parameter, as torch does.
     steps = torch.as_tensor(next(_states(optimizer))["step"], dtype=torch.float32)
     for name in trained:
         yield f"{name}.step", steps.clone()
@@ -164,7 +173,7 @@ def reset_state(optimizer: AcceleratedOptimizer) -> None:
     for state in _states(optimizer):
         for key, value in state.items():
             state[key] = torch.zeros_like(value) if torch.is_tensor(value) else 0
-    # ZeRO-2: DeepSpeed 0.19 itself makes only the first group's state accessible
+    # Stage 2: DeepSpeed 0.19 itself makes only the first group's state accessible.
     zero: Any = optimizer.optimizer
     if hasattr(zero, "bit16_groups"):
         for group, flat in zip(
@@ -174,6 +183,7 @@ def reset_state(optimizer: AcceleratedOptimizer) -> None:
 
 
 def _flats(optimizer: AcceleratedOptimizer) -> list[torch.Tensor]:
+    """This rank's slices of the flat float32 weights, by group, by which the state is kept."""
     zero: Any = optimizer.optimizer
     by_stage = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups")
     return next(getattr(zero, name) for name in by_stage if hasattr(zero, name))

@@ -1,9 +1,18 @@
 """Expert parallelism: data-parallel ranks share one copy of the experts, each some of every layer.
 
-A token's hidden state is sent to the processes of its experts, and their outputs come back: two
-exchanges per layer, and as many in the backward pass. All other parameters are whole on each
-process (DDP) or sharded over all (FSDP2). If there are several copies of the experts, DDP does not
-see them and their gradients are summed here; FSDP2 shards the copies.
+Of E experts in a layer, each of `ep_size` processes holds E / ep_size; with dp_size / ep_size
+copies of all. A token's hidden state is sent to the processes of its experts, and their outputs
+come back: two all-to-all exchanges per layer, and as many in the backward pass (Lepikhin et al.
+2020, GShard, arXiv:2006.16668, section 3.2; without its capacity limit: no token is dropped). For
+4 processes with ep_size 2 and 8 experts:
+
+    process         0      1      2      3
+    experts       0 - 3  4 - 7  0 - 3  4 - 7
+    copy            0      0      1      1
+
+All other parameters are whole on each process (DDP) or sharded over all (FSDP2). If there are
+several copies of the experts, DDP does not see them and their gradients are summed here; FSDP2
+shards the copies.
 """
 
 import dataclasses
@@ -17,7 +26,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from torch import nn
 from torch.distributed._functional_collectives import all_to_all_single_autograd, wait_tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -35,9 +44,8 @@ def experts_problem(model: PreTrainedModel, launch: Launch) -> str | None:
     for experts in experts_of(model):
         count = experts.num_experts
         if any(parameter.shape[0] != count for parameter in experts.parameters()):
-            return (
-                f"ep_size {launch.ep_size}: experts of {model.config.model_type} share parameters"
-            )
+            architecture = model.config.model_type
+            return f"ep_size {launch.ep_size}: experts of {architecture} share parameters"
         sizes = divisors(math.gcd(launch.dp_size, count))
         if launch.ep_size not in sizes:
             return (
@@ -56,11 +64,14 @@ def split_experts(model: PreTrainedModel, accelerator: Accelerator) -> None:
     """Keep this process's share of the experts of a model that is equal on all, in place."""
     mesh = mesh_of(accelerator)
     copies = mesh.dp_size // mesh.ep_size
+    # The processes of one copy are neighbors: the exchanges of every layer go between them.
     sizes = {"copies": copies, "ep": mesh.ep_size}
     device_mesh = init_device_mesh(
         accelerator.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes)
     )
     plugin: Any = getattr(accelerator.state, "fsdp_plugin", None)
+    # All parameters of experts are (E, ...): dimension 0 is cut. With FSDP2 the mesh has the
+    # processes of one copy only, since FSDP2 adds the dimension over the copies itself.
     whole: Any = device_mesh["ep"] if plugin else device_mesh
     placements = [Shard(0)] if plugin else [Replicate(), Shard(0)]
     for experts in experts_of(model):
@@ -69,22 +80,31 @@ def split_experts(model: PreTrainedModel, accelerator: Accelerator) -> None:
             experts.register_parameter(name, nn.Parameter(part, p.requires_grad))
         experts.exchanged = partial(_exchanged, experts, device_mesh["ep"].get_group())
         if plugin:
-            policy = plugin.mixed_precision_policy or MixedPrecisionPolicy()
-            fully_shard(
-                experts,
-                mesh=device_mesh["copies"],
-                reshard_after_forward=plugin.reshard_after_forward,
-                mp_policy=dataclasses.replace(policy, cast_forward_inputs=False),
-                offload_policy=plugin.cpu_offload,
-            )
-            # the mean over all processes, as of the other parameters
-            experts.set_gradient_divide_factor(float(mesh.dp_size))
-            experts.set_force_sum_reduction_for_comms(True)
-    # it warns of gathers over both dimensions, which only norms and checkpoints need
+            _shard_copies(experts, device_mesh["copies"], plugin, mesh.dp_size)
+    # torch warns of gathers over both dimensions, which only norms and checkpoints need.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     if not plugin:
+        # DDP would all-reduce over all processes, which hold different experts.
         names = {name for name, p in model.named_parameters() if isinstance(p, DTensor)}
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+
+
+def _shard_copies(experts: Any, copies: DeviceMesh, plugin: Any, dp_size: int) -> None:
+    """Let FSDP2 shard experts over the processes that hold the same ones."""
+    policy = plugin.mixed_precision_policy or MixedPrecisionPolicy()
+    fully_shard(
+        experts,
+        mesh=copies,
+        reshard_after_forward=plugin.reshard_after_forward,
+        # numbers of experts are integers, which a cast of all inputs would change
+        mp_policy=dataclasses.replace(policy, cast_forward_inputs=False),
+        offload_policy=plugin.cpu_offload,
+    )
+    # The gradient of an expert sums over the tokens of all processes of its copy already. So it
+    # is divided by all processes, as the gradients of the other parameters are, and not by the
+    # copies alone, over which FSDP2 would take the mean.
+    experts.set_gradient_divide_factor(float(dp_size))
+    experts.set_force_sum_reduction_for_comms(True)
 
 
 @torch.compiler.disable
@@ -93,34 +113,49 @@ def _exchanged(
 ) -> torch.Tensor:
     """The `products` of experts, each by the process of `group` that has it.
 
-    hidden (N, C), chosen and weights (N, k).
+    hidden (N, C): this process's tokens; chosen (N, k): the numbers of each token's experts;
+    weights (N, k): the weights of their outputs. Returns (N, C).
     """
-    k, size = chosen.shape[1], group.size()
+    k = chosen.shape[1]
+    size = group.size()
     own = experts.num_experts // size
+    # 1. Sort the N·k pairs of token and expert by expert: the rows for a process are neighbors.
     order = chosen.flatten().argsort(stable=True)
     received, sends, receives = _rows_by_process(chosen, experts.num_experts, group)
+    # 2. Send each hidden state to the processes of its experts: row i of the sorted pairs is token
+    # order[i] // k. (N·k, C) -> (rows received, C)
     rows = _exchange(hidden[order // k], receives, sends, group)
+    # 3. Number the received rows by own expert. They lie by sender, and for each by expert.
     index = torch.arange(own, device=rows.device).repeat(size)
     index = index.repeat_interleave(received.flatten(), output_size=len(rows))
     count = len(rows)
-    if not count:  # so that the backward pass has the exchanges and gradients of the others
-        rows, index = rows.sum(0, keepdim=True), index.new_zeros(1)
+    if not count:
+        # No token chose an expert of this process. One row of zeros keeps the experts in the
+        # graph, so that the backward pass has the exchanges and gradients of the others.
+        rows = rows.sum(0, keepdim=True)
+        index = index.new_zeros(1)
+    # 4. Compute, with weights of 1: the sender weighs the outputs.
     part = View(experts, local_part, num_experts=own, exchanged=None)
     rows = products(part, rows, index[:, None], rows.new_ones(len(rows), 1))[:count]
+    # 5. Send the outputs back, and restore the order of the pairs. (rows received, C) -> (N·k, C)
     rows = _exchange(rows, sends, receives, group)
-    back = rows.index_select(0, order.argsort())  # which saves no rows
+    # index_select, unlike indexing, saves no rows for the backward pass
+    back = rows.index_select(0, order.argsort())
+    # 6. Sum the k weighted outputs of each token.
     return (back.view(-1, k, hidden.shape[1]) * weights[..., None]).sum(1).to(hidden.dtype)
 
 
 def _rows_by_process(
     chosen: torch.Tensor, num_experts: int, group: Any
 ) -> tuple[torch.Tensor, list[int], list[int]]:
-    """Rows that come from each process, for each own expert; those sent to it, and from it. The
-    host waits for the last two.
+    """Rows that come from each process, for each own expert, (processes, own experts); the rows
+    sent to each process, and received from it. The host waits for the last two.
     """
+    # How many tokens of this process chose each expert, by the process that has it.
     counts = torch.bincount(chosen.flatten(), minlength=num_experts).view(group.size(), -1)
     received = torch.empty_like(counts)
     dist.all_to_all_single(received, counts, group=group)
+    # An all-to-all of unequal parts needs their sizes on the host.
     sends, receives = torch.stack([counts.sum(1), received.sum(1)]).tolist()
     return received, sends, receives
 
@@ -134,5 +169,7 @@ def average_copies(parameters: list[nn.Parameter], mesh: Mesh) -> None:
     """Take the mean of experts' gradients over all processes, which DDP does not see."""
     for gradient in (p.grad for p in parameters):
         if isinstance(gradient, DTensor) and isinstance(gradient.placements[0], Replicate):
+            # The tokens of a copy's processes are summed already, so only the copies are left to
+            # sum over; the divisor is that of the mean over all processes.
             local = gradient.to_local().div_(mesh.dp_size)
             dist.all_reduce(local, group=gradient.device_mesh.get_group(0))

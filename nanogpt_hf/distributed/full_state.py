@@ -1,8 +1,16 @@
 """Weights and optimizer state of a prepared model under any kind of sharding.
 
-Tensors are whole on every process (one process, DDP), DTensors (FSDP2), or slices of flat
-buffers (deepspeed.py). Saved tensors are float32 and have our names, so a run can be resumed
-under another kind of sharding. All functions are collectives: all processes call them.
+A checkpoint is independent of the layout that wrote it: its tensors are float32, have the names of
+the whole model, and state which part of the whole tensor they are (a `Box`: offset and shape). A
+process has a tensor in one of three forms:
+
+    whole on every process (one process, DDP)      one process saves it
+    a DTensor (FSDP2, tensor parallelism, experts) each process saves its box; of copies one does
+    a slice of a flat buffer (ZeRO, deepspeed.py)  gathered one by one, each saved by one process
+
+To load, each process reads the boxes that it has, which may lie across several saved ones. So a run
+can be resumed under another kind of sharding, and on another number of processes. All functions are
+collectives: all processes call them.
 """
 
 import math
@@ -60,10 +68,13 @@ def own_weights(accelerator: Accelerator, model: torch.nn.Module) -> Tensors:
 
 def full_weights(accelerator: Accelerator, model: torch.nn.Module) -> dict[str, Tensor]:
     """The model's full weights on the main process's CPU; {} on other processes."""
-    pipeline, full = pipeline_of(accelerator), {}
-    for name, tensor in own_weights(accelerator, model):  # one whole tensor is on the device
+    pipeline = pipeline_of(accelerator)
+    keeps = pipeline.is_main_of_stage if pipeline else accelerator.is_main_process
+    full = {}
+    # One after another, so that a device needs memory for one whole tensor only.
+    for name, tensor in own_weights(accelerator, model):
         whole = full_tensor(tensor)
-        if pipeline.is_main_of_stage if pipeline else accelerator.is_main_process:
+        if keeps:
             full[name] = whole.cpu()
     return pipeline.gather(full) if pipeline else full
 
@@ -77,7 +88,8 @@ def _described(facts: tuple[tuple[int, ...], torch.dtype] | None) -> str:
 def box_of(parameter: Tensor) -> Box:
     """The part of a parameter that this process has."""
     if isinstance(parameter, DTensor):
-        (chunk,) = parameter.__create_chunk_list__()  # what torch's own checkpoints ask
+        # torch's own checkpoints ask this, too. It knows uneven shards and several dimensions.
+        (chunk,) = parameter.__create_chunk_list__()
         return Box(tuple(chunk.offsets), tuple(chunk.sizes))
     shape = full_shape(parameter)
     return Box((0,) * len(shape), tuple(shape))
@@ -87,10 +99,14 @@ class FullState:
     """Weights and optimizer state of a prepared model, to save and to load."""
 
     def __init__(self, accelerator: Accelerator, model: Any, optimizer: AcceleratedOptimizer):
-        self.accelerator, self.model, self.optimizer = accelerator, model, optimizer
-        self.is_zero, self.parameters = is_zero(accelerator), named_tensors(accelerator, model)
+        self.accelerator = accelerator
+        self.model = model
+        self.optimizer = optimizer
+        self.is_zero = is_zero(accelerator)
+        self.parameters = named_tensors(accelerator, model)
         self.trained = {name: p for name, p in self.parameters.items() if p.requires_grad}
-        self._kind: Any = getattr(optimizer.optimizer, "kind", None)  # none of ZeRO
+        # the row of OPTIMIZERS; DeepSpeed's optimizer is none of them
+        self._kind: Any = getattr(optimizer.optimizer, "kind", None)
 
     def _items_of(self, name: str) -> dict[str, Item]:
         """The state that the optimizer has of a parameter, as `<parameter>.<key>`."""
@@ -120,26 +136,36 @@ class FullState:
         tensor, and each saves about as many bytes of whole ones.
         """
         boxes = {name: box_of(parameter) for name, parameter in self.parameters.items()}
-        owners: dict[tuple[str, Box], int] = {}
         if self.is_zero:
-            loads = [0] * self.accelerator.num_processes
-            sizes = {name: math.prod(box.shape) for name, box in boxes.items()}
-            for name in sorted(sizes, key=lambda name: -sizes[name]):
-                owners[name, boxes[name]] = rank = loads.index(min(loads))
-                loads[rank] += sizes[name]
-            for name in self.trained:
-                for key in (*deepspeed.ADAMW_STATE, "step"):
-                    box = Box((), ()) if key == "step" else boxes[name]
-                    boxes[f"{name}.{key}"] = box
-                    owners[f"{name}.{key}", box] = owners[name, boxes[name]]
+            owners = self._balanced_owners(boxes)
         else:
             boxes |= {name: box_of(item.tensor) for name, item in self._items().items()}
+            owners: dict[tuple[str, Box], int] = {}
             for rank, others in enumerate(gather_object([boxes])):
                 for item in others.items():
                     owners.setdefault(item, rank)
         rank = self.accelerator.process_index
+        # A small tensor over many processes leaves empty shards.
         owned = {n: box for n, box in boxes.items() if owners[n, box] == rank and not box.is_empty}
         return owned, sorted({owner for (_, box), owner in owners.items() if not box.is_empty})
+
+    def _balanced_owners(self, boxes: dict[str, Box]) -> dict[tuple[str, Box], int]:
+        """Which rank saves each whole tensor under ZeRO; adds the optimizer state to `boxes`."""
+        owners: dict[tuple[str, Box], int] = {}
+        loads = [0] * self.accelerator.num_processes
+        sizes = {name: math.prod(box.shape) for name, box in boxes.items()}
+        # Largest first, each to the rank with the least so far: at most 4/3 of a perfect balance
+        # (Graham 1969).
+        for name in sorted(sizes, key=lambda name: -sizes[name]):
+            rank = loads.index(min(loads))
+            owners[name, boxes[name]] = rank
+            loads[rank] += sizes[name]
+        for name in self.trained:
+            for key in (*deepspeed.ADAMW_STATE, "step"):
+                box = Box((), ()) if key == "step" else boxes[name]
+                boxes[f"{name}.{key}"] = box
+                owners[f"{name}.{key}", box] = owners[name, boxes[name]]
+        return owners
 
     def _layouts(self) -> tuple[Layout, Layout, dict[str, str]]:
         """The weights and the optimizer state that a checkpoint of the model has, and whose state
@@ -150,7 +176,10 @@ class FullState:
         owners: dict[str, str] = {}
         for name in self.trained:
             if self.is_zero:
-                weights[name] = shape, dtype = weights[name][0], torch.float32
+                # ZeRO keeps float32 weights, also if it computes in 16 bits.
+                shape = weights[name][0]
+                dtype = torch.float32
+                weights[name] = shape, dtype
                 own = {f"{name}.{key}": (shape, dtype) for key in deepspeed.ADAMW_STATE}
                 own[f"{name}.step"] = (), dtype
             else:
@@ -159,6 +188,7 @@ class FullState:
             state |= own
             owners |= dict.fromkeys(own, name)
         if pipeline_of(self.accelerator):
+            # Each stage has the names of its own layers.
             for other in gather_object([(weights, state, owners)]):
                 for ours, theirs in zip((weights, state, owners), other, strict=True):
                     ours.update(theirs)
@@ -180,7 +210,8 @@ class FullState:
             ("optimizer state", optimizer_state, state),
         ):
             for name in sorted(saved.keys() | model.keys()):
-                here, there = saved.get(name), model.get(name)
+                here = saved.get(name)
+                there = model.get(name)
                 # ZeRO-2 saves frozen weights in the precision of the computation
                 frozen = kind == "weight" and name not in trained
                 if frozen and here and there and here[1].is_floating_point:
@@ -217,11 +248,14 @@ class FullState:
         for owner, parameter in self.trained.items():
             items = self._items_of(owner)
             if not items.keys() & saved.layout.keys():
+                # It was just unfrozen. It must not keep the state of `make_optimizer_state`, which
+                # has counted a step.
                 self.optimizer.state.pop(parameter, None)
                 continue
             for name, item in items.items():
                 value = saved.read(name, box_of(item.tensor))
                 if torch.is_tensor(item.value):
+                    # the row of the optimizer encodes 8-bit state again
                     local = local_part(item.value)
                     self._kind.restore(local, value.to(local.device))
                 else:
@@ -235,7 +269,8 @@ class FullState:
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         if self.is_zero or all(self.optimizer.state.get(p) for p in parameters):
             return
-        set_learning_rate(self.optimizer.optimizer, 0.0)  # the next step sets its own
+        # The next step sets its own rate. At rate 0 also weight decay changes nothing.
+        set_learning_rate(self.optimizer.optimizer, 0.0)
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)
         self.optimizer.optimizer.step()

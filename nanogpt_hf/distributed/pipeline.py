@@ -1,5 +1,18 @@
 """Pipeline parallelism: the stages of a model, one per process, and their training by a schedule
 of torch.
+
+A stage sends its hidden states (B, T, C) of each micro-batch to the next one, and gets their
+gradient back. The schedule decides when: 1F1B (Narayanan et al. 2019, PipeDream; as in
+arXiv:2104.04473, section 2.2) fills the pipeline, and then alternates one forward and one backward
+pass, so that stage i of p holds the activations of p - i micro-batches at most:
+
+    stage 0:  F0 F1 B0 F2 B1 F3 B2    B3
+    stage 1:     F0 B0 F1 B1 F2 B2 F3 B3
+
+The processes form a mesh (stages, copies, data-parallel, tensor-parallel). Inside a stage
+everything is as without a pipeline: FSDP2 shards the blocks over data-parallel ranks, tensor
+parallelism splits matrices. Between stages there are only the messages of the schedule, the norm
+of the whole gradient, and the gradient of a tied matrix, which first and last stage both have.
 """
 
 import functools
@@ -33,13 +46,21 @@ class Pipeline(Links):
 
     def __init__(self, model: PreTrainedModel, accelerator: Accelerator):
         mesh = mesh_of(accelerator)
-        self.accelerator, self.device = accelerator, accelerator.device
-        self.index, self.count, self.dp_size = mesh.pp_rank, mesh.pp_size, mesh.dp_size
+        self.accelerator = accelerator
+        self.device = accelerator.device
+        self.index = mesh.pp_rank
+        self.count = mesh.pp_size
+        self.dp_size = mesh.dp_size
         self.schedule = mesh.pp_schedule
         self.is_sharded = accelerator.distributed_type == DistributedType.FSDP
         copies = mesh.dp_replicate_size
-        sizes = {"pp": mesh.pp_size, "copies": copies, "dp": mesh.dp_size // copies}
-        sizes["tp"] = mesh.tp_size
+        # In the order of Mesh's ranks, so that both number the processes alike.
+        sizes = {
+            "pp": mesh.pp_size,
+            "copies": copies,
+            "dp": mesh.dp_size // copies,
+            "tp": mesh.tp_size,
+        }
         device_mesh = init_device_mesh(
             self.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes)
         )
@@ -47,10 +68,14 @@ class Pipeline(Links):
         self.dp_mesh = device_mesh["copies", "dp"] if copies > 1 else device_mesh["dp"]
         self.is_main_of_stage = mesh.dp_rank == mesh.tp_rank == 0
         self.model = model
+        # A step has as many micro-batches of one shape as the step before, but for a dry-run step.
         self._schedule_for = functools.lru_cache(maxsize=1)(self._build_schedule)
+        # What the loss of the current step is divided by, and what is called before each
+        # micro-batch: the schedule's functions take no arguments of ours.
         self._divisor = 1.0
         self._before: Callable[[int], None] = lambda number: None
-        if mesh.tp_size > 1:  # while embedding and head are here, which may be one matrix
+        if mesh.tp_size > 1:
+            # While embedding and head are both here: they may be one matrix.
             split_vocabulary(model, device_mesh["tp"])
         self.stage = Stage(model, self.index, self.count, self)
         if mesh.tp_size > 1:
@@ -76,7 +101,8 @@ class Pipeline(Links):
         """
         if not self.is_main_of_stage:
             return {}
-        if self.index:  # one by one, since a device may hold what is sent
+        if self.index:
+            # One by one, since a device may hold what is sent; None is the end.
             for item in (*weights.items(), None):
                 dist.send_object_list([item], group=self.pp_group, group_dst=0)
             return {}
@@ -85,7 +111,8 @@ class Pipeline(Links):
             while received[0]:
                 dist.recv_object_list(received, group=self.pp_group, group_src=source)
                 if received[0]:
-                    weights.setdefault(*received[0])  # a tied head is here already
+                    # A tied head is here already, as the first stage's embedding.
+                    weights.setdefault(*received[0])
         return weights
 
     def _shard(self, model: PreTrainedModel) -> None:
@@ -96,6 +123,8 @@ class Pipeline(Links):
             "mp_policy": plugin.mixed_precision_policy or MixedPrecisionPolicy(),
             "offload_policy": plugin.cpu_offload,
         }
+        # Each call makes one group of parameters, which are gathered together. The last call takes
+        # what is in no block: embedding, final norm, head.
         for block in own_blocks(architecture_of(model).blocks(model)):
             fully_shard(block, reshard_after_forward=plugin.reshard_after_forward, **options)
         fully_shard(model, **options)
@@ -108,7 +137,7 @@ class Pipeline(Links):
 
         @functools.wraps(whole)
         def forward(*args, number: torch.Tensor | None = None, **batch):
-            # FSDP2 gathers in the precision that is set
+            # FSDP2 gathers the weights in the precision that is set, and needs no autocast.
             with nullcontext() if self.is_sharded else self.accelerator.autocast():
                 if number is None:
                     return whole(*args, **batch)
@@ -117,7 +146,8 @@ class Pipeline(Links):
 
         vars(model)["forward"] = forward
 
-    # Outside of a schedule, hidden states travel in float32, which represents bf16 exactly.
+    # The links of evaluations and generation, outside of a schedule. Hidden states travel in
+    # float32, which represents bf16 exactly.
 
     def receive(self, hidden: torch.Tensor) -> torch.Tensor:
         received = torch.empty_like(hidden, dtype=torch.float32)
@@ -146,24 +176,30 @@ class Pipeline(Links):
         `before(i)` is called before the forward pass of micro-batch i. Returns this process's
         share of the loss: the summed loss divided by `num_targets`, on the last stage.
         """
+        # torch's schedules take the whole step, (micro-batches * B, T), and cut it again.
         batch: dict[str, Any] = {
             name: torch.cat([batch[name] for batch in micro_batches]).to(
                 self.device, non_blocking=True
             )
             for name in micro_batches[0]
         }
-        # FSDP2 averages gradients over ranks; without it they are summed below
+        # The gradient has to be that of the summed loss / num_targets. FSDP2 takes the mean over
+        # ranks, so each loss is multiplied by their number; without it they are summed below.
         scale = self.dp_size if self.is_sharded else 1
-        self._divisor, self._before = num_targets / scale, before
-        input_ids, targets = batch.pop("input_ids"), batch["shift_labels"]
+        self._divisor = num_targets / scale
+        self._before = before
+        input_ids = batch.pop("input_ids")
+        targets = batch["shift_labels"]
         if not self.stage.is_last:
             del batch["shift_labels"]
-        schedule, losses = self._schedule_for(len(micro_batches), input_ids.shape), []
+        schedule = self._schedule_for(len(micro_batches), input_ids.shape)
+        losses: list[torch.Tensor] = []
         schedule.step(
             *([input_ids] if self.stage.is_first else []),
             target=targets,
             losses=losses,
             return_outputs=False,
+            # cut like the batch: a micro-batch gets its own number
             number=torch.arange(len(micro_batches)),
             **batch,
         )
@@ -181,6 +217,7 @@ class Pipeline(Links):
     ) -> Schedule1F1B | ScheduleInterleavedZeroBubble:
         stage = PipelineStage(self.model, self.index, self.count, self.device, group=self.pp_group)
         options: Any = {
+            # by the number of micro-batches: the loss is divided by the targets of the step already
             "scale_grads": False,
             "loss_fn": lambda summed_loss, targets: summed_loss / self._divisor,
         }
@@ -202,13 +239,16 @@ class Pipeline(Links):
         get the same sum.
         """
         gradient = local_part(cast(torch.Tensor, parameter.grad))
-        other, peer = torch.empty_like(gradient), self.count - 1 if self.stage.is_first else 0
+        other = torch.empty_like(gradient)
+        peer = self.count - 1 if self.stage.is_first else 0
+        # In one batch, so that neither stage waits for the other to receive first.
         operations = [
-            dist.P2POp(operation, tensor, group=self.pp_group, group_peer=peer)
-            for operation, tensor in ((dist.isend, gradient.clone()), (dist.irecv, other))
+            dist.P2POp(dist.isend, gradient.clone(), group=self.pp_group, group_peer=peer),
+            dist.P2POp(dist.irecv, other, group=self.pp_group, group_peer=peer),
         ]
         for work in dist.batch_isend_irecv(operations):
             work.wait()
+        # A sum of two is the same in either order: the copies stay equal bit for bit.
         gradient += other
 
     def norm(self, parameters: list[nn.Parameter]) -> torch.Tensor:
@@ -216,6 +256,7 @@ class Pipeline(Links):
         copied = self.stage.is_last and self.stage.tied_here
         copy = self.model.get_parameter(copied) if copied else None
         counted = [cast(torch.Tensor, p.grad) for p in parameters if p is not copy]
+        # |g|² of the whole is the sum of the stages' |g|².
         square = total_norm(counted).square()
         dist.all_reduce(square, group=self.pp_group)
         return square.sqrt()

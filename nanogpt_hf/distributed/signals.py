@@ -17,6 +17,7 @@ class StopRequest:
     """
 
     def __init__(self, max_seconds: float | None = None):
+        # Why the run should end, in words; None as long as it should not.
         self.reason: str | None = None
         self._deadline = None if max_seconds is None else time.monotonic() + max_seconds
 
@@ -29,6 +30,8 @@ class StopRequest:
             self.reason = self.reason or "train.max_time is up"
         if accelerator.num_processes == 1:
             return self.reason is not None
+        # A signal may reach one process only. If that one stopped alone, the others would wait for
+        # it in the next collective.
         if self.reason is not None:
             accelerator.set_trigger()
         return accelerator.check_trigger()
@@ -49,19 +52,25 @@ def stop_on_signals(
 
     def handle(number, frame):
         if number == signal.SIGINT:
+            # the next Ctrl-C raises KeyboardInterrupt
             signal.signal(signal.SIGINT, signal.default_int_handler)
-        elif request.reason is not None:  # a cluster may send several
+        elif request.reason is not None:
+            # A cluster may send several.
             return
         request.reason = request.reason or f"received {signal.Signals(number).name}"
-        with contextlib.suppress(OSError):  # the signal may interrupt a print()
+        # Not by print(): the signal may have interrupted one, which must not be entered twice.
+        with contextlib.suppress(OSError):
             os.write(2, message.encode())
 
     if threading.current_thread() is not threading.main_thread():
-        yield request  # Python allows handlers in the main thread only
+        # Python allows handlers in the main thread only.
+        yield request
         return
-    numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]  # the last is SLURM's warning
+    # SLURM's warning before the end of a job is SIGUSR1, as our script asks it for.
+    numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
-        numbers.append(signal.SIGHUP)  # the terminal was closed
+        # The terminal is closed.
+        numbers.append(signal.SIGHUP)
     before = {number: signal.signal(number, handle) for number in numbers}
     try:
         yield request

@@ -1,15 +1,24 @@
 """Stages of a model for pipeline parallelism: the whole model without the layers of the other
 stages.
 
-So the parameters have the whole model's names, and the forward pass of the model's own class,
-called on all stages at once, evaluates and generates: hidden states pass from stage to stage,
-and all get the loss or logits of the last.
+A model of four blocks on two stages. A dash is a module that passes on what it gets:
+
+    stage 0:  embedding  block 0  block 1     -        -      -     AbsentHead
+    stage 1:     -          -        -     block 2  block 3  norm   head
+
+So the parameters have the whole model's names, and a stage is checkpointed as any model. The
+forward pass of the model's own class has two uses:
+
+- In a training step the schedule calls one stage for one micro-batch (`Stage.micro_batch`): it
+  takes token ids or the output of the stage before, and returns its own output or the loss.
+- Called on all stages at once it evaluates and generates: hidden states pass from stage to stage by
+  `Links`, and all get the loss or logits of the last.
 """
 
 import copy
 import dataclasses
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,8 +31,8 @@ from nanogpt_hf.model.loss_gpt import Head
 
 
 class Links:
-    """How tensors get from a stage to others outside of training, without gradients; here not at
-    all.
+    """Sends tensors between stages outside of training, without gradients. This base class sends
+    nothing.
     """
 
     def receive(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -39,16 +48,20 @@ class Links:
 
 
 class AbsentBlock(nn.Module):
-    """In place of a block of another stage: returns its input, or what `transfer` makes of it
-    beside an own block.
+    """In place of a block of another stage: returns its input.
+
+    The one just before this stage's first block receives its input instead, and the one just after
+    the last sends its output (`transfer`).
     """
 
     def __init__(self, index: int, transfer: Callable[[torch.Tensor], torch.Tensor] | None):
         super().__init__()
-        self.index, self.transfer = index, transfer
+        self.index = index
+        self.transfer = transfer
 
     def forward(self, hidden, *args, past_key_values=None, **kwargs):
-        if past_key_values is not None:  # it counts the positions so far by the first block
+        if past_key_values is not None:
+            # The cache counts the positions so far by the keys of the first block, (B, 0, T, 0).
             no_heads = hidden.new_zeros(len(hidden), 1, hidden.shape[1], 1)
             past_key_values.update(no_heads, no_heads, self.index)
         return self.transfer(hidden) if self.transfer else hidden
@@ -58,8 +71,8 @@ class AbsentBlock(nn.Module):
 
 
 class AbsentEmbedding(nn.Module):
-    """In place of an embedding on later stages: zeros of its shape, which the first block's
-    input then replaces.
+    """In place of an embedding on later stages: zeros of its shape, (B, T, C), which the output of
+    the stage before then replaces.
     """
 
     def __init__(self, width: int):
@@ -75,9 +88,11 @@ class AbsentHead(Head):
 
     def __init__(self, rows: int, links: Links):
         nn.Module.__init__(self)
-        self.rows, self.links = rows, links
+        self.rows = rows
+        self.links = links
 
     def forward(self, hidden, targets=None, vocab_size=0, row_loss=None):
+        # logits (B, T, V), or the summed loss: a scalar
         shape = (*hidden.shape[:-1], self.rows) if targets is None else ()
         return self.links.from_last(torch.empty(shape, device=hidden.device))
 
@@ -88,22 +103,27 @@ class Stage:
     """
 
     def __init__(self, model: PreTrainedModel, index: int, count: int, links: Links):
-        self.model, self.links = model, links
-        self.is_first, self.is_last = index == 0, index == count - 1
-        # A tied head is copied to the first and to the last stage: the name of its matrix in the
-        # whole model, and here.
-        self.tied_name = self.tied_here = ""
-        # this stage's, in a micro-batch
+        self.model = model
+        self.links = links
+        self.is_first = index == 0
+        self.is_last = index == count - 1
+        # A tied head is copied to the first and to the last stage. These are the names of its
+        # matrix in the whole model, and here.
+        self.tied_name = ""
+        self.tied_here = ""
+        # In a micro-batch of training: what this stage has got, and what its last block returned.
         self._input: torch.Tensor | None = None
         self._output: torch.Tensor | None = None
         self._forward = model.forward
-        # lm-eval calls it, and embedding or head are missing
+        # lm-eval calls it, and embedding or head are missing.
         vars(model)["tie_weights"] = lambda *args, **kwargs: None
         self._cut(index, count)
 
     def _cut(self, index: int, count: int) -> None:
-        model, architecture = self.model, architecture_of(self.model)
-        blocks, config = architecture.blocks(model), model.config
+        model = self.model
+        config = model.config
+        architecture = architecture_of(model)
+        blocks = architecture.blocks(model)
         names = {id(module): name for name, module in model.named_modules()}
         embedding: Any = model.get_input_embeddings()
         head: Any = model.get_output_embeddings()
@@ -112,36 +132,43 @@ class Stage:
         if head.weight is embedding.weight and (self.is_first or self.is_last):
             self.tied_name = f"{names[id(embedding)]}.weight"
             self.tied_here = f"{names[id(embedding if self.is_first else head)]}.weight"
+        transfers = {own.start - 1: self._receive, own.stop: self._send}
         for i in range(len(blocks)):
             if i not in own:
-                blocks[i] = AbsentBlock(
-                    i, {own.start - 1: self._receive, own.stop: self._send}.get(i)
-                )
+                blocks[i] = AbsentBlock(i, transfers.get(i))
         if not self.is_first:
+            # tokens, and positions if the model learns them
             for absent in architecture.embeddings(model):
                 model.set_submodule(names[id(absent)], AbsentEmbedding(config.hidden_size))
         if self.is_last:
             head.register_forward_hook(lambda head, inputs, output: self._to_all(output))
         else:
-            if any(True for _ in norm.parameters()):  # others are used elsewhere too
+            # A norm without parameters may be one module that blocks use, too.
+            if any(True for _ in norm.parameters()):
                 model.set_submodule(names[id(norm)], nn.Identity())
             rows = config.vocab_size + padding_rows(config)
             model.set_submodule(names[id(head)], AbsentHead(rows, self.links))
 
     def micro_batch(self, inputs: torch.Tensor, **batch: Any) -> Any:
-        """The output of this stage for token ids, or for the output of the stage before; the
-        last: the summed loss.
+        """The output of this stage, (B, T, C), for token ids (B, T), or for the output of the stage
+        before; on the last stage the summed loss.
         """
         self._input = inputs
+        # Later stages get hidden states where the model takes embeddings, so that autograd has a
+        # gradient for the stage before.
         name = "input_ids" if self.is_first else "inputs_embeds"
         arguments = {name: inputs, "use_cache": False, **batch}
         try:
             if self.is_last:
                 return self._forward(**arguments, num_items_in_batch=1, skip_logits=True).loss
+            # Without the head. The AbsentBlock after the last own block has noted its output.
             self.model.base_model(**arguments)
             return self._output
         finally:
             self._input = self._output = None
+
+    # Called by the AbsentBlocks beside this stage's own. In a micro-batch of training the schedule
+    # sends and receives; else `links` does.
 
     def _receive(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.links.receive(hidden) if self._input is None else self._input
@@ -159,7 +186,8 @@ class Stage:
 
 def head_in_blocks(model: PreTrainedModel) -> float:
     """How many blocks have as many parameters, and so as many multiplications, as the head."""
-    block, head = architecture_of(model).blocks(model)[0], cast(Any, model.get_output_embeddings())
+    block = architecture_of(model).blocks(model)[0]
+    head: Any = model.get_output_embeddings()
     return head.weight.numel() / sum(parameter.numel() for parameter in block.parameters())
 
 
@@ -170,6 +198,8 @@ def split_blocks(blocks: int, head: float, count: int) -> list[range]:
     The others differ by at most one; the first has the fewest, since it holds the activations of
     most micro-batches.
     """
+    # A fair share is (blocks + head) / count; the head takes `head` of the last stage's share. Each
+    # other stage needs one block at least.
     last = min(max(1, round((blocks + head) / count - head)), blocks - count + 1)
     ends = [(blocks - last) * i // (count - 1) for i in range(count)] + [blocks]
     return [range(*ends[i : i + 2]) for i in range(count)]
@@ -183,12 +213,14 @@ def own_blocks(blocks: nn.ModuleList) -> list[nn.Module]:
 def tiny_model(section: ModelSection) -> PreTrainedModel:
     """A tiny model of the same architecture, with weights large enough that a difference shows."""
     sizes: dict[str, Any] = {"n_head": min(2, section.n_head), "n_embd": 32, "n_positions": 16}
-    if not any(isinstance(value, list) for value in section.extra.values()):  # one for each block
+    # A list in model.extra has a value for each block: then their number has to stay.
+    if not any(isinstance(value, list) for value in section.extra.values()):
         sizes["n_layer"] = 2
     tiny = dataclasses.replace(section, n_kv_head=None, n_inner=None, **sizes)
     model = build_model(build_config(tiny, vocab_size=64), seed=0).eval()
     with torch.no_grad():
         for number, parameter in enumerate(model.parameters()):
+            # Initial weights are small, and norms are 1: layers left out would hardly show.
             wave = torch.sin(torch.arange(parameter.numel()) * (1.7 + number))
             parameter.add_(wave.view(parameter.shape), alpha=0.2)
     return model
@@ -205,12 +237,14 @@ def stages_problem(section: ModelSection) -> str | None:
         whole = tiny_model(section)
         ids = torch.arange(32).view(2, 16)
         with torch.no_grad():
-            first, last = (Stage(copy.deepcopy(whole), index, 2, Links()) for index in (0, 1))
+            first = Stage(copy.deepcopy(whole), 0, 2, Links())
+            last = Stage(copy.deepcopy(whole), 1, 2, Links())
             expected = whole(
                 input_ids=ids, shift_labels=ids + 1, num_items_in_batch=1, use_cache=False
             ).loss
             loss = last.micro_batch(first.micro_batch(ids), shift_labels=ids + 1)
-    except Exception as error:  # what its forward pass does not find, or cannot compute
+    except Exception as error:
+        # Whatever its forward pass does not find in a stage, or cannot compute there.
         return f"it cannot be cut into stages: {error!s:.80}"
     same = torch.allclose(loss, expected, rtol=1e-4)
     return None if same else "its stages compute another loss than the whole"

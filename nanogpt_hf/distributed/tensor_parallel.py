@@ -2,10 +2,19 @@
 sequences.
 
 In a block each process computes a part of the heads and of the MLP's width (Shoeybi et al. 2019,
-arXiv:1909.08053): one all-reduce after attention and one after the MLP, and as many in the
-backward pass. Embedding and head are split by rows of the vocabulary; the cross-entropy is
-computed from parts of the logits, which no process holds whole. All other parameters are whole
-on every process, and get equal gradients there.
+Megatron-LM, arXiv:1909.08053, section 3). Two matrices in a row are split so that nothing has to
+be sent between them. For the MLP on n processes, hidden (B, T, C) and width F:
+
+    up    (F, C)  by outputs: process i has F/n rows  -> (B, T, F/n), a part of the width
+    down  (C, F)  by inputs: process i has F/n columns -> (B, T, C), one summand of the output
+
+So one all-reduce follows each `down`. Attention is split alike: queries, keys and values by
+outputs, which are heads, and the output projection by inputs. A block costs one all-reduce after
+attention and one after the MLP, and as many in the backward pass, for the gradients of the inputs.
+
+Embedding and head are split by rows of the vocabulary; the cross-entropy is computed from parts of
+the logits, which no process holds whole. All other parameters (norms, positions) are whole on
+every process, and get equal gradients there.
 """
 
 import logging
@@ -49,6 +58,7 @@ _SPLITS: dict[str, Split] = {  # by the styles of transformers' plans
     "rowwise": "inputs",
     "replicated_with_grad_allreduce": "heads",
 }
+# torch names them by the columns and rows of the transposed weight of `x @ W`.
 _STYLES: dict[Split, ParallelStyle] = {
     "outputs": ColwiseParallel(),
     "inputs": RowwiseParallel(),
@@ -99,21 +109,27 @@ def split_matrices(model: PreTrainedModel, mesh: DeviceMesh) -> None:
         ]
         splits = splits_of(architecture, block)
         plan = {name: _STYLES[split] for name, split in splits.items()}
+        # The model is equal on all processes already: none has to send it (src_data_rank).
         parallelize_module(block, mesh, plan, src_data_rank=None)
-        for name in {
-            name.rpartition(".")[0] for name, split in splits.items() if split == "outputs"
-        }:
+        # The modules whose first layers are split by outputs: attention and MLP.
+        first_layers = [name for name, split in splits.items() if split == "outputs"]
+        for name in {name.rpartition(".")[0] for name in first_layers}:
             _share_input(block.get_submodule(name), mesh)
+        # parallelize_module makes new parameters, which all require a gradient.
         for name in frozen:
             block.get_parameter(name).requires_grad_(False)
-    # under FSDP2 it warns of each gather over both dimensions of the mesh, which only norms and
-    # checkpoints need
+    # Under FSDP2 torch warns of each gather over both dimensions of the mesh, which only norms and
+    # checkpoints need.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 
 def _share_input(module: nn.Module, mesh: DeviceMesh) -> None:
     """Give all layers of attention or MLP one input, so that its gradient is summed over
     processes once for all.
+
+    Each of queries, keys and values gives a part of the input's gradient on each process. Without
+    this hook each layer would make its own DTensor of the input, and sum its part by an all-reduce
+    of its own: three where one is enough.
     """
 
     def replicated(hidden: torch.Tensor) -> DTensor:
@@ -140,6 +156,7 @@ def split_vocabulary(model: PreTrainedModel, mesh: DeviceMesh) -> None:
         return
     embedding: Any = model.get_input_embeddings()
     head: Any = model.get_output_embeddings()
+    # By parameter and not by name, since a tied head is the embedding's matrix: it stays so.
     shards = {
         parameter: nn.Parameter(
             distribute_tensor(parameter, mesh, [Shard(0)], src_data_rank=None),
@@ -158,18 +175,24 @@ def split_vocabulary(model: PreTrainedModel, mesh: DeviceMesh) -> None:
 
 
 def _look_up(embedding: nn.Embedding, mesh: DeviceMesh, ids: torch.Tensor) -> torch.Tensor:
-    """The rows of token ids, from this process's rows and those of the others.
+    """The embeddings of token ids (B, T) -> (B, T, C), from this process's rows and those of the
+    others.
 
-    DTensor's own lookup gives each process the gradient of all rows.
+    Each process looks up the tokens that are its own and has zeros for all others; the sum over
+    processes is the embedding. DTensor's own lookup gives each process the gradient of all rows.
     """
     rows = local_part(embedding.weight)
-    index = ids - -(-len(embedding.weight) // mesh.size()) * mesh.get_local_rank()
+    # The vocabulary's rows are cut into parts of ceil(V / n): the last may have fewer.
+    part_size = -(-len(embedding.weight) // mesh.size())
+    index = ids - part_size * mesh.get_local_rank()
     mine = (index >= 0) & (index < len(rows))
+    # Row 0 stands for the tokens of others, so that the lookup stays inside of the part.
     part = F.embedding(index.where(mine, 0), rows) * mine[..., None]
     part = DTensor.from_local(part, mesh, [Partial()], run_check=False)
-    # a view would lose FSDP2's hook if the model changed it in place
+    # The all-reduce; the gradient needs none, since it is whole on all. The copy: a view would
+    # lose FSDP2's hook if the model changed it in place.
     hidden = part.redistribute(placements=[Replicate()]).to_local().clone()
-    scale = getattr(embedding, "embed_scale", None)  # Gemma's
+    scale = getattr(embedding, "embed_scale", None)  # Gemma has one
     return hidden if scale is None else hidden * scale.to(rows.dtype)
 
 
@@ -181,13 +204,17 @@ class VocabularyParallelHead(Head):
     mesh: DeviceMesh
 
     def forward(self, hidden, targets=None, vocab_size=0, row_loss=None):
-        assert row_loss is None  # it needs all logits of a row; config/compatibility.py refuses it
+        # A loss by rows needs all logits of a row; config/compatibility.py refuses it.
+        assert row_loss is None
         mesh = self.mesh
-        # Each process computes a part of hidden's gradient, from its rows.
+        # hidden (N, C) is equal on all processes. Each computes a part of its gradient, from its
+        # rows of the vocabulary; the parts are summed in the backward pass.
         hidden = DTensor.from_local(hidden, mesh, [Replicate()], run_check=False)
         hidden = hidden.to_local(grad_placements=[Partial()])
-        weight, bias = (p if p is None else local_part(p) for p in (self.weight, self.bias))
+        weight = local_part(self.weight)
+        bias = None if self.bias is None else local_part(self.bias)
         if targets is None:
+            # Generation and evaluations by logits: (B, T, V/n) on each process -> (B, T, V) on all.
             shape = torch.Size((*hidden.shape[:-1], self.weight.shape[0]))
             stride = torch.empty(shape, device="meta").stride()
             logits = F.linear(hidden, weight, bias)
@@ -214,23 +241,28 @@ def _loss_and_gradient(
     bias: torch.Tensor | None = None,
     softcap: float | None = None,
 ):
-    """As loss_gpt.py's, from the rows of the vocabulary from number `first` on: the loss is whole,
-    the gradient a part.
+    """The summed cross-entropy of rows (R, C), and its gradient with respect to this process's
+    logits (R, V/n): those of the vocabulary from number `first` on.
 
-    Three numbers per row are exchanged: the largest logit, the sum of exponentials, and the
-    target's logit.
+    With the largest logit m of a row, s = Σ exp(logit - m) over the whole vocabulary and the
+    target's logit t, the loss is log(s) - (t - m), and the gradient exp(logit - m) / s, minus 1 at
+    the target. So three numbers per row are exchanged, m, s and t - m, and no logits (Megatron-LM's
+    vocabulary-parallel cross-entropy). The loss is whole on all processes.
     """
+    # Rows that pad the vocabulary have no logits.
     own_size = max(0, vocab_size - first)
     logits = head_logits(rows, weight, bias, own_size, softcap)
     largest = logits.amax(-1, keepdim=True).float()
     dist.all_reduce(largest, dist.ReduceOp.MAX, group)
     counts = targets != IGNORED
+    # The target's column here, if this process has it; else 0, with a logit of 0 in the sum.
     index = targets.where(counts, 0) - first
     mine = (index >= 0) & (index < len(weight))
     index = index.where(mine, 0)[:, None]
-    shifted = logits - largest  # float32, as the largest
+    shifted = logits - largest  # in float32, as the largest
     target_logit = shifted.gather(1, index)[:, 0].where(mine, 0.0)
     gradient = shifted.exp_()
+    # One all-reduce for both: (2, R)
     sums = torch.stack([gradient.sum(-1), target_logit])
     dist.all_reduce(sums, group=group)
     loss = (sums[0].log() - sums[1]).where(counts, 0.0).sum()
