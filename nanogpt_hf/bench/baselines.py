@@ -20,7 +20,7 @@ from transformers import (
 
 from nanogpt_hf.bench.clock import WARM_STEPS, Workload, synchronize, time_of
 from nanogpt_hf.config.sources import learns_parts
-from nanogpt_hf.distributed.accelerator import prepared_blocks
+from nanogpt_hf.distributed.preparation import prepared_blocks
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.model.architecture import architecture_of
 from nanogpt_hf.model.build import start_model

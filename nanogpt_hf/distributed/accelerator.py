@@ -1,41 +1,34 @@
-"""Build and describe the Accelerator; every workaround for it.
+"""Build and describe the Accelerator, with our changes of its class and plugins.
 
-Workarounds: tensor parallelism on CPUs and under FSDP2; our own context parallelism; FSDP2
-shards gradients after each micro-batch, and in bf16 sums them in float32; layers are converted to
-fp8 before a model is split; blocks are compiled in place; activation checkpointing is that of
-torch; clipping and the optimizer's step bypass the wrapper; a dry-run step counts as no
-micro-batch.
+What accelerate does otherwise than we need is changed in three places. Here: tensor parallelism on
+CPUs and under FSDP2, no context parallelism of its own, FSDP2's sums of gradients. In
+preparation.py: fp8 before a model is split, blocks that are compiled in place, torch's activation
+checkpointing. In updates.py: clipping and stepping without the wrapper, and a dry-run step that
+counts as no micro-batch.
 """
 
 import logging
-import math
 import os
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast
 from unittest.mock import patch
 
 import torch
 from accelerate import Accelerator
-from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.tracking import GeneralTracker
 from accelerate.utils import (
     DistributedType,
-    DynamoBackend,
     GradientAccumulationPlugin,
     InitProcessGroupKwargs,
     ProjectConfiguration,
     patch_environment,
 )
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
-from torch.nn.parallel import DistributedDataParallel
-from transformers import PreTrainedModel
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from nanogpt_hf.config.schema import Config
-from nanogpt_hf.distributed import accelerate_config, deepspeed, expert_parallel, rendezvous
+from nanogpt_hf.distributed import deepspeed, rendezvous
 from nanogpt_hf.distributed.accelerate_config import (
     check_config,
     check_launch,
@@ -47,15 +40,8 @@ from nanogpt_hf.distributed.accelerate_config import (
     one_line_of_accelerate,
     settled,
 )
-from nanogpt_hf.distributed.deepspeed import is_zero
 from nanogpt_hf.distributed.mesh import Mesh, mesh_of
-from nanogpt_hf.distributed.pipeline import pipeline_of
 from nanogpt_hf.errors import UserError
-from nanogpt_hf.model.architecture import architecture_of
-from nanogpt_hf.model.loss_gpt import compile_loss
-from nanogpt_hf.model.recompute import recompute_blocks
-from nanogpt_hf.optim.optimizer import skip_step_unless_finite
-from nanogpt_hf.optim.state import clip_to_norm, full_tensor, total_norm
 from nanogpt_hf.runs.folder import RunFolder
 
 logger = logging.getLogger(__name__)
@@ -67,7 +53,8 @@ class _Accelerator(Accelerator):
     """
 
     def __init__(self, mesh: Mesh, **options: Any):
-        self.mesh, self.pipeline = mesh, None
+        self.mesh = mesh
+        self.pipeline = None
         super().__init__(**options)
 
     def free_memory(self, *objects: Any) -> Any:
@@ -97,9 +84,11 @@ class _Accelerator(Accelerator):
         """
         return args
 
-    # nothing: context_parallel.py does it; accelerate's hooks drop the masks of evaluations, too
+    # Do nothing here: context_parallel.py does it, and accelerate's hooks would drop the masks of
+    # evaluations.
     _prepare_cp = _prepare_tp
-    _prepare_ao = _prepare_tp  # nothing: `multiply_in_fp8` does it, before a model is split
+    # Do nothing here: `multiply_in_fp8` does it before a model is split.
+    _prepare_ao = _prepare_tp
 
 
 def _start(mesh: Mesh, **options: Any) -> Accelerator:
@@ -107,8 +96,9 @@ def _start(mesh: Mesh, **options: Any) -> Accelerator:
     started.
     """
     default_to_cpu(mesh)
+    # of the collectives: a process that is lost ends the others after it
     timeout = InitProcessGroupKwargs(timeout=rendezvous.PEER_TIMEOUT)
-    # accelerate's own checkpointing knows no levels
+    # Accelerate's own checkpointing knows no levels: preparation.py does it.
     own = patch_environment(fsdp_activation_checkpointing="false")
     with one_line_of_accelerate(), own:
         accelerator = _Accelerator(
@@ -162,46 +152,62 @@ def build_accelerator(
         log_with=[*config.tracking.trackers, *trackers] or None,
         project_config=ProjectConfiguration(str(run.path), str(run.trackers)),
     )
+    _report_choices(accelerator)
+    _check_provided(accelerator)
+    if mesh.sharding == "fsdp":
+        _configure_fsdp(accelerator)
+    if mesh.sharding == "zero":
+        zero: Any = accelerator.deepspeed_plugin
+        deepspeed.configure(zero.deepspeed_config, config, accumulation)
+    if accelerator.device.type == "cuda":
+        # TF32 for the products that remain in float32
+        torch.set_float32_matmul_precision("high")
+    return accelerator
+
+
+def _report_choices(accelerator: Accelerator) -> None:
+    """Log what was chosen although the accelerate config does not set it."""
     if lacks_bfloat16() and accelerator.is_main_process:
         logger.warning(
             "this CPU has no instructions for bfloat16 (AVX512_BF16, AMX or Arm's BF16), so the "
             "run is in float32, which is faster here"
         )
     if chooses_for_one_gpu():
-        compiles = ", compiled" if mesh.compiles else ""
+        compiles = ", compiled" if mesh_of(accelerator).compiles else ""
         logger.info(
             f"no accelerate config: {precision_of(accelerator)}{compiles}; `accelerate config`, or "
             "launch --config_file F, sets another precision and compiler"
         )
+
+
+def _check_provided(accelerator: Accelerator) -> None:
+    """Raises UserError if the run would not get the sharding that the accelerate config sets."""
+    # Accelerate ignores FSDP on a CPU without a word. Without a process group it shards nothing.
     provided = accelerator.distributed_type.value if torch.distributed.is_initialized() else "NO"
-    stated = {"fsdp": "FSDP", "zero": "DEEPSPEED"}.get(mesh.sharding, provided)
+    sharding = mesh_of(accelerator).sharding
+    stated = {"fsdp": "FSDP", "zero": "DEEPSPEED"}.get(sharding, provided)
     if provided != stated:
         raise UserError(
             f"the accelerate config sets {stated}, but this machine provides {provided} on "
             f"{accelerator.device.type}; use a config without it, such as "
             "accelerate_configs/cpu_ddp.yaml"
         )
-    fsdp = getattr(accelerator.state, "fsdp_plugin", None)
-    if fsdp is not None:
-        # what accelerate 1.15 does with a device mesh of several dimensions
-        warnings.filterwarnings(
-            "ignore", "Slicing a flattened dim from root mesh will be deprecated", UserWarning
+
+
+def _configure_fsdp(accelerator: Accelerator) -> None:
+    """Let FSDP2 sum gradients in float32. Raises UserError if the accelerate config sets FSDP 1."""
+    plugin: Any = accelerator.state.fsdp_plugin
+    # Accelerate 1.15 does it with a device mesh of several dimensions.
+    warnings.filterwarnings(
+        "ignore", "Slicing a flattened dim from root mesh will be deprecated", UserWarning
+    )
+    if plugin.fsdp_version != 2:
+        raise UserError("the accelerate config sets FSDP 1; set fsdp_version: 2 in its fsdp_config")
+    if accelerator.mixed_precision in ("bf16", "fp8"):
+        # Accelerate's own policy also sums gradients in bf16, and loses their small parts.
+        plugin.mixed_precision_policy = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32
         )
-        if fsdp.fsdp_version != 2:
-            raise UserError(
-                "the accelerate config sets FSDP 1; set fsdp_version: 2 in its fsdp_config"
-            )
-        if accelerator.mixed_precision in ("bf16", "fp8"):
-            # accelerate's own policy also sums gradients in bf16, and loses their small parts
-            fsdp.mixed_precision_policy = MixedPrecisionPolicy(
-                param_dtype=torch.bfloat16, reduce_dtype=torch.float32
-            )
-    if is_zero(accelerator):
-        plugin: Any = accelerator.deepspeed_plugin
-        deepspeed.configure(plugin.deepspeed_config, config, accumulation)
-    if accelerator.device.type == "cuda":
-        torch.set_float32_matmul_precision("high")  # TF32 where float32 remains
-    return accelerator
 
 
 def is_sharded(accelerator: Accelerator) -> bool:
@@ -224,7 +230,7 @@ def choose_kernels(*, deterministic: bool) -> None:
     RuntimeError if an operation has no deterministic kernel.
     """
     if deterministic:
-        # read with the first product
+        # cuBLAS reads it with the first product
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(deterministic)
     # torch would also fill each new tensor, to show what reads it too early
@@ -232,17 +238,16 @@ def choose_kernels(*, deterministic: bool) -> None:
 
 
 def sum_over_ranks(accelerator: Accelerator, tensor: torch.Tensor) -> torch.Tensor:
-    """The sum of a tensor over all processes, on all of them; of those that have the same, one
-    counts.
+    """Sum a tensor over all processes; replicas count once. Every process gets the sum.
 
-    They are tensor-parallel ranks, and pipeline stages, of which the last has the loss. Exact
-    for any number of ranks and any dtype.
+    A sum of the values and of zeros for the replicas: exact for any number of them and any dtype,
+    as a division by their number would not be.
     """
     mesh = mesh_of(accelerator)
+    # Tensor-parallel ranks have equal values. Of pipeline stages the last has the loss.
     counts = mesh.tp_rank == 0 and mesh.pp_rank == mesh.pp_size - 1
-    return cast(
-        torch.Tensor, accelerator.reduce(tensor if counts else torch.zeros_like(tensor), "sum")
-    )
+    summand = tensor if counts else torch.zeros_like(tensor)
+    return cast(torch.Tensor, accelerator.reduce(summand, "sum"))
 
 
 def describe_device(device: torch.device) -> str:
@@ -262,7 +267,8 @@ def precision_of(accelerator: Accelerator) -> str:
 
 def describe_machine(accelerator: Accelerator) -> str:
     """One line such as `8 × NVIDIA H200, MULTI_GPU, bf16`."""
-    mesh, kind = mesh_of(accelerator), accelerator.distributed_type
+    mesh = mesh_of(accelerator)
+    kind = accelerator.distributed_type
     split = {
         "tensor-parallel": mesh.tp_size,
         "context-parallel": mesh.cp_size,
@@ -286,168 +292,3 @@ def actual_settings(accelerator: Accelerator) -> dict[str, str]:
         "precision": accelerator.mixed_precision,
         "dynamo": cast(Any, accelerator.state.dynamo_plugin).backend.value.lower(),
     }
-
-
-def multiply_in_fp8(model: PreTrainedModel, mesh: Mesh) -> None:
-    """Let torchao multiply in 8 bits in the linear layers of the blocks of a whole model, in place.
-    Raises UserError if none has sizes that 16 divides, on each of the processes that split it.
-
-    Scales are those of a tensor of a micro-batch, so there is no state. Weights stay what they are:
-    checkpoints know no class of weights that FSDP2 gathers in 8 bits.
-    """
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # take a second
-
-    unit, found = 16 * mesh.tp_size, []
-
-    def takes(layer: Any, name: str) -> bool:
-        fits = layer.in_features % unit == layer.out_features % unit == 0
-        found.extend([name] * fits)
-        return fits
-
-    # the inner size of a product is padded: numbers of tokens may be odd
-    config = Float8LinearConfig(pad_inner_dim=True, emulate=accelerate_config.EMULATES_FP8)
-    blocks = architecture_of(model).blocks(model)
-    convert_to_float8_training(blocks, module_filter_fn=takes, config=config)
-    if not found:
-        raise UserError(
-            "the accelerate config sets mixed_precision fp8, and no block of the model has a "
-            f"linear layer with inputs and outputs that {unit} divides; set bf16, or other sizes"
-        )
-
-
-def _is_one_graph(model: PreTrainedModel, accelerator: Accelerator) -> bool:
-    """Whether the base model can be compiled as one graph, whose kernels a host starts faster than
-    those of its blocks: in small steps a GPU waits for the host.
-
-    FSDP2, ZeRO and parallel layouts run code between the blocks. Recomputed activations and masks
-    of packed documents are known to work block by block.
-    """
-    attention = model.config._attn_implementation
-    mesh = mesh_of(accelerator)
-    is_plain = attention in ("sdpa", "eager") and not mesh.checkpointing
-    return is_plain and not is_sharded(accelerator) and mesh.cp_size == 1
-
-
-@contextmanager
-def prepared_blocks(
-    model: PreTrainedModel, accelerator: Accelerator, optimizer: torch.optim.Optimizer | None = None
-) -> Iterator[None]:
-    """Compile the model, loss and the optimizer's update, and checkpoint activations, if the
-    accelerate config sets it. Name the blocks for FSDP2.
-
-    A context for `accelerator.prepare`, inside which accelerate's own versions are off. Compiled
-    in place, parameters keep their names. The base model is one graph where that is possible, else
-    each block is compiled, and one graph serves all blocks. Accelerate's checkpointing draws new
-    dropout masks in the backward pass, which makes the gradient wrong.
-    """
-    mesh = mesh_of(accelerator)
-    if mesh.tp_size > 1:
-        cast(Any, model)._tp_size = mesh.tp_size  # accelerate compares it with its config
-    if mesh.checkpointing:
-        recompute_blocks(model, mesh.checkpointing)
-    blocks = architecture_of(model).blocks(model)
-    # what FSDP2 shards as one; transformers also names parts of other models
-    cast(Any, model)._no_split_modules = sorted({type(block).__name__ for block in blocks})
-    plugin: Any = accelerator.state.dynamo_plugin
-    backend, plugin.backend = plugin.backend, DynamoBackend.NO
-    if backend != DynamoBackend.NO:
-        mode = None if plugin.mode == "default" else plugin.mode
-        options: Any = {"backend": backend.value.lower(), "mode": mode}
-        is_whole = _is_one_graph(model, accelerator) and not plugin.use_regional_compilation
-        for part in [model.base_model] if is_whole else blocks:
-            part.compile(**options)
-        compile_loss(model.get_output_embeddings(), **options)
-        if compile_update := getattr(optimizer, "compile", None):
-            compile_update(**options)
-    try:
-        yield
-    finally:  # for the next model of this run, after unfreezing or a loss spike
-        plugin.backend = backend
-
-
-def compress_gradients(model: torch.nn.Module, accelerator: Accelerator) -> None:
-    """Let DDP send the gradients of a prepared model in the precision that the accelerate config
-    sets.
-    """
-    kind = mesh_of(accelerator).compression
-    if isinstance(model, DistributedDataParallel) and kind != "no":
-        hook = getattr(default_hooks, f"{kind}_compress_hook")
-        # not the hook itself: torch refuses the name of that for bf16 on gloo, which has its sum
-        model.register_comm_hook(None, lambda state, bucket: hook(state, bucket))
-
-
-@contextmanager
-def accumulate(accelerator: Accelerator, model: torch.nn.Module) -> Iterator[None]:
-    """Context for the forward and backward pass of a micro-batch; the last one of a step reduces
-    the gradients.
-
-    FSDP2 reduce-scatters them after each (`sync_each_batch`), since it would otherwise
-    accumulate whole gradients, 4 bytes per parameter on each process. HSDP's all-reduce over the
-    copies waits for the last.
-    """
-    with accelerator.accumulate(model):
-        if isinstance(model, FSDPModule):
-            model.set_requires_all_reduce(accelerator.sync_gradients)
-        yield
-
-
-@contextmanager
-def micro_batches_not_counted(accelerator: Accelerator, count: int = 1) -> Iterator[None]:
-    """Context for a step of `count` micro-batches that leaves accelerate's counter of micro-batches
-    at 0.
-
-    Accelerate lets the optimizer step at multiples of the accumulation.
-    """
-    accumulation = accelerator.gradient_accumulation_steps
-    accelerator.gradient_accumulation_steps = count
-    try:
-        yield
-    finally:  # the step may run out of memory
-        accelerator.gradient_accumulation_steps = accumulation
-        accelerator.step = 0
-
-
-def clip_gradients(
-    accelerator: Accelerator,
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    max_norm: float,
-) -> torch.Tensor:
-    """Clip the gradients to `max_norm` (0: not) and return their norm before, a scalar on the
-    device.
-
-    If it is not finite, the next step leaves weights and state unchanged; DeepSpeed and fp16's
-    scaler do the same by themselves.
-    """
-    if is_zero(accelerator) or accelerator.scaler is not None:
-        norm: Any = accelerator.clip_grad_norm_(model.parameters(), max_norm or math.inf)
-        # DeepSpeed has clipped and stepped already, and returns a number
-        return torch.as_tensor(full_tensor(norm), device=accelerator.device)
-    bare, mesh = _unwrap(optimizer), mesh_of(accelerator)
-    parameters = [p for p in bare.in_model_order if p.grad is not None]
-    if mesh.ep_size > 1:
-        expert_parallel.average_copies(parameters, mesh)
-    if pipeline := pipeline_of(accelerator):
-        norm = pipeline.norm(parameters)
-    else:
-        norm = total_norm([cast(torch.Tensor, p.grad) for p in parameters])
-    clip_to_norm(parameters, max_norm, norm)
-    skip_step_unless_finite(bare, norm)
-    return norm
-
-
-def update(accelerator: Accelerator, optimizer: torch.optim.Optimizer) -> None:
-    """Step, and clear the gradients.
-
-    Accelerate's wrapper is bypassed if it would only forward the call: at each it searches
-    Python's path twice for a package (LOMO).
-    """
-    if accelerator.scaler is None and not is_zero(accelerator):
-        optimizer = _unwrap(optimizer)
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def _unwrap(optimizer: torch.optim.Optimizer) -> Any:
-    """The optimizer in accelerate's wrapper."""
-    return cast(AcceleratedOptimizer, optimizer).optimizer

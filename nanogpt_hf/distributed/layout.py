@@ -1,8 +1,7 @@
-"""Parallel layouts: which recipes run on which, and the split of a model."""
+"""Parallel layouts: which recipes and models run on which."""
 
 from typing import Any
 
-from accelerate import Accelerator
 from transformers import PreTrainedModel
 
 from nanogpt_hf.config.checks import accumulation_steps, divisors
@@ -13,13 +12,11 @@ from nanogpt_hf.distributed.context_parallel import (
     RING_MACHINES,
     heads_of,
     needs_ring,
-    share_positions,
 )
-from nanogpt_hf.distributed.expert_parallel import experts_problem, split_experts
+from nanogpt_hf.distributed.expert_parallel import experts_problem
 from nanogpt_hf.distributed.launch import Launch
-from nanogpt_hf.distributed.mesh import mesh_of
 from nanogpt_hf.distributed.stages import stages_problem, tiny_model
-from nanogpt_hf.distributed.tensor_parallel import split_matrices, split_vocabulary, splits_of
+from nanogpt_hf.distributed.tensor_parallel import splits_of
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.formatting import plural
 from nanogpt_hf.model.architecture import architecture_of
@@ -28,22 +25,6 @@ from nanogpt_hf.model.experts import experts_of
 from nanogpt_hf.model.recompute import check_level
 
 _PROBED: dict[str, bool] = {}  # by section: `estimate --gpus` asks for each layout
-
-
-def split_model(model: PreTrainedModel, accelerator: Accelerator) -> None:
-    """Split a model for tensor, context and expert parallelism, in place, before it is
-    prepared.
-    """
-    mesh = mesh_of(accelerator)
-    device_mesh: Any = accelerator.torch_device_mesh
-    if mesh.tp_size > 1:
-        split_vocabulary(model, device_mesh["tp"])
-        split_matrices(model, device_mesh["tp"])
-    if mesh.ep_size > 1:
-        split_experts(model, accelerator)
-    if mesh.cp_size > 1:
-        ring = needs_ring(model.config, mesh.tp_size * mesh.cp_size)
-        share_positions(model, device_mesh["cp"], ring=ring, rotation=mesh.cp_rotation)
 
 
 def check_layout(config: Config, launch: Launch, model: PreTrainedModel | None = None) -> int:

@@ -13,6 +13,7 @@ from nanogpt_hf.data.batches import Batches
 from nanogpt_hf.data.prepared import PreparedData
 from nanogpt_hf.distributed.mesh import Mesh, mesh_of
 from nanogpt_hf.distributed.pipeline import Pipeline, pipeline_of
+from nanogpt_hf.distributed.updates import Updater
 from nanogpt_hf.methods.finetuning import learned_ids
 from nanogpt_hf.model.architecture import Architecture, Metrics, Objective, architecture_of
 from nanogpt_hf.model.build import extend_vocabulary, load_model
@@ -29,6 +30,7 @@ class Run:
     model: torch.nn.Module
     model_config: PreTrainedConfig
     optimizer: AcceleratedOptimizer
+    updater: Updater
     data: PreparedData
     batches: Batches
     objective: Objective

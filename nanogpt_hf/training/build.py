@@ -16,17 +16,17 @@ from nanogpt_hf.config.schema import Config
 from nanogpt_hf.config.sources import packs
 from nanogpt_hf.config.stages import config_at, naming, stages_of
 from nanogpt_hf.data.prepared import PreparedData, load_prepared
-from nanogpt_hf.distributed.accelerator import (
-    choose_kernels,
-    compress_gradients,
-    is_deterministic,
-    multiply_in_fp8,
-    prepared_blocks,
-)
+from nanogpt_hf.distributed.accelerator import choose_kernels, is_deterministic
 from nanogpt_hf.distributed.gradient_tree import fix_order
-from nanogpt_hf.distributed.layout import split_model
 from nanogpt_hf.distributed.mesh import mesh_of
 from nanogpt_hf.distributed.pipeline import Pipeline
+from nanogpt_hf.distributed.preparation import (
+    compress_gradients,
+    multiply_in_fp8,
+    prepared_blocks,
+    split_model,
+)
+from nanogpt_hf.distributed.updates import updater_of
 from nanogpt_hf.generate import end_ids_of
 from nanogpt_hf.methods.finetuning import learned_ids
 from nanogpt_hf.methods.run import Run
@@ -92,6 +92,7 @@ def build_at(
         model_config=model.config,
         generation_config=model.generation_config,
         optimizer=optimizer,
+        updater=updater_of(accelerator, placed, optimizer),
         data=data,
         batches=build_batches(config, accelerator, data.train, config.train.min_micro_batch_size),
         objective=method_of(config).objective(config, data),
@@ -182,6 +183,7 @@ def start_again(run: Run) -> None:
         # Other shapes would share a graph, unlike those of a resumed run.
         torch.compiler.reset()
     # Two models at once need not fit. The second call frees what nothing refers to any more.
+    del run.updater
     run.model, run.optimizer = accelerator.free_memory(run.model, run.optimizer)
     accelerator.free_memory()
     spiked = run.saved is None or run.saved.step < before.step

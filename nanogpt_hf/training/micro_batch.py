@@ -17,10 +17,11 @@ from nanogpt_hf.config.schema import Config
 from nanogpt_hf.data.batches import Batches, blocks_read
 from nanogpt_hf.data.blocks import Blocks
 from nanogpt_hf.distributed.accelerate_config import requested_precision
-from nanogpt_hf.distributed.accelerator import is_sharded, micro_batches_not_counted
+from nanogpt_hf.distributed.accelerator import is_sharded
 from nanogpt_hf.distributed.full_state import reset_optimizer_state
 from nanogpt_hf.distributed.launch import Launch
 from nanogpt_hf.distributed.mesh import Mesh, mesh_of
+from nanogpt_hf.distributed.updates import micro_batches_not_counted
 from nanogpt_hf.errors import NotEnoughMemoryError, UserError, is_out_of_memory
 from nanogpt_hf.formatting import format_bytes
 from nanogpt_hf.methods.run import Run

@@ -12,8 +12,8 @@ from typing import Any, Protocol, cast
 
 import torch
 
-from nanogpt_hf.distributed.accelerator import accumulate, clip_gradients, micro_batches_not_counted
 from nanogpt_hf.distributed.gradient_tree import GradientTree
+from nanogpt_hf.distributed.updates import accumulate, micro_batches_not_counted
 from nanogpt_hf.methods.run import Run
 from nanogpt_hf.optim.optimizer import skip_step_unless_finite
 
@@ -58,7 +58,7 @@ class MeanReducer:
         return self.loss_sum
 
     def clip(self, max_norm: float) -> torch.Tensor:
-        return clip_gradients(self.run.accelerator, self.run.model, self.run.optimizer, max_norm)
+        return self.run.updater.clip(max_norm)
 
 
 class TreeReducer:

@@ -3,7 +3,7 @@
 import torch
 
 from nanogpt_hf.config.seeds import derive_seed
-from nanogpt_hf.distributed.accelerator import sum_over_ranks, update
+from nanogpt_hf.distributed.accelerator import sum_over_ranks
 from nanogpt_hf.distributed.context_parallel import own_positions
 from nanogpt_hf.methods.run import Run, StepResult
 from nanogpt_hf.methods.table import method_of
@@ -47,7 +47,7 @@ def train_step(run: Run, step: int, learning_rate: float) -> StepResult:
                 metrics[name] = metrics.get(name, 0) + value.detach() / num_targets
         loss = reducer.finish()
     grad_norm = reducer.clip(run.config.optim.max_grad_norm)
-    update(run.accelerator, run.optimizer)
+    run.updater.step()
     return StepResult(loss, grad_norm, metrics, {})
 
 

@@ -9,7 +9,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from nanogpt_hf.config.schema import OptimSection
-from nanogpt_hf.distributed import accelerator
+from nanogpt_hf.distributed.preparation import prepared_blocks
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM
 from nanogpt_hf.optim.muon import Muon, matrices
 from nanogpt_hf.optim.newton_schulz import orthogonalization_flops, orthogonalize
@@ -170,7 +170,7 @@ def test_muon_compiles_into_one_graph_per_shape(monkeypatch):
     counters.clear()
     models = [tiny_model() for _ in "ab"]
     optimizers = [build_optimizer(model, OptimSection(name="muon")) for model in models]
-    with accelerator.prepared_blocks(models[1], Accelerator(cpu=True), optimizers[1]):
+    with prepared_blocks(models[1], Accelerator(cpu=True), optimizers[1]):
         pass
     for learning_rate in (1e-3, 2e-3, 3e-3):
         for model, optimizer in zip(models, optimizers, strict=True):

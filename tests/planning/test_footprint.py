@@ -19,6 +19,7 @@ from nanogpt_hf.config.schema import Config, LoraSection, ModelSection, OptimSec
 from nanogpt_hf.data.batches import Batches
 from nanogpt_hf.data.blocks import TokenBlocks
 from nanogpt_hf.distributed.launch import Launch
+from nanogpt_hf.distributed.updates import updater_of
 from nanogpt_hf.methods.run import Run
 from nanogpt_hf.methods.terms import next_token_loss
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM, loss_gpt
@@ -103,6 +104,7 @@ def take_two_steps(case: "Case", folder: Path) -> None:
         model=model,
         model_config=sizes,
         optimizer=optimizer,
+        updater=updater_of(accelerator, model, optimizer),
         data=None,
         batches=batches,
         objective=next_token_loss,

@@ -13,11 +13,12 @@ from nanogpt_hf.config.checks import divisors
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.schema import OptimSection
 from nanogpt_hf.distributed.launch import Launch
+from nanogpt_hf.distributed.updates import Updater
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM
 from nanogpt_hf.model.architecture import architecture_of
 from nanogpt_hf.planning.footprint import footprint
-from nanogpt_hf.training import auto_size, micro_batch, step
+from nanogpt_hf.training import auto_size, micro_batch
 from nanogpt_hf.training.auto_size import largest_micro_batch
 from nanogpt_hf.training.start import prepare_run
 
@@ -164,7 +165,7 @@ def test_dry_run_step_leaves_no_trace(run, monkeypatch, fails):
         def update(*arguments):
             raise torch.OutOfMemoryError("no memory for the optimizer state")
 
-        monkeypatch.setattr(step, "update", update)
+        monkeypatch.setattr(Updater, "step", update)
         with pytest.raises(torch.OutOfMemoryError):
             micro_batch.dry_run_step(run, 2)
     else:

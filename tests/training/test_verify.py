@@ -15,9 +15,9 @@ from assertions import at_step, file_contents, replace_step
 from nanogpt_hf.checkpoint.files import CHECKSUMS, file_digest
 from nanogpt_hf.commands import main
 from nanogpt_hf.data.blocks import read_column
+from nanogpt_hf.distributed.updates import Updater
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.provenance import read_verifications
-from nanogpt_hf.training import reducer
 from nanogpt_hf.training.step import train_step
 
 pytestmark = pytest.mark.long
@@ -70,14 +70,14 @@ def test_honest_run_is_equal_and_reports_only(run, verify, options, steps):
 def test_signal_removes_the_temporary_folder(run, tmp_path, monkeypatch):
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
-    clip = reducer.clip_gradients
+    clip = Updater.clip
 
     def signalled(*arguments):
         assert list((tmp_path / "temporary").iterdir())
         os.kill(os.getpid(), signal.SIGTERM)
         return clip(*arguments)
 
-    monkeypatch.setattr(reducer, "clip_gradients", signalled)
+    monkeypatch.setattr(Updater, "clip", signalled)
     assert main(argv("verify {}", run.path)) == 75
     assert not list((tmp_path / "temporary").iterdir())
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
@@ -207,17 +207,17 @@ def test_data_that_was_prepared_anew_from_another_text_is_named(run, verify, hon
 def test_flipped_bit_of_one_gradient_is_named(
     train, tmp_path, verify, monkeypatch, bit, step, name
 ):
-    clip = reducer.clip_gradients
+    clip = Updater.clip
 
-    def flipped(accelerator, model, *others):
-        parameter = next(model.parameters())
+    def flipped(updater, *others):
+        parameter = updater.optimizer.in_model_order[0]
         parameter.grad.view(-1).view(torch.int32)[3] ^= 1 << bit
-        return clip(accelerator, model, *others)
+        return clip(updater, *others)
 
     def flipping_step(run, *arguments):
         with monkeypatch.context() as patch:
             if run.state.step == 4:
-                patch.setattr(reducer, "clip_gradients", flipped)
+                patch.setattr(Updater, "clip", flipped)
             return train_step(run, *arguments)
 
     with monkeypatch.context() as patch:
