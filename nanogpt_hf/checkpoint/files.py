@@ -1,4 +1,4 @@
-"""The files of a checkpoint: their names and their checksums.
+"""Files of a checkpoint: their names and their checksums.
 
 A checkpoint is a folder such as checkpoints/step_00001000, with four kinds of files:
 
@@ -24,14 +24,14 @@ CHECKSUMS = "checksums.json"
 
 
 def file_names(kind: str, count: int) -> list[str]:
-    """The files with tensors of a kind that `count` processes write, named as the Hub does."""
+    """Name the files with tensors of a kind that `count` processes write, as the Hub does."""
     if count == 1:
         return [f"{kind}.safetensors"]
     return [f"{kind}-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
 
 
 def files_of(kind: str, checksums: dict[str, str]) -> list[str]:
-    """The names of the files with tensors of a kind. Raises ValueError if one has no checksum."""
+    """Find the files with tensors of a kind. Raises ValueError if one has no checksum."""
     parts = sorted(name for name in checksums if name.startswith(f"{kind}-"))
     # The name of one part states how many there are. If one is not in the list, the checkpoint is
     # damaged: its tensors would have a hole.
@@ -42,7 +42,7 @@ def files_of(kind: str, checksums: dict[str, str]) -> list[str]:
 
 
 def file_digest(path: Path) -> str:
-    """The sha256 of a file."""
+    """Sha256 of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

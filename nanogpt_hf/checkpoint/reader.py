@@ -66,7 +66,7 @@ class SentTensors(NamedTuple):
     """Tensors of a checkpoint whose folder only the main process sees.
 
     `read` is a collective: the main process reads one whole tensor and sends it to all, so no
-    process needs memory for more than one besides its own model.
+    process needs memory for more than one in addition to its own model.
     """
 
     accelerator: Accelerator
@@ -108,7 +108,7 @@ def _open(folder: Path, index: int, count: int) -> Checkpoint:
 
 
 def _verified_files(folder: Path, index: int, count: int) -> dict[str, list[str]]:
-    """The names of the files with tensors, by kind, after their checksums were compared."""
+    """Verify the checksums; return the names of the files with tensors by kind."""
     checksums = read_json(folder / CHECKSUMS, dict[str, str])
     with reading(folder / CHECKSUMS):
         files = {kind: files_of(kind, checksums) for kind in (MODEL, OPTIMIZER)}
@@ -123,7 +123,7 @@ def _verified_files(folder: Path, index: int, count: int) -> dict[str, list[str]
 
 
 def _read_state(folder: Path) -> tuple[TrainState, _Scaler, Any]:
-    """The run state, the loss scaler's state, and the digest of the tensors' layout."""
+    """Read the run state, the loss scaler's state, and the digest of the tensors' layout."""
     facts = read_json(folder / STATE, dict[str, Any])
     fields = {field.name for field in dataclasses.fields(TrainState)}
     with reading(folder / STATE):
@@ -145,14 +145,14 @@ def _read_state(folder: Path) -> tuple[TrainState, _Scaler, Any]:
 
 
 def identity_of(saved: Checkpoint) -> dict[str, Any]:
-    """The identity of a checkpoint's run. Raises DamagedError if it has none."""
+    """Identity of a checkpoint's run. Raises DamagedError if it has none."""
     if saved.state.identity is None:
         raise DamagedError(f"{saved.folder}: damaged checkpoint: {STATE} has no identity")
     return saved.state.identity
 
 
 def recovery_advice(run: RunFolder, state: TrainState) -> str:
-    """What to do after the weights of `state` diverged, as a phrase; for the main process.
+    """Advise what to do after the weights of `state` diverged, as a phrase; for the main process.
 
     All gradients since `last_finite_step` were not finite, so weights have not changed since
     then. If an older checkpoint is intact, the later ones are removed: --resume loads the newest.
@@ -172,7 +172,7 @@ def recovery_advice(run: RunFolder, state: TrainState) -> str:
 
 
 def newest_checkpoint(run: RunFolder) -> Checkpoint:
-    """The newest intact checkpoint, in one process. Raises RunFolderError if there is none."""
+    """Find the newest intact checkpoint, in one process. Raises RunFolderError if there is none."""
     for folder in reversed(run.checkpoint_folders()):
         try:
             return read_checkpoint(folder)
@@ -200,7 +200,7 @@ def check_identity(run: RunFolder, state: TrainState, identity: dict[str, Any]) 
 def find_checkpoint(
     accelerator: Accelerator, run: RunFolder, identity: dict[str, Any] | None = None
 ) -> Checkpoint:
-    """The newest intact checkpoint; a collective.
+    """Find the newest intact checkpoint; a collective.
 
     Processes of a sharded model verify a share of the files each, and read their parts. Else the
     main process reads and sends all, so the others need not see the folder. Raises
@@ -233,8 +233,9 @@ def find_checkpoint(
 def _newest_intact(
     accelerator: Accelerator, run: RunFolder, *, must_have_identity: bool
 ) -> tuple[Checkpoint | None, Path]:
-    """The newest intact checkpoint and its folder; a collective. Processes that do not read have
-    the folder's name only.
+    """Find the newest intact checkpoint and its folder; a collective.
+
+    Processes that do not read have the folder's name only.
     """
     is_main = accelerator.is_main_process
     sharded = is_sharded(accelerator)

@@ -56,7 +56,7 @@ class _Save:
 
 @dataclasses.dataclass
 class _Report:
-    """What a process has written: checksums by file, and `layout_lines` of its tensors."""
+    """Records what a process has written: checksums by file, and `layout_lines` of its tensors."""
 
     checksums: dict[str, str] = dataclasses.field(default_factory=dict)
     tensors: set[str] = dataclasses.field(default_factory=set)
@@ -94,7 +94,7 @@ class CheckpointWriter:
         self.wait()
         model_state = FullState(self.accelerator, model, optimizer)
         # The parts that this process saves, and the ranks that save any: under DDP rank 0 alone,
-        # under FSDP2 all, under HSDP those of one copy.
+        # under FSDP2 all ranks, under HSDP the ranks of one copy.
         owned, writers = model_state.owned_boxes()
         parts = {
             MODEL: self._copy(MODEL, own_weights(self.accelerator, model), owned),
@@ -181,15 +181,16 @@ class CheckpointWriter:
             self.wait()
         # A KeyboardInterrupt is the second Ctrl-C: the user does not want to wait.
         elif self._thread.is_alive() and not isinstance(error, KeyboardInterrupt):
-            self._thread.join()  # its own error is not raised: that of the run came first
+            # Its own error is not raised: the error of the run came first.
+            self._thread.join()
 
     def _write_alone(self, save: _Save) -> None:
-        """The thread if no other process writes."""
+        """Run as the thread if no other process writes."""
         self._write(save)
         self._complete(save, [self._report])
 
     def _write(self, save: _Save) -> None:
-        """The thread: write this process's files into the hidden folder."""
+        """Run as the thread: write this process's files into the hidden folder."""
         # No reader takes a hidden folder for a checkpoint; the next start removes it.
         folder = hidden(self.run.checkpoint(save.state.step))
         number = save.writers.index(self._rank)

@@ -31,7 +31,8 @@ from nanogpt_hf.program import program
 # Without an accelerate config, a run of at least so many steps is compiled on a GPU. The number is
 # an assumption: how many steps pay for compilation there is not yet measured.
 STEPS_WORTH_COMPILING = 500
-EMULATES_FP8 = False  # in float32, as the tests do on a CPU
+# Whether fp8 products are computed in float32: tests set it, since a CPU has none.
+EMULATES_FP8 = False
 
 
 def check_launch(config: Config, mesh: Mesh) -> int:
@@ -58,15 +59,15 @@ def check_launch(config: Config, mesh: Mesh) -> int:
 
 
 def settled(mesh: Mesh, config: Config | None = None) -> Mesh:
-    """The mesh with what the accelerate config leaves to this machine: device, precision, and
-    whether a run of `config` is compiled.
+    """Complete the mesh by what the accelerate config leaves to this machine: its device, the
+    precision, and whether a run of `config` is compiled.
     """
     if (
         config is not None
         and chooses_for_one_gpu()
         and config.train.max_steps >= STEPS_WORTH_COMPILING
     ):
-        # accelerate reads it when an Accelerator is built
+        # Accelerate reads it when an Accelerator is built.
         os.environ.setdefault("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")
     device = "cpu"
     if not _on_the_cpu():
@@ -79,17 +80,17 @@ def check_sizes(mesh: Mesh) -> None:
     """Raises UserError if the sizes that the accelerate config states do not multiply to the number
     of processes.
     """
-    # an empty variable is none
+    # An empty variable counts as none.
     given = {name: value for name, value in os.environ.items() if value}
     stated = {name: int(given[key]) for key, name in SIZE_VARIABLES.items() if key in given}
-    # ep_size divides the data-parallel size, which need not be stated
+    # ep_size is no factor: it divides the data-parallel size again, which need not be stated.
     sizes = {name: size for name, size in stated.items() if name != "ep_size"}
     product = math.prod(sizes.values())
     shown = (
         " × ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "every size 1"
     )
-    # accelerate takes sizes that are all 1 for plain data parallelism, and leaves out pp_size,
-    # which it does not know
+    # Accelerate takes sizes that are all 1 for plain data parallelism, and leaves out pp_size,
+    # which it does not know.
     only_stages = sizes.keys() == {"pp_size"} and mesh.world_size % product == 0
     unstated = product == 1 and "ep_size" in stated
     if sizes and product != mesh.world_size and not (only_stages or unstated):
@@ -111,7 +112,8 @@ def check_recipe(config: Config) -> None:
             f"lora.quantize {config.lora.quantize}: bitsandbytes is not installed; run `pip "
             "install bitsandbytes`"
         )
-    own = LOGGER_TYPE_TO_CLASS.keys() - set(LoggerType.list())  # classes that were registered
+    # Classes of the program's own that were registered with accelerate.
+    own = LOGGER_TYPE_TO_CLASS.keys() - set(LoggerType.list())
     installed = own | set(map(str, get_available_trackers()))
     for tracker in config.tracking.trackers:
         if tracker not in installed:
@@ -123,7 +125,7 @@ def check_recipe(config: Config) -> None:
 
 
 def requested_precision() -> str:
-    """The mixed precision of the accelerate config: no, bf16, fp16 or fp8; no instead of bf16 on a
+    """Mixed precision of the accelerate config: no, bf16, fp16 or fp8; no instead of bf16 on a
     CPU without instructions for it, where it would be slower. Without a config, on one GPU, bf16 if
     it has that, else fp16.
     """
@@ -211,11 +213,7 @@ def check_device() -> None:
 
 
 def _on_the_cpu() -> bool:
-    stated = (
-        is_true(os.environ.get("ACCELERATE_USE_CPU"))
-        or os.environ.get("ACCELERATE_TORCH_DEVICE") == "cpu"
-    )
-    return stated or not torch.accelerator.is_available()
+    return Mesh.from_environment().on_cpu or not torch.accelerator.is_available()
 
 
 def _started_alone() -> bool:
@@ -239,13 +237,11 @@ def _started_alone() -> bool:
 
 @contextmanager
 def one_line_of_accelerate() -> Iterator[None]:
-    """Turn what accelerate has against its config, when an Accelerator is built, into a
-    UserError.
-    """
+    """Raise UserError with accelerate's reason if it rejects its config."""
     try:
         yield
-    # accelerate has no class of its own for a wrong setting; `--log-level debug` prints the
-    # traceback
+    # Accelerate has no class of its own for a wrong setting. `--log-level debug` prints the
+    # traceback.
     except (
         ValueError,
         TypeError,

@@ -123,7 +123,7 @@ def build_evaluation_accelerator(mesh: Mesh) -> Accelerator:
     check_config()
     ignore_layout()
     whole = replace(settled(mesh), tp_size=1, cp_size=1, pp_size=1, ep_size=1)
-    # Without a config figures are those of float32, also on a GPU.
+    # Without a config, evaluations are in float32 also on a GPU: their figures do not depend on it.
     precision = "no" if chooses_for_one_gpu() else whole.precision.replace("fp8", "bf16")
     return _start(replace(whole, precision=precision))
 
@@ -132,7 +132,7 @@ def build_accelerator(
     config: Config, run: RunFolder, mesh: Mesh, trackers: Sequence[GeneralTracker] = ()
 ) -> Accelerator:
     """Build the Accelerator of this process, with the accumulation that the recipe's tokens per
-    step imply, and with `trackers` beside those that the recipe names.
+    step imply, and with `trackers` besides the recipe's.
 
     Raises UserError if `check_launch` does, and if this machine does not provide what the
     accelerate config sets.
@@ -251,7 +251,7 @@ def sum_over_ranks(accelerator: Accelerator, tensor: torch.Tensor) -> torch.Tens
 
 
 def describe_device(device: torch.device) -> str:
-    """The name of a device, such as `NVIDIA H200`."""
+    """Name a device, such as `NVIDIA H200`."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     if device.type == "cpu":

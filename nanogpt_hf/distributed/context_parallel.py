@@ -99,8 +99,8 @@ def share_positions(model: PreTrainedModel, mesh: DeviceMesh, *, ring: bool, rot
     trained = weakref.proxy(model)
 
     def build_mask(attention_mask: Any = None, **options: Any) -> Any:
-        """The mask of the whole sequences, although transformers knows the own positions only: None
-        if they are not packed.
+        """Build the mask of the whole sequences, although transformers knows the own positions
+        only: None if they are not packed.
         """
         if not trained.training or attention_mask is not None:
             return ALL_MASK_ATTENTION_FUNCTIONS[inner](attention_mask=attention_mask, **options)

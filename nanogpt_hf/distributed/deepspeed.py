@@ -86,7 +86,7 @@ def configure(deepspeed_config: dict, config: Config, accumulation: int) -> None
 
 
 def conflict(key: str, stated: object, ours: object, knob: str) -> str:
-    """The message if the accelerate config states another value than the recipe implies."""
+    """Message if the accelerate config states another value than the recipe implies."""
     return (
         f"the accelerate config (or a DeepSpeed config it names) sets {key} {stated}, but {knob} "
         f"of the recipe needs {ours}: set auto there"
@@ -94,12 +94,12 @@ def conflict(key: str, stated: object, ours: object, knob: str) -> str:
 
 
 def full_shape(parameter: torch.Tensor) -> torch.Size:
-    """The shape without sharding; ZeRO-3 replaces the parameter by an empty tensor."""
+    """Shape of the whole parameter; ZeRO-3 replaces the parameter itself by an empty tensor."""
     return getattr(parameter, "ds_shape", parameter.shape)
 
 
 def full_weight(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """The full weight, in float32 if the optimizer has it."""
+    """Gather the full weight, in float32 if the optimizer has it."""
     if parameter.requires_grad:
         from deepspeed.utils import safe_get_full_fp32_param
 
@@ -143,7 +143,7 @@ def set_flat(parameter: Any, value: torch.Tensor, key: str | None = None) -> Non
 def full_state_tensors(
     trained: Mapping[str, torch.nn.Parameter], optimizer: AcceleratedOptimizer
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The full optimizer state, one tensor after another, as `<parameter>.<key>`."""
+    """Gather the full optimizer state, one tensor after another, as `<parameter>.<key>`."""
     from deepspeed.utils import safe_get_full_optimizer_state
 
     for name, parameter in trained.items():

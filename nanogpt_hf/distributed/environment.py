@@ -1,4 +1,4 @@
-"""The settings that launchers pass on, and the values that each may have: environment variables and
+"""Settings that launchers pass on, and the values that each may have: environment variables and
 accelerate configs.
 
 Accelerate and torch read them at many places, most of which end in a traceback or ignore a wrong
@@ -35,8 +35,9 @@ SIZE_VARIABLES = {
 }
 
 # Patterns of values. Those that are no list of words are described by _WORDS.
-_COUNT, _INDEX = "[1-9][0-9]{0,8}", "[0-9]{1,9}"
-# up to 65535
+_COUNT = "[1-9][0-9]{0,8}"
+_INDEX = "[0-9]{1,9}"
+# A port is a number up to 65535.
 _PORT = "[0-9]{1,4}|[1-5][0-9]{4}|6([0-4][0-9]{3}|5([0-4][0-9]{2}|5([0-2][0-9]|3[0-5])))"
 _FLAG = "(?i:true|false)"
 _PRECISION = "no|bf16|fp16|fp8"
@@ -111,7 +112,7 @@ VARIABLES = {
     "PARALLELISM_CONFIG_SP_SIZE": "1",  # cp_size exchanges heads the same way
 }
 
-# what every launcher sets beside LOCAL_RANK
+# Every launcher sets these with LOCAL_RANK.
 _LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 # Keys of an accelerate config that are no variables, and the sections, whose keys are variables
@@ -143,7 +144,7 @@ def is_true(stated: object) -> bool:
 
 
 def level_of(stated: object) -> str:
-    """The level of activation checkpointing that a setting states, such as `true`; an empty one
+    """Level of activation checkpointing that a setting states, such as `true`; an empty one
     for false or none.
     """
     level = str(stated).lower()
@@ -155,6 +156,7 @@ def check_environment() -> None:
     lacks its others.
     """
     given = os.environ
+    # A misspelt size would be ignored, and the run would have another layout.
     for name in given:
         if re.fullmatch("PARALLELISM_CONFIG_.*_SIZE", name) and name not in VARIABLES:
             raise UserError(f"{name}: there is no such size{did_you_mean(name, VARIABLES)}")
@@ -168,6 +170,7 @@ def check_environment() -> None:
             f"LOCAL_RANK is set, but not {', '.join(missing)}; use "
             f"`{program()} launch`, or unset it"
         )
+    # A rank that is out of range waits for ever for processes that do not exist.
     world_size = given.get("WORLD_SIZE", "1")
     local_size = given.get("LOCAL_WORLD_SIZE", world_size)
     sizes = {"RANK": ("WORLD_SIZE", world_size), "LOCAL_RANK": ("LOCAL_WORLD_SIZE", local_size)}
@@ -180,10 +183,10 @@ def check_environment() -> None:
 
 
 def read_accelerate_config(file: str) -> dict[str, Any]:
-    """The settings of an accelerate config. Raises UserError if the file has none."""
+    """Read the settings of an accelerate config. Raises UserError if the file has none."""
     try:
         text = read_settings(Path(file))
-        # as accelerate does
+        # Accelerate, too, reads all other endings as YAML.
         is_json = file.endswith(".json")
         settings = json.loads(text) if is_json else parse_settings(text, SettingsLoader)
         if not isinstance(settings, dict):

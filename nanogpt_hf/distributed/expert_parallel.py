@@ -40,7 +40,7 @@ from nanogpt_hf.optim.state import local_part
 
 
 def experts_problem(model: PreTrainedModel, launch: Launch) -> str | None:
-    """Why the processes cannot share the experts of a model, if they cannot."""
+    """Say why the processes cannot share the experts of a model, if they cannot."""
     for experts in experts_of(model):
         count = experts.num_experts
         if any(parameter.shape[0] != count for parameter in experts.parameters()):
@@ -111,7 +111,7 @@ def _shard_copies(experts: Any, copies: DeviceMesh, plugin: Any, dp_size: int) -
 def _exchanged(
     experts: Any, group: Any, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
 ) -> torch.Tensor:
-    """The `products` of experts, each by the process of `group` that has it.
+    """Compute the `products` of experts, each by the process of `group` that has it.
 
     hidden (N, C): this process's tokens; chosen (N, k): the numbers of each token's experts;
     weights (N, k): the weights of their outputs. Returns (N, C).
@@ -170,6 +170,6 @@ def average_copies(parameters: list[nn.Parameter], mesh: Mesh) -> None:
     for gradient in (p.grad for p in parameters):
         if isinstance(gradient, DTensor) and isinstance(gradient.placements[0], Replicate):
             # The tokens of a copy's processes are summed already, so only the copies are left to
-            # sum over; the divisor is that of the mean over all processes.
+            # sum over. The mean is over all processes.
             local = gradient.to_local().div_(mesh.dp_size)
             dist.all_reduce(local, group=gradient.device_mesh.get_group(0))

@@ -61,13 +61,15 @@ def named_tensors(accelerator: Accelerator, model: Any) -> dict[str, Any]:
 
 
 def own_weights(accelerator: Accelerator, model: torch.nn.Module) -> Tensors:
-    """The weights as this process has them: whole, or DTensors; ZeRO's gathered one by one."""
+    """Iterate over the weights as this process has them: whole, or DTensors; ZeRO's gathered one by
+    one.
+    """
     for name, parameter in named_tensors(accelerator, model).items():
         yield name, deepspeed.full_weight(parameter) if is_zero(accelerator) else parameter.detach()
 
 
 def full_weights(accelerator: Accelerator, model: torch.nn.Module) -> dict[str, Tensor]:
-    """The model's full weights on the main process's CPU; {} on other processes."""
+    """Gather the model's full weights on the main process's CPU; {} on other processes."""
     pipeline = pipeline_of(accelerator)
     keeps = pipeline.is_main_of_stage if pipeline else accelerator.is_main_process
     full = {}
@@ -86,7 +88,7 @@ def _described(facts: tuple[tuple[int, ...], torch.dtype] | None) -> str:
 
 
 def box_of(parameter: Tensor) -> Box:
-    """The part of a parameter that this process has."""
+    """Part of a parameter that this process has."""
     if isinstance(parameter, DTensor):
         # torch's own checkpoints ask this, too. It knows uneven shards and several dimensions.
         (chunk,) = parameter.__create_chunk_list__()
@@ -109,12 +111,12 @@ class FullState:
         self._kind: Any = getattr(optimizer.optimizer, "kind", None)
 
     def _items_of(self, name: str) -> dict[str, Item]:
-        """The state that the optimizer has of a parameter, as `<parameter>.<key>`."""
+        """Optimizer state of a parameter, as `<parameter>.<key>`; not under ZeRO."""
         state = self.optimizer.state.get(self.trained[name], {})
         return {f"{name}.{key}": item for key, item in state_items(state)}
 
     def _items(self) -> dict[str, Item]:
-        """The state that the optimizer has; not under ZeRO."""
+        """Optimizer state of all parameters; not under ZeRO."""
         return {key: item for name in self.trained for key, item in self._items_of(name).items()}
 
     def _as_saved(self, item: Item) -> Tensor:
@@ -122,7 +124,9 @@ class FullState:
         return cast(Tensor, self._kind.as_saved(item.tensor)).detach()
 
     def own_optimizer_state(self) -> Tensors:
-        """The optimizer state as `own_weights` has the weights, as checkpoints hold it, by name."""
+        """Iterate over the optimizer state as `own_weights` does over the weights; 8-bit state is
+        decoded, as in checkpoints.
+        """
         if self.is_zero:
             yield from deepspeed.full_state_tensors(self.trained, self.optimizer)
             return
@@ -130,7 +134,7 @@ class FullState:
             yield name, self._as_saved(item)
 
     def owned_boxes(self) -> tuple[dict[str, Box], list[int]]:
-        """The parts that this process saves, and the ranks that save any.
+        """Choose the parts that this process saves, and the ranks that save any.
 
         Of processes that have the same part the lowest rank saves it. Under ZeRO all gather each
         tensor, and each saves about as many bytes of whole ones.
@@ -150,7 +154,9 @@ class FullState:
         return owned, sorted({owner for (_, box), owner in owners.items() if not box.is_empty})
 
     def _balanced_owners(self, boxes: dict[str, Box]) -> dict[tuple[str, Box], int]:
-        """Which rank saves each whole tensor under ZeRO; adds the optimizer state to `boxes`."""
+        """Choose the rank that saves each whole tensor under ZeRO; add the optimizer state to
+        `boxes`.
+        """
         owners: dict[tuple[str, Box], int] = {}
         loads = [0] * self.accelerator.num_processes
         sizes = {name: math.prod(box.shape) for name, box in boxes.items()}
@@ -168,8 +174,8 @@ class FullState:
         return owners
 
     def _layouts(self) -> tuple[Layout, Layout, dict[str, str]]:
-        """The weights and the optimizer state that a checkpoint of the model has, and whose state
-        it is; also those of other pipeline stages.
+        """Names, shapes and dtypes of the weights and of the optimizer state in a checkpoint of the
+        whole model, and the parameter that each state belongs to.
         """
         weights = {n: (tuple(full_shape(p)), p.dtype) for n, p in self.parameters.items()}
         state: Layout = {}
@@ -195,7 +201,7 @@ class FullState:
         return weights, state, owners
 
     def first_mismatch(self, weights: Layout, optimizer_state: Layout) -> str | None:
-        """The first saved weight or state whose name, shape or dtype is not the model's, or None; a
+        """Find the first saved weight or state whose name, shape or dtype is not the model's; a
         collective.
 
         A parameter has all of its state or none: it is made when the optimizer first steps with

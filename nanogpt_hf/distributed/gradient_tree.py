@@ -1,4 +1,4 @@
-"""The gradient of a step as a fixed sum: the same bytes on any number of processes.
+"""Sum the gradient of a step in a fixed order: the same bytes on any number of processes.
 
 Floating-point sums depend on their order: (a + b) + c and a + (b + c) differ in the last bits. The
 ring of an all-reduce has another order for each number of processes. Here the micro-batches of a
@@ -119,13 +119,13 @@ def fix_order(model: torch.nn.Module, optimizer: Any) -> None:
 
 
 def _copies_of(model: torch.nn.Module) -> dist.ProcessGroup | None:
-    """The processes that have this one's shards, too (HSDP)."""
+    """Group of the processes that have this one's shards, too (HSDP)."""
     mesh = cast(DTensor, next(model.parameters())).device_mesh
     return mesh.get_group(0) if mesh.ndim > 1 else None
 
 
 class _TreeReduceScatter:
-    """The reduce-scatter of FSDP2 (its interface `ReduceScatter`), whose sum is the tree.
+    """Replaces FSDP2's reduce-scatter (its interface `ReduceScatter`): the sum is the tree.
 
     FSDP2 then all-reduces over the copies of HSDP. Each has added up its slice of the shard before:
     that sum is exact, since all others have -0.0 there.
@@ -157,7 +157,7 @@ class _TreeReduceScatter:
 
 
 def sum_over_branches(own: Tensor) -> Tensor:
-    """The sum of a 1-D tensor over all processes, a power of two, by the tree; on all of them."""
+    """Sum a 1-D tensor over all processes, a power of two, by the tree; all of them get it."""
     if not dist.is_initialized() or (size := dist.get_world_size()) == 1:
         return own
     # A reduce-scatter and an all-gather, as a ring all-reduce: 2 (n - 1) / n of the bytes.
@@ -173,7 +173,7 @@ def _slices(values: Tensor, count: int) -> Tensor:
 
 
 def _own_sum(slices: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
-    """The sum over the processes of a group, by the tree, of the slice of this process's number."""
+    """Sum the slice of this process's number over the processes of a group, by the tree."""
     # Row i of `parts` is process i's summand of this process's slice.
     parts = torch.empty_like(slices)
     dist.all_to_all_single(parts, slices, group=group)
@@ -184,7 +184,7 @@ def _own_sum(slices: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
 
 
 def norm_by_rows(tensors: list[Tensor]) -> Tensor:
-    """The norm of all tensors as one vector, whose bytes are the same however rows are sharded.
+    """Norm of all tensors as one vector, whose bytes are the same however rows are sharded.
 
     A row's sum is a fixed tree of elementwise sums, and a process's rows are added to zeros.
     """
@@ -199,7 +199,7 @@ def norm_by_rows(tensors: list[Tensor]) -> Tensor:
 
 
 def _squares_of_rows(tensor: Tensor) -> Tensor:
-    """The sum of squares of each row, 0 for those of other processes. A vector's rows have one."""
+    """Sum the squares of each row; 0 for rows of other processes. Rows of a vector are values."""
     own = local_part(tensor).square()
     own = own.flatten(1) if own.dim() > 1 else own.reshape(-1, 1)
     while (width := own.shape[1]) > 1:
@@ -215,7 +215,7 @@ def _squares_of_rows(tensor: Tensor) -> Tensor:
 
 
 def _laid_out_as(parameter: Tensor, values: Tensor) -> Tensor:
-    """The values of this process's part of a parameter as a tensor that is split like it."""
+    """Make a tensor that is split like a parameter from the values of this process's part."""
     own = values.view_as(local_part(parameter))
     if not isinstance(parameter, DTensor):
         return own

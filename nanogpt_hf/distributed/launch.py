@@ -14,7 +14,8 @@ from nanogpt_hf.distributed.environment import ROTATIONS, SCHEDULES
 
 @dataclass(frozen=True)
 class Launch:
-    """What is equal on all processes of a launch. The default is one process without a config.
+    """Processes of a launch, sizes of their dimensions, sharding and precision: what is equal on
+    all of them. The default is one process without a config.
 
     Five named dimensions divide the processes. Three multiply to their number: pipeline stages
     (pp) × data parallelism (dp) × context parallelism (cp) × tensor parallelism (tp). Of dp only
@@ -55,26 +56,28 @@ class Launch:
 
     @property
     def dp_cp_size(self) -> int:
-        """How many groups of processes have different tokens of a step: their gradients are
+        """Number of groups of processes with different tokens of a step: their gradients are
         averaged.
         """
         return self.dp_size * self.cp_size
 
     @property
     def copies(self) -> int:
-        """How many times the optimizer state of a parameter is held."""
+        """Number of copies of a parameter's optimizer state."""
         # ZeRO shards over all processes, and a model that nobody shards is whole on each
         whole = {"none": self.dp_cp_size, "zero": 1}
         return whole.get(self.sharding, self.dp_replicate_size)
 
     @property
     def shards(self) -> int:
-        """How many data- and context-parallel processes share one copy of the optimizer state."""
+        """Number of data- and context-parallel processes that share one copy of the optimizer
+        state.
+        """
         return self.dp_cp_size // self.copies
 
     @property
     def kind(self) -> str:
-        """The kind of data parallelism: one process, DDP, FSDP2, ZeRO-2 or ZeRO-3."""
+        """Kind of data parallelism: one process, DDP, FSDP2, ZeRO-2 or ZeRO-3."""
         if self.sharding == "fsdp":
             return "FSDP2"
         if self.sharding == "zero":
@@ -87,7 +90,7 @@ class Launch:
 
     @property
     def data_parallel(self) -> str:
-        """The data-parallel size in words."""
+        """Data-parallel size in words."""
         kind = "processes" if self.dp_size == self.world_size else "data-parallel ranks"
         return f"{self.dp_size} {kind}"
 
@@ -129,7 +132,7 @@ class Launch:
 
     @property
     def sizes(self) -> dict[str, int | str]:
-        """The kinds of parallelism with their sizes."""
+        """Kinds of parallelism with their sizes."""
         dimensions = {
             "PP": self.pp_size,
             "CP": self.cp_size,
@@ -145,12 +148,12 @@ class Launch:
 
     @property
     def family(self) -> str:
-        """The kinds of parallelism without their sizes, such as `TP × FSDP2`."""
+        """Kinds of parallelism without their sizes, such as `TP × FSDP2`."""
         return " × ".join(self.sizes)
 
     @property
     def name(self) -> str:
-        """The kinds of parallelism, such as `TP 2 × FSDP2 4`."""
+        """Kinds of parallelism with their sizes in one line, such as `TP 2 × FSDP2 4`."""
         if self.world_size == 1:
             return self.family
         return " × ".join(f"{name} {size}" for name, size in self.sizes.items())

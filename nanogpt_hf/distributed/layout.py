@@ -24,11 +24,12 @@ from nanogpt_hf.model.build import check_causal, model_of_run
 from nanogpt_hf.model.experts import experts_of
 from nanogpt_hf.model.recompute import check_level
 
-_PROBED: dict[str, bool] = {}  # by section: `estimate --gpus` asks for each layout
+# Answers of _mixes_by_attention by section: `estimate --gpus` asks for each layout.
+_PROBED: dict[str, bool] = {}
 
 
 def check_layout(config: Config, launch: Launch, model: PreTrainedModel | None = None) -> int:
-    """The gradient accumulation steps of a recipe on a launch.
+    """Check that a recipe can be trained on a launch; return its gradient accumulation steps.
 
     Raises UserError if the recipe cannot be trained there, or if its tokens per step do not
     divide. `model`: the recipe's, on any device, if there is one already.
@@ -51,7 +52,7 @@ def check_layout(config: Config, launch: Launch, model: PreTrainedModel | None =
 
 
 def launch_settings(launch: Launch) -> dict[Setting, str]:
-    """The settings of the accelerate config, each with the words for it in messages."""
+    """Settings of the accelerate config that rules name, each with the words for it in messages."""
     is_fsdp = launch.sharding == "fsdp"
     is_unsharded = launch.sharding == "none"
     sizes = {
@@ -91,12 +92,13 @@ def launch_settings(launch: Launch) -> dict[Setting, str]:
 
 
 def model_settings(config: Config, model: Any, launch: Launch) -> dict[Setting, str]:
-    """The settings of a model that matter for tensor, context and expert parallelism, each with
+    """Settings of a model that matter for tensor, context and expert parallelism, each with
     the words for it in messages.
     """
     name = f"model.architecture {config.model.architecture}"
     found: dict[Setting, str] = {}
-    architecture, fields = architecture_of(model), model.config.to_dict()
+    architecture = architecture_of(model)
+    fields = model.config.to_dict()
     window = fields.get("sliding_window") or fields.get("attention_chunk_size")
     if launch.tp_size > 1:
         try:
@@ -109,11 +111,14 @@ def model_settings(config: Config, model: Any, launch: Launch) -> dict[Setting, 
             found[Setting.BLOCKS_WITHOUT_A_PLAN] = f"{name} (its blocks have sizes of their own)"
     if not experts_of(model):
         found[Setting.NO_EXPERTS] = name
+    # Context parallelism gives attention the positions' own numbers. It needs plain causal
+    # attention, positions that follow from their numbers (rotary, or GPT-2's learned ones), and
+    # layers that leave the mask alone, which these two fields do not.
     rotary = getattr(model.config, "rope_parameters", None) is not None
     if (
         model.config._attn_implementation != "sdpa"
         or not (rotary or config.model.architecture == "gpt2")
-        or not {"index_topk", "keep_window_size"}.isdisjoint(fields)  # layers change the mask
+        or not {"index_topk", "keep_window_size"}.isdisjoint(fields)
     ):
         found[Setting.OTHER_ATTENTION] = f"the attention of {name}"
     if launch.cp_size > 1 and not _mixes_by_attention(config.model):
@@ -122,6 +127,7 @@ def model_settings(config: Config, model: Any, launch: Launch) -> dict[Setting, 
         found[Setting.WINDOW_OF_ATTENTION] = f"{name}'s window of {window} tokens"
     if launch.cp_size > 1 and needs_ring(model.config, launch.tp_size * launch.cp_size):
         found[Setting.RING_ATTENTION] = Setting.RING_ATTENTION.describe(f"cp_size {launch.cp_size}")
+    # Every config names its dropouts otherwise: attention_dropout, resid_pdrop, drop_path_rate, ...
     for knob, value in fields.items():
         if "drop" in knob and value:
             found[Setting.DROPOUT] = f"{knob} {value}"
@@ -129,13 +135,15 @@ def model_settings(config: Config, model: Any, launch: Launch) -> dict[Setting, 
 
 
 def _sizes_problem(config: Config, model: Any, launch: Launch) -> str | None:
-    """Which size of a model its processes do not divide, if any."""
+    """Name a size of the model that its processes do not divide, if there is one."""
     if launch.ep_size > 1 and (problem := experts_problem(model, launch)):
         return problem
-    heads, block_size = heads_of(model.config), config.data.block_size
-    widths = dict(zip(("model.n_head", "model.n_kv_head"), heads, strict=True))
+    block_size = config.data.block_size
+    heads, kv_heads = heads_of(model.config)
+    widths = {"model.n_head": heads, "model.n_kv_head": kv_heads}
     if launch.tp_size > 1:
         architecture = architecture_of(model)
+        # All blocks have the sizes of the first; others were refused as blocks without a plan.
         block: Any = architecture.blocks(model)[0]
         divided = widths | {
             f"the width of {name}": block.get_submodule(name).out_features
@@ -147,6 +155,7 @@ def _sizes_problem(config: Config, model: Any, launch: Launch) -> str | None:
                 return f"{name} is {width}, which {launch.tp_size} processes do not divide"
     if block_size % launch.cp_size:
         return f"data.block_size is {block_size}, which {launch.cp_size} processes do not divide"
+    # Tensor parallelism has cut the heads before context parallelism exchanges them.
     each = launch.tp_size * launch.cp_size
     if launch.cp_size == 1 or not needs_ring(model.config, each):
         return None

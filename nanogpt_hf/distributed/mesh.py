@@ -29,7 +29,7 @@ class Mesh(Launch):
     Ranks are numbered as in accelerate's device mesh, pipeline stages outermost: (pp, dp, cp,
     tp), tp varies fastest. So the processes of a tensor-parallel group, which communicate most,
     are neighbors on one machine. For example pp 2 × dp 1 × tp 2: ranks 0 and 1 split the matrices
-    of the first half of the layers, ranks 2 and 3 those of the second half.
+    of the first half of the layers, ranks 2 and 3 the matrices of the second half.
     """
 
     rank: int = 0
@@ -37,13 +37,13 @@ class Mesh(Launch):
 
     @classmethod
     def of(cls, launch: Launch, rank: int) -> "Mesh":
-        """The place of process `rank` in a launch."""
+        """Place of process `rank` in a launch."""
         values: dict[str, Any] = {each.name: getattr(launch, each.name) for each in fields(Launch)}
         return cls(**values, rank=rank, local_rank=rank % launch.local_world_size)
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> "Mesh":
-        """The launch that `accelerate launch` or torchrun passed to this process in variables.
+        """Read the launch from the variables that `accelerate launch` or torchrun set.
 
         `check_environment` has checked their values. Device, precision and compilation are what
         the config states; distributed/accelerate_config.py settles them with what the machine has.
@@ -79,8 +79,8 @@ class Mesh(Launch):
         )
 
     def environment(self) -> dict[str, str]:
-        """The variables that a launcher would pass to this process: `from_environment` reads the
-        same mesh from them.
+        """Write the variables that a launcher would pass to this process: `from_environment` reads
+        the same mesh from them.
         """
         given = {
             "ACCELERATE_MIXED_PRECISION": self.precision,
@@ -119,7 +119,7 @@ class Mesh(Launch):
         return given
 
     def _sizes_environment(self) -> dict[str, str]:
-        """The variables of a parallelism_config that states every size."""
+        """Variables of a parallelism_config that states every size."""
         copies = min(self.copies, self.dp_size)
         sizes = {
             "DP_REPLICATE": copies,
@@ -145,7 +145,7 @@ class Mesh(Launch):
 
     @property
     def pp_rank(self) -> int:
-        """The pipeline stage of this process."""
+        """Pipeline stage of this process."""
         return self.rank // (self.tp_size * self.cp_size * self.dp_size)
 
     @property
@@ -166,7 +166,7 @@ class Mesh(Launch):
 
 
 def mesh_of(accelerator: "Accelerator") -> Mesh:
-    """The mesh that an Accelerator was built for.
+    """Mesh that an Accelerator was built for.
 
     A plain Accelerator, which distributed/accelerator.py did not build, is one process.
     """

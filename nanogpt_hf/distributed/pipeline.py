@@ -38,7 +38,7 @@ from nanogpt_hf.optim.state import local_part, total_norm
 
 
 class Pipeline(Links):
-    """The stage of this process, its links to the others, and the schedule of a training step.
+    """Trains the stage of this process by a schedule, and links it to the other stages.
 
     It cuts `model` in place, and puts the rest on the device, sharded if the accelerate config
     sets FSDP2.
@@ -87,7 +87,7 @@ class Pipeline(Links):
         cast(Any, accelerator).pipeline = self
 
     def named_tensors(self) -> dict[str, Any]:
-        """The parameters and saved buffers of this stage by their names in the whole model, as on
+        """Parameters and saved buffers of this stage by their names in the whole model, as on
         disk: a tied head is the embedding.
         """
         return {
@@ -96,8 +96,8 @@ class Pipeline(Links):
         } | saved_buffers(self.model)
 
     def gather(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The weights of all stages on the main process's CPU, from those of the first process of
-        each stage; {} on others.
+        """Gather the weights of all stages on the main process's CPU; {} on others. `weights`: the
+        whole ones of this stage, on its first process.
         """
         if not self.is_main_of_stage:
             return {}
@@ -130,8 +130,8 @@ class Pipeline(Links):
         fully_shard(model, **options)
 
     def _replace_forward(self, model: PreTrainedModel) -> None:
-        """Make the model's forward pass that of a stage if the schedule calls it, else that of
-        the whole pipeline.
+        """Let the model's forward pass run one stage if the schedule calls it, else the whole
+        pipeline.
         """
         whole = model.forward
 
@@ -183,7 +183,7 @@ class Pipeline(Links):
             )
             for name in micro_batches[0]
         }
-        # The gradient has to be that of the summed loss / num_targets. FSDP2 takes the mean over
+        # The gradient is the one of the summed loss / num_targets. FSDP2 takes the mean over
         # ranks, so each loss is multiplied by their number; without it they are summed below.
         scale = self.dp_size if self.is_sharded else 1
         self._divisor = num_targets / scale
@@ -252,7 +252,7 @@ class Pipeline(Links):
         gradient += other
 
     def norm(self, parameters: list[nn.Parameter]) -> torch.Tensor:
-        """The norm of the gradients of all stages; the copy of a tied matrix counts once."""
+        """Norm of the gradients of all stages; the copy of a tied matrix counts once."""
         copied = self.stage.is_last and self.stage.tied_here
         copy = self.model.get_parameter(copied) if copied else None
         counted = [cast(torch.Tensor, p.grad) for p in parameters if p is not copy]
@@ -263,7 +263,7 @@ class Pipeline(Links):
 
 
 def pipeline_of(accelerator: Accelerator) -> Pipeline | None:
-    """The pipeline that the prepared model is a stage of; None without pipeline parallelism."""
+    """Pipeline that the prepared model is a stage of; None without pipeline parallelism."""
     return getattr(accelerator, "pipeline", None)
 
 

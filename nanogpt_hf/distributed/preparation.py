@@ -53,8 +53,8 @@ def multiply_in_fp8(model: PreTrainedModel, mesh: Mesh) -> None:
     """Let torchao multiply in 8 bits in the linear layers of the blocks of a whole model, in place.
     Raises UserError if none has sizes that 16 divides, on each of the processes that split it.
 
-    Scales are those of a tensor of a micro-batch, so there is no state. Weights stay what they are:
-    checkpoints know no class of weights that FSDP2 gathers in 8 bits.
+    Scales follow from the tensors of a micro-batch, so there is no state. Weights stay what they
+    are: checkpoints know no class of weights that FSDP2 gathers in 8 bits.
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # take a second
 
@@ -81,7 +81,7 @@ def multiply_in_fp8(model: PreTrainedModel, mesh: Mesh) -> None:
 
 def _is_one_graph(model: PreTrainedModel, accelerator: Accelerator) -> bool:
     """Whether the base model can be compiled as one graph, whose kernels a host starts faster than
-    those of its blocks: in small steps a GPU waits for the host.
+    many small graphs: in small steps a GPU waits for the host.
 
     FSDP2, ZeRO and parallel layouts run code between the blocks. Recomputed activations and masks
     of packed documents are known to work block by block.

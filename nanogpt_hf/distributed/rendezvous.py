@@ -70,7 +70,7 @@ class ProcessStore:
                 self._done.wait(HEARTBEAT)
 
     def exchange(self, answer: dict[str, Any]) -> dict[int, dict[str, Any]]:
-        """Give all processes this one's answer (values of JSON), and return those of all by rank.
+        """Give all processes this one's answer (values of JSON), and return all answers by rank.
 
         It ends early at an answer that has an `error`: then the others' may be missing. Raises
         LostProcess if a process stops sending heartbeats.
@@ -146,7 +146,7 @@ def prepare_on_all_ranks(
 
 
 def _check_agreement(answers: dict[int, dict[str, Any]]) -> None:
-    """Raises UserError if a process has an error, or facts that differ from those of process 0."""
+    """Raises UserError if a process has an error, or other facts than process 0."""
     for rank, answer in answers.items():
         if "error" in answer:
             where = f"process {rank} on {answer['host']}: " if rank else ""
@@ -191,11 +191,11 @@ def one_line_for_a_lost_process(run: RunFolder | None = None) -> Iterator[None]:
 
 
 def _connect() -> Store:
-    """The launcher's store."""
+    """Connect to the launcher's store."""
     try:
         store, _, _ = next(iter(rendezvous("env://", timeout=PEER_TIMEOUT)))
     except ValueError as error:
-        # a variable is missing: WORLD_SIZE alone may be that of a pod of a cluster
+        # A variable is missing. A cluster may set WORLD_SIZE alone, for its pods.
         raise UserError(
             f"WORLD_SIZE is set, but {one_line(error)}; use `{program()} launch`"
         ) from None

@@ -36,14 +36,14 @@ class Links:
     """
 
     def receive(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The output of the stage before; `hidden` has its shape."""
+        """Receive the output of the stage before; `hidden` has its shape."""
         return hidden
 
     def send(self, hidden: torch.Tensor) -> None:
         """Send the output of this stage to the next one."""
 
     def from_last(self, output: torch.Tensor) -> torch.Tensor:
-        """The `output` of the last stage, on all stages; on others it has the shape only."""
+        """Send the `output` of the last stage to all; on the others it has the shape only."""
         return output
 
 
@@ -150,8 +150,8 @@ class Stage:
             model.set_submodule(names[id(head)], AbsentHead(rows, self.links))
 
     def micro_batch(self, inputs: torch.Tensor, **batch: Any) -> Any:
-        """The output of this stage, (B, T, C), for token ids (B, T), or for the output of the stage
-        before; on the last stage the summed loss.
+        """Compute the output of this stage, (B, T, C), for token ids (B, T), or for the output of
+        the stage before; on the last stage the summed loss.
         """
         self._input = inputs
         # Later stages get hidden states where the model takes embeddings, so that autograd has a
@@ -167,8 +167,8 @@ class Stage:
         finally:
             self._input = self._output = None
 
-    # Called by the AbsentBlocks beside this stage's own. In a micro-batch of training the schedule
-    # sends and receives; else `links` does.
+    # Called by the AbsentBlocks next to this stage's own blocks. In a micro-batch of training the
+    # schedule sends and receives; else `links` does.
 
     def _receive(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.links.receive(hidden) if self._input is None else self._input
@@ -185,14 +185,14 @@ class Stage:
 
 
 def head_in_blocks(model: PreTrainedModel) -> float:
-    """How many blocks have as many parameters, and so as many multiplications, as the head."""
+    """Size of the head in blocks: of their parameters, and so of their multiplications."""
     block = architecture_of(model).blocks(model)[0]
     head: Any = model.get_output_embeddings()
     return head.weight.numel() / sum(parameter.numel() for parameter in block.parameters())
 
 
 def split_blocks(blocks: int, head: float, count: int) -> list[range]:
-    """The blocks of each of `count` stages, for a head that computes as much as `head` blocks.
+    """Share the blocks over `count` stages, for a head that computes as much as `head` blocks.
 
     The last stage gets as many blocks as make it as fast as the others on average, at least one.
     The others differ by at most one; the first has the fewest, since it holds the activations of
@@ -206,7 +206,7 @@ def split_blocks(blocks: int, head: float, count: int) -> list[range]:
 
 
 def own_blocks(blocks: nn.ModuleList) -> list[nn.Module]:
-    """The blocks of this stage; all of a model that is not cut."""
+    """Blocks of this stage; all of a model that is not cut."""
     return [block for block in blocks if not isinstance(block, AbsentBlock)]
 
 
@@ -227,9 +227,10 @@ def tiny_model(section: ModelSection) -> PreTrainedModel:
 
 
 def stages_problem(section: ModelSection) -> str | None:
-    """Why a model of this architecture is not cut into stages, if it is not: a tiny one, cut into
-    two, has another loss than the whole, so it does more between its blocks than pass on hidden
-    states.
+    """Say why a model of this architecture is not cut into stages, if it is not.
+
+    A tiny one is cut into two. If their loss is another one than the whole's, the model does more
+    between its blocks than pass on hidden states.
     """
     if section.architecture == GPT2.name:
         return None

@@ -175,8 +175,7 @@ def split_vocabulary(model: PreTrainedModel, mesh: DeviceMesh) -> None:
 
 
 def _look_up(embedding: nn.Embedding, mesh: DeviceMesh, ids: torch.Tensor) -> torch.Tensor:
-    """The embeddings of token ids (B, T) -> (B, T, C), from this process's rows and those of the
-    others.
+    """Look up the embeddings of token ids, (B, T) -> (B, T, C), in the rows of all processes.
 
     Each process looks up the tokens that are its own and has zeros for all others; the sum over
     processes is the embedding. DTensor's own lookup gives each process the gradient of all rows.
@@ -197,8 +196,8 @@ def _look_up(embedding: nn.Embedding, mesh: DeviceMesh, ids: torch.Tensor) -> to
 
 
 class VocabularyParallelHead(Head):
-    """The head with a part of the vocabulary's rows on each process of `mesh`; logits and loss
-    are of the whole.
+    """Head with a part of the vocabulary's rows on each process of `mesh`; logits and loss are of
+    the whole.
     """
 
     mesh: DeviceMesh
@@ -241,8 +240,8 @@ def _loss_and_gradient(
     bias: torch.Tensor | None = None,
     softcap: float | None = None,
 ):
-    """The summed cross-entropy of rows (R, C), and its gradient with respect to this process's
-    logits (R, V/n): those of the vocabulary from number `first` on.
+    """Compute the summed cross-entropy of rows (R, C), and its gradient with respect to this
+    process's logits (R, V/n), of the tokens from number `first` on.
 
     With the largest logit m of a row, s = Σ exp(logit - m) over the whole vocabulary and the
     target's logit t, the loss is log(s) - (t - m), and the gradient exp(logit - m) / s, minus 1 at
@@ -259,7 +258,7 @@ def _loss_and_gradient(
     index = targets.where(counts, 0) - first
     mine = (index >= 0) & (index < len(weight))
     index = index.where(mine, 0)[:, None]
-    shifted = logits - largest  # in float32, as the largest
+    shifted = logits - largest  # float32, since `largest` is
     target_logit = shifted.gather(1, index)[:, 0].where(mine, 0.0)
     gradient = shifted.exp_()
     # One all-reduce for both: (2, R)

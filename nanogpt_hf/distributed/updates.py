@@ -1,4 +1,4 @@
-"""The gradient of a step and the update: accumulate it over micro-batches, clip it, step.
+"""Gradient and update of a step: accumulate it over micro-batches, clip it, step.
 
 How a gradient is clipped depends on the layout: who has which part of it, and who clips. That is
 decided once, when a run is built (`updater_of`), and not at every step.
@@ -82,7 +82,7 @@ class Updater:
         return norm
 
     def norm(self, parameters: list[nn.Parameter]) -> Tensor:
-        """The norm of the whole gradient, the same on all processes."""
+        """Norm of the whole gradient, the same on all processes."""
         return total_norm([cast(Tensor, p.grad) for p in parameters])
 
     def step(self) -> None:
@@ -136,7 +136,7 @@ class AccelerateUpdater(Updater):
 
 
 def updater_of(accelerator: Accelerator, model: nn.Module, optimizer: Any) -> Updater:
-    """The updater of a prepared model and its optimizer."""
+    """Choose the updater of a prepared model and its optimizer."""
     if is_zero(accelerator) or accelerator.scaler is not None:
         return AccelerateUpdater(accelerator, model, optimizer)
     if pipeline := pipeline_of(accelerator):
