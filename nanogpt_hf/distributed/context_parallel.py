@@ -16,6 +16,7 @@ are summed over processes by FSDP2, which context parallelism requires.
 """
 
 import weakref
+from collections.abc import Callable
 from contextlib import nullcontext
 from copy import copy
 from functools import partial
@@ -65,16 +66,27 @@ def share_positions(model: PreTrainedModel, mesh: DeviceMesh, *, ring: bool, rot
     """
     # The kernel that attends within a process, by its name in transformers: the model's own, with
     # its own masks. Only what goes into it and comes out of it is moved.
-    local = copy(model.config)
+    local: Any = copy(model.config)
     inner = "sdpa" if ring else local._attn_implementation
-    attend_locally: Any = ALL_ATTENTION_FUNCTIONS[inner]
-    before: Any
-    after: Any
+    name = _RING if ring else _EXCHANGE
     if ring:
-        before = _enter_ring(mesh, rotation)
-        after = DTensor.to_local
+        attend = _attention(inner, _enter_ring(mesh, rotation), DTensor.to_local, _RING_KERNELS)
+        attend = torch.compiler.disable(attend)
     else:
-        before = after = partial(_exchange, group=mesh.get_group())
+        exchange = partial(_exchange, group=mesh.get_group())
+        attend = _attention(inner, exchange, exchange)
+    ALL_ATTENTION_FUNCTIONS.register(name, attend)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(name, _mask_builder(model, inner, local))
+    model.set_attn_implementation(name)
+
+
+def _attention(
+    inner: str, before: Callable, after: Callable, kernels: list[SDPBackend] | None = None
+) -> Callable[..., tuple[torch.Tensor, None]]:
+    """Make an attention function of transformers that moves queries, keys and values by `before`,
+    and the output by `after`.
+    """
+    attend_locally: Any = ALL_ATTENTION_FUNCTIONS[inner]
 
     def attend(
         module: Any,
@@ -84,46 +96,44 @@ def share_positions(model: PreTrainedModel, mesh: DeviceMesh, *, ring: bool, rot
         mask: Any,
         **options: Any,
     ) -> tuple[torch.Tensor, None]:
-        """(B, H, T, D) of a part of the positions -> (B, T, H, D), as all attention functions of
-        transformers.
-        """
+        """(B, H, T, D) of a part of the positions -> (B, T, H, D)."""
         if not module.training:
             return attend_locally(module, query, key, value, mask, **options)
-        with sdpa_kernel(_RING_KERNELS) if ring else nullcontext():
+        with sdpa_kernel(kernels) if kernels else nullcontext():
             out, _ = attend_locally(
                 module, before(query), before(key), before(value), mask, **options
             )
         return after(out), None
 
+    return attend
+
+
+def _mask_builder(model: PreTrainedModel, inner: str, local: Any) -> Callable[..., Any]:
+    """Make a mask function of transformers for the whole sequences, although it is called with the
+    own positions only.
+    """
     # transformers keeps a registered function for ever; it must not keep the model's memory.
     trained = weakref.proxy(model)
 
     def build_mask(attention_mask: Any = None, **options: Any) -> Any:
-        """Build the mask of the whole sequences, although transformers knows the own positions
-        only: None if they are not packed.
-        """
         if not trained.training or attention_mask is not None:
             return ALL_MASK_ATTENTION_FUNCTIONS[inner](attention_mask=attention_mask, **options)
         whole = trained.whole_positions
+        # Without packed documents attention is causal, and needs no mask.
         if whole is None:
             return None
         # It reads the shape of its second argument, (B, T, width), and no value.
         return create_causal_mask(local, whole[..., None], None, None, whole)
 
-    name = _RING if ring else _EXCHANGE
-    ALL_ATTENTION_FUNCTIONS.register(name, torch.compiler.disable(attend) if ring else attend)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(name, build_mask)
-    model.set_attn_implementation(name)
+    return build_mask
 
 
 def own_positions(
     batch: dict[str, torch.Tensor], model: Any, mesh: Mesh
 ) -> dict[str, torch.Tensor]:
     """This process's part of the positions of a batch (B, T), with their numbers, which are the
-    batch's own if it is packed; the whole batch without context parallelism.
+    batch's own if it is packed.
     """
-    if mesh.cp_size == 1:
-        return batch
     # build_mask reads them: numbers that begin again at 0 mark the documents of a packed row.
     model.whole_positions = batch.get("position_ids")
     pieces = mesh.cp_size

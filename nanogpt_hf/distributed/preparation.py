@@ -86,7 +86,6 @@ def _is_one_graph(model: PreTrainedModel, accelerator: Accelerator) -> bool:
     FSDP2, ZeRO and parallel layouts run code between the blocks. Recomputed activations and masks
     of packed documents are known to work block by block.
     """
-    # Other attention functions, ours and flex attention, call what breaks a graph.
     attention = model.config._attn_implementation
     mesh = mesh_of(accelerator)
     is_plain = attention in ("sdpa", "eager") and not mesh.checkpointing

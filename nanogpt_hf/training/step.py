@@ -39,8 +39,10 @@ def train_step(run: Run, step: int, learning_rate: float) -> StepResult:
                 name: tensor.to(run.accelerator.device, non_blocking=True)
                 for name, tensor in batch.items()
             }
-            with reducer.micro_batch():
+            # Before the objective, so that its terms see the positions that the model computes.
+            if run.mesh.cp_size > 1:
                 batch = own_positions(batch, run.model, run.mesh)
+            with reducer.micro_batch():
                 summed_loss, sums = run.objective(run.model, batch)
                 reducer.backward(summed_loss / num_targets)
             for name, value in sums.items():

@@ -15,9 +15,9 @@ from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.schema import replace_knobs
 from nanogpt_hf.distributed.launch import Launch
 from nanogpt_hf.errors import UserError
+from nanogpt_hf.model import GPTForCausalLM
 from nanogpt_hf.planning.estimate import estimate, run_bytes
 from nanogpt_hf.runs.folder import RunFolder
-from nanogpt_hf.training import step
 
 ROOT = Path(__file__).parents[2]
 
@@ -95,15 +95,15 @@ def test_estimate_rehearses_a_step(tmp_path, write_recipe):
 
 
 def test_a_rehearsal_finds_a_tensor_on_the_wrong_device(tmp_path, write_recipe, monkeypatch):
-    own_positions = step.own_positions
+    forward = GPTForCausalLM.forward
 
-    def planted(batch, *arguments):
-        on_cpu = torch.zeros(batch["input_ids"].shape, dtype=torch.long)  # without device=
-        return own_positions(batch, *arguments) | {"position_ids": on_cpu}
+    def planted(model, input_ids, **options):
+        on_cpu = torch.zeros(input_ids.shape, dtype=torch.long)  # without device=
+        return forward(model, input_ids, **options | {"position_ids": on_cpu})
 
     config = load_config(write_recipe())
     assert rehearse(config, Launch()).waits == {}
-    monkeypatch.setattr(step, "own_positions", planted)
+    monkeypatch.setattr(GPTForCausalLM, "forward", planted)
     with pytest.raises(UserError, match=r"^--rehearse: .* meet: model/modeling_gpt\.py:\d+ .*wpe"):
         rehearse(config, Launch())
 

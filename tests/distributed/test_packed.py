@@ -128,7 +128,8 @@ def train_rank(rank: int, port: int, layout: str, folder) -> None:
                 whole = {key: tensor[rows] for key, tensor in batch_of().items()}
                 masks.clear()
                 model.zero_grad()
-                loss = next_token_loss(model, own_positions(whole, model, mesh))[0]
+                batch = own_positions(whole, model, mesh) if cp_size > 1 else whole
+                loss = next_token_loss(model, batch)[0]
                 loss.backward()
                 assert set(masks) == {kind}, (way, masks)
                 total = loss.detach().clone()
