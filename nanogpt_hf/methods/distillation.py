@@ -1,8 +1,8 @@
-"""Distillation: a student learns the distribution of a teacher beside the next token.
+"""Distillation: a student learns the next token, and the distribution of a teacher over it.
 
 The loss of a row is (1 - weight) · cross-entropy + weight · T² · KL(teacher ‖ student), with both
-distributions at the temperature T (Hinton et al. 2015, arXiv:1503.02531). Validation has the
-cross-entropy alone, so that it compares with other runs.
+distributions at the temperature T (Hinton et al. 2015, arXiv:1503.02531). Evaluations measure the
+cross-entropy alone, so that they compare with other runs.
 """
 
 import dataclasses
@@ -38,6 +38,7 @@ from nanogpt_hf.runs.folder import find_model
 from nanogpt_hf.runs.origin import config_digest
 
 logger = logging.getLogger(__name__)
+# The teacher computes in the precision of the run, without float32 weights to update.
 _DTYPES = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -49,21 +50,26 @@ class TaughtData(PreparedData):
 
 
 def load_with_teacher(config: Config, load: Callable[[Config], PreparedData]) -> TaughtData:
-    """The data of `load`, and the teacher of a recipe, the hash of whose weights the manifest gets.
+    """Load the teacher of a recipe, and the data by `load`; the manifest gets the teacher's hash.
 
     Raises UserError if there is no such model, or it does not fit the data.
     """
     try:
-        teacher, tokenizer = _load_teacher(config)  # first: preparing data may take hours
+        # A wrong name should not be found out after the hours that preparing data may take.
+        teacher, tokenizer = _load_teacher(config)
     except (UserError, DataError) as error:
         raise UserError(f"distill.teacher: {error}") from None
     data = load(config)
-    name, tokens = config.distill.teacher, data.manifest.vocab_size
+    name = config.distill.teacher
+    tokens = data.manifest.vocab_size
     if vocabulary_hash(tokenizer) != data.manifest.tokenizer_hash:
         raise UserError(
             f"distill.teacher: {name}: its tokenizer has {len(tokenizer):,} tokens, and is not "
-            f"that of the data, of {tokens:,}: prepare the data with it, or name another model"
+            f"the tokenizer of the data, with {tokens:,}: prepare the data with it, or name "
+            "another model"
         )
+    # A resumed run has to learn from the same teacher: its identity is the hash of the weights,
+    # and the digest of config.json, which decides what the weights compute.
     digest = hashlib.sha256()
     for key, tensor in sorted(teacher.state_dict().items()):
         digest.update(key.encode())
@@ -71,7 +77,8 @@ def load_with_teacher(config: Config, load: Callable[[Config], PreparedData]) ->
     manifest = dataclasses.replace(
         data.manifest, teacher=f"sha256:{digest.hexdigest()}", teacher_config=_config_of(str(name))
     )
-    for parameter in teacher.parameters():  # not buffers: rotary frequencies need float32
+    # Only parameters: rotary frequencies, which are buffers, need float32.
+    for parameter in teacher.parameters():
         parameter.data = parameter.data.to(_DTYPES.get(requested_precision(), torch.float32))
     teacher.eval().requires_grad_(False)
     return TaughtData(
@@ -80,12 +87,13 @@ def load_with_teacher(config: Config, load: Callable[[Config], PreparedData]) ->
 
 
 def _config_of(name: str) -> str:
-    """The digest of the config.json of a teacher: of an adapter, that of its base."""
-    name, revision = find_model(name), None
+    """The digest of the config.json of a teacher; an adapter has the one of its base."""
+    name = find_model(name)
+    revision = None
     if (adapter := Path(name) / "adapter_config.json").is_file():
         facts = read_json(adapter, dict[str, Any])
-        name, revision = str(facts["base_model_name_or_path"]), facts.get("revision")
-        name = folder_or_hub_id(name)
+        name = folder_or_hub_id(str(facts["base_model_name_or_path"]))
+        revision = facts.get("revision")
     path: Any = Path(name) / CONFIG_NAME
     if not Path(name).is_dir():
         path = cached_file(name, CONFIG_NAME, revision=revision)
@@ -93,7 +101,7 @@ def _config_of(name: str) -> str:
 
 
 def _load_teacher(config: Config) -> tuple[Any, PreTrainedTokenizerBase]:
-    """The model in float32, and its tokenizer. Raises UserError or DataError without them."""
+    """Load the model in float32, and its tokenizer. Raises UserError or DataError without them."""
     name = find_model(str(config.distill.teacher))
     is_gpt2 = name in GPT2_NAMES
     tokenizer = build_tokenizer("gpt2", ()).hf if is_gpt2 else load_tokenizer(name)
@@ -106,6 +114,7 @@ def _load_teacher(config: Config) -> tuple[Any, PreTrainedTokenizerBase]:
         )
     check_causal(model, packs=packs(config))
     if packs(config):
+        # The teacher must not see other documents of a block either.
         attend_apart(model)
     logger.info(f"teacher: {name}, {model.num_parameters():,} parameters")
     return model, tokenizer
@@ -120,6 +129,8 @@ def teacher_divergence(
     teacher = data.teacher
     temperature = config.distill.temperature
     inputs = {name: tensor for name, tensor in batch.items() if name != "shift_labels"}
+    # Only the hidden states of the teacher are kept. Its logits are computed for the rows that the
+    # student's loss asks for, so that neither model has B · T × vocabulary logits in memory.
     with torch.no_grad():
         _place(teacher, model, batch["input_ids"].device)
         logits_of = teacher.logits_of_rows(**inputs)
@@ -136,7 +147,10 @@ def teacher_divergence(
 
 
 def _place(teacher: Any, model: torch.nn.Module, device: torch.device) -> None:
-    """Put the teacher on the device, with its blocks sharded as the student's, if they are."""
+    """Put the teacher on the device, with its blocks sharded as the student's, if they are.
+
+    The first step does it, since the mesh of the student's shards is not known before.
+    """
     mesh = getattr(next(model.parameters()), "device_mesh", None)
     if mesh is None:
         teacher.to(device)

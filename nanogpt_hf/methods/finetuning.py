@@ -19,7 +19,7 @@ from nanogpt_hf.program import program
 from nanogpt_hf.runs.folder import find_model
 from nanogpt_hf.tasks.task import check_name, is_generated
 
-# tokens of a block; a model of 131,072 positions should not start with blocks of as many
+# Tokens of a block: a model of 131,072 positions should not start with blocks that long.
 _LONGEST_DEFAULT = 1024
 _TEXTS = (".txt", ".md", ".json", ".jsonl", ".parquet", ".csv")
 
@@ -30,69 +30,41 @@ if TYPE_CHECKING:
 def finetune_config(
     recipe: str | None, overrides: Overrides, method: RecipeMethod | None = None
 ) -> tuple[Config, "PreTrainedConfig"]:
-    """The resolved recipe of a fine-tuning run, and the configuration of the model that it starts
-    from.
+    """Resolve the recipe of a fine-tuning run; return it with the configuration of the model that
+    it starts from.
 
-    Sizes and tokenizer are that model's, and the other defaults those of fine-tuning, or of
-    another `method`. Raises UserError if there is no such model, and
-    ConfigError if recipe or command line are wrong or contradict the model.
+    Sizes and tokenizer come from that model; other defaults are fine-tuning's, or the `method`'s.
+    Raises UserError if there is no such model, and ConfigError if recipe or command line are wrong
+    or contradict the model.
     """
     stated = stated_knobs(recipe, overrides)
     task = _check_stated(stated, method)
-    start, revision = find_model(str(stated["finetune.model"])), stated.get("finetune.revision")
+    start = find_model(str(stated["finetune.model"]))
+    revision = stated.get("finetune.revision")
     generated = is_generated(task)
 
-    from nanogpt_hf.model.adapter_targets import lora_targets
     from nanogpt_hf.model.architecture import architecture_of
     from nanogpt_hf.model.build import check_balance, load_base_config
 
     base, commit = load_base_config(start, revision)
-    architecture = architecture_of(base)
-    knobs, positions = architecture.recipe_knobs(base), base.max_position_embeddings
-    longest = _stated_value(stated, "model.n_positions") or positions
-    learned_positions = knobs.get("model.architecture", "gpt2") == "gpt2"
-    tokenizer = "gpt2" if start in GPT2_NAMES else start
-    defaults = finetune_defaults(
-        knobs,
-        block_size=_stated_value(stated, "data.block_size")
-        or (longest if longest > positions else min(positions, _LONGEST_DEFAULT)),
-        max_steps=_stated_value(stated, "train.max_steps"),
-        lora=_stated_value(stated, "lora.rank") is not None,
-        method=method,
-        # A model that has learned without dropout starts worse with it.
-        dropout=getattr(base, "dropout", None),
-    )
-    targets = lora_targets(architecture, base)
-    defaults |= {"data.tokenizer": tokenizer, "lora.targets": list(targets)}
     source = task if generated else _stated_value(stated, "data.source") or ""
     entries = source if isinstance(source, list) else [{"source": source}]
     text = "-".join(_short(str(entry.get("source"))) for entry in entries)[:60]
-    name = f"{_short(start)}-{text}"
-    config = load_config(recipe, overrides, defaults, name)
-    sizes = knobs | {"model.pad_vocab_to_multiple_of": 1}
-    wrong = [
-        f"{key}: {start} has {value}; leave it out, fine-tuning changes no sizes"
-        for key, value in sizes.items()
-        if key != "model.n_positions" and get_value(config, key) != value
-    ]
-    if not set(config.lora.targets) <= set(targets):
-        experts = "; experts get no adapters" if architecture.idle_parameters(base) else ""
-        wrong.append(f"lora.targets: expected some of {', '.join(targets)}{experts}")
-    try:
-        architecture.resized_rope(base, config.model.n_positions, config.finetune.rope_theta)
-    except ValueError as error:
-        wrong.append(f"model.n_positions: {error}")
-    if wrong:
+    defaults = _defaults(stated, start, base, method)
+    config = load_config(recipe, overrides, defaults, f"{_short(start)}-{text}")
+    if wrong := _contradictions(config, start, base):
         raise ConfigError(wrong)
-    if config.model.n_positions > positions or config.finetune.rope_theta is not None:
-        check_settings(
-            recipe_settings(config) | {Setting.OTHER_POSITIONS: Setting.OTHER_POSITIONS.value}
-        )
+    grows = config.model.n_positions > base.max_position_embeddings
+    if grows or config.finetune.rope_theta is not None:
+        other = {Setting.OTHER_POSITIONS: Setting.OTHER_POSITIONS.value}
+        check_settings(recipe_settings(config) | other)
     check_balance(config, base)
     resolved = {"finetune.model": start, "finetune.revision": revision or commit}
     if generated:
         resolved["data.source"] = task
-    # those beyond a block would not be trained
+    # Learned positions beyond a block would not be trained.
+    sizes = architecture_of(base).recipe_knobs(base)
+    learned_positions = sizes.get("model.architecture", "gpt2") == "gpt2"
     if "model.n_positions" not in stated and learned_positions:
         resolved["model.n_positions"] = config.data.block_size
     if "data.dir" not in stated:
@@ -100,8 +72,57 @@ def finetune_config(
     return replace_knobs(config, resolved), base
 
 
+def _defaults(
+    stated: dict[str, Any], start: str, base: "PreTrainedConfig", method: RecipeMethod | None
+) -> dict[str, Any]:
+    """The defaults of a run from the model `start`, with its sizes and its tokenizer."""
+    from nanogpt_hf.model.adapter_targets import lora_targets
+    from nanogpt_hf.model.architecture import architecture_of
+
+    architecture = architecture_of(base)
+    positions = base.max_position_embeddings
+    # A recipe that states more positions than the model has wants blocks that long.
+    longest = _stated_value(stated, "model.n_positions") or positions
+    block_size = longest if longest > positions else min(positions, _LONGEST_DEFAULT)
+    defaults = finetune_defaults(
+        architecture.recipe_knobs(base),
+        block_size=_stated_value(stated, "data.block_size") or block_size,
+        max_steps=_stated_value(stated, "train.max_steps"),
+        lora=_stated_value(stated, "lora.rank") is not None,
+        method=method,
+        # A model that has learned without dropout starts worse with it.
+        dropout=getattr(base, "dropout", None),
+    )
+    defaults["data.tokenizer"] = "gpt2" if start in GPT2_NAMES else start
+    defaults["lora.targets"] = list(lora_targets(architecture, base))
+    return defaults
+
+
+def _contradictions(config: Config, start: str, base: "PreTrainedConfig") -> list[str]:
+    """A line for each knob that the model `start` cannot have."""
+    from nanogpt_hf.model.adapter_targets import lora_targets
+    from nanogpt_hf.model.architecture import architecture_of
+
+    architecture = architecture_of(base)
+    sizes = architecture.recipe_knobs(base) | {"model.pad_vocab_to_multiple_of": 1}
+    wrong = [
+        f"{key}: {start} has {value}; leave it out, fine-tuning changes no sizes"
+        for key, value in sizes.items()
+        if key != "model.n_positions" and get_value(config, key) != value
+    ]
+    targets = lora_targets(architecture, base)
+    if not set(config.lora.targets) <= set(targets):
+        experts = "; experts get no adapters" if architecture.idle_parameters(base) else ""
+        wrong.append(f"lora.targets: expected some of {', '.join(targets)}{experts}")
+    try:
+        architecture.resized_rope(base, config.model.n_positions, config.finetune.rope_theta)
+    except ValueError as error:
+        wrong.append(f"model.n_positions: {error}")
+    return wrong
+
+
 def _check_stated(stated: dict[str, Any], method: RecipeMethod | None) -> str:
-    """The task of reinforcement learning, or ''.
+    """Return the task of reinforcement learning, or ''.
 
     Raises UserError if no model, text or task is stated, or if the recipe is for another command.
     """
@@ -127,8 +148,8 @@ def _check_stated(stated: dict[str, Any], method: RecipeMethod | None) -> str:
 
 
 def _stated_value(stated: dict[str, Any], key: str) -> Any:
-    """The value that recipe or command line state; None without one, and for a wrong one, which
-    load_config reports.
+    """Read the value that recipe or command line state; None without one. A wrong value is None,
+    too: `load_config` reports it.
     """
     try:
         return convert(KNOBS[key], stated[key])
@@ -137,7 +158,9 @@ def _stated_value(stated: dict[str, Any], key: str) -> Any:
 
 
 def _short(name: str) -> str:
-    """`runs/mine/best` -> mine, `texts/my.txt` -> my, `openai-community/gpt2` -> gpt2."""
+    """Shorten a path or Hub id to a name: `runs/mine/best` -> mine, `texts/my.txt` -> my,
+    `openai-community/gpt2` -> gpt2.
+    """
     path = Path(name)
     if path.name in ("best", "final"):
         path = path.resolve().parent
@@ -146,15 +169,17 @@ def _short(name: str) -> str:
 
 
 def check_tokenizer(config: Config, base: "PreTrainedConfig") -> str:
-    """The hash of the tokenizer's vocabulary.
+    """Check that the recipe's tokenizer fits the model to start from, and return the hash of its
+    vocabulary.
 
-    It is that of the model to start from, whose configuration is `base`, or has more tokens
-    after the same ones: then `base` gets their number. Raises UserError for any other tokenizer.
+    It is the model's own tokenizer, or one with more tokens after the same ones: then `base`, the
+    configuration of the model, gets their number. Raises UserError for any other tokenizer.
     """
     from nanogpt_hf.data.tokenizer import build_tokenizer, vocabulary_hash
 
-    start, name = config.finetune.model, config.data.tokenizer
-    assert start is not None  # a finetune recipe has it
+    start = config.finetune.model
+    name = config.data.tokenizer
+    assert start is not None, "a recipe of fine-tuning names a model"
     own = None
     try:
         own = _own_tokenizer(start)
@@ -164,7 +189,8 @@ def check_tokenizer(config: Config, base: "PreTrainedConfig") -> str:
                 f"{start}: has no tokenizer beside it; give the one that it was trained with, as a "
                 "folder or Hub id: --data.tokenizer NAME"
             ) from None
-    if name in ("char", "bpe"):  # a vocabulary of the new text
+    if name in ("char", "bpe"):
+        # These make a vocabulary of the new text, whose ids mean other tokens.
         given = None
     else:
         given = own if name == start and own is not None else build_tokenizer(name, ()).hf
@@ -188,19 +214,18 @@ def check_tokenizer(config: Config, base: "PreTrainedConfig") -> str:
 
 
 def _own_tokenizer(start: str) -> "PreTrainedTokenizerBase":
-    """The tokenizer of a model to start from. Raises DataError if it has none beside it."""
+    """Load the tokenizer of a model to start from. Raises DataError if its folder has none."""
     from nanogpt_hf.data.tokenizer import build_tokenizer, load_tokenizer
 
     return load_tokenizer(start) if start not in GPT2_NAMES else build_tokenizer("gpt2", ()).hf
 
 
 def learned_ids(config: Config, data: Any) -> list[int] | None:
-    """The ids of the tokens that the model to start from has learned, if the tokenizer of the
-    prepared `data`, which check_tokenizer has accepted, has others as well; else None.
-
-    Synthetic data has no tokenizer.
+    """Find the ids of the tokens that the model to start from has learned, if the tokenizer of the
+    prepared `data`, which `check_tokenizer` has accepted, has more; else None.
     """
     start = config.finetune.model
+    # Synthetic data has no tokenizer.
     if start is None or start == config.data.tokenizer or data.tokenizer is None:
         return None
     try:

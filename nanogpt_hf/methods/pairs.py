@@ -1,8 +1,8 @@
 """Data of preference training: pairs of a chosen and a rejected answer, or answers that are labeled
 alone, in memory.
 
-A block is a pair, padded at the end. That of a labeled answer is the answer, and its prompt with
-the answer of the row before it, which estimates the KL divergence of KTO.
+A block is a pair, padded at the end. A labeled answer is a pair, too: the answer, and its prompt
+with the answer of the row before, a mismatch from which KTO estimates its KL divergence.
 """
 
 import logging
@@ -34,10 +34,12 @@ from nanogpt_hf.errors import DataError
 
 logger = logging.getLogger(__name__)
 NO_TARGET = -100
-Encoded = tuple[list[int], int]  # token ids, and how many of them are the prompt
+# Token ids, and how many of them are the prompt.
+Encoded = tuple[list[int], int]
 Encode = Callable[[Conversation], Encoded]
 EncodedPair = tuple[Encoded, Encoded]
-EncodedAnswer = tuple[Encoded, Conversation, bool]  # with its text and label
+# Token ids with their text and label.
+EncodedAnswer = tuple[Encoded, Conversation, bool]
 
 
 class Pairs(Blocks):
@@ -46,7 +48,9 @@ class Pairs(Blocks):
     """
 
     def __init__(self, pairs: list[tuple[Encoded, Encoded]], block_size: int):
-        self.pairs, self.block_size = pairs, block_size
+        self.pairs = pairs
+        self.block_size = block_size
+        # The target of position i is token i + 1, so n tokens have n - 1 positions.
         self.width = max((len(ids) for pair in pairs for ids, _ in pair), default=0) - 1
         self.reference = torch.zeros(len(pairs), 2)
 
@@ -54,11 +58,11 @@ class Pairs(Blocks):
         return len(self.pairs)
 
     def num_targets(self, indices: np.ndarray) -> int:
-        """The pairs at `indices`: each counts the same, however long its answers are."""
+        """Count the pairs at `indices`: each counts the same, however long its answers are."""
         return len(indices)
 
     def batch(self, indices: np.ndarray) -> dict[str, torch.Tensor]:
-        """The pairs at `indices`; shift_labels is -100 but for the tokens of the answers."""
+        """Make a batch of pairs; shift_labels is -100 except for the tokens of the answers."""
         inputs = torch.zeros(len(indices), 2, self.width, dtype=torch.int64)
         labels = torch.full_like(inputs, NO_TARGET)
         for row, index in enumerate(indices.tolist()):
@@ -78,7 +82,8 @@ class LabeledAnswers(Pairs):
         self, pairs: list[tuple[Encoded, Encoded]], block_size: int, desirable: list[bool]
     ):
         super().__init__(pairs, block_size)
-        self.desirable, self.kl = torch.tensor(desirable), 0.0
+        self.desirable = torch.tensor(desirable)
+        self.kl = 0.0
 
     def batch(self, indices: np.ndarray) -> dict[str, torch.Tensor]:
         desirable = self.desirable[torch.from_numpy(indices)]
@@ -92,13 +97,14 @@ def _load(
     blocks_of: Callable[[list[Any], Encode, int], Pairs],
     noun: str,
 ) -> PreparedData:
-    """The rows of data.source, split, as `encode_row` reads each and `blocks_of` makes blocks of
-    those that fit, with the model's tokenizer.
+    """Read data.source with `encode_row`, split it, and make blocks of the rows that fit with
+    `blocks_of`.
 
     A row that the tokenizer or its chat template refuses is one that cannot be read. Raises
     UserError if they cannot be read, or none fits into a block.
     """
-    data, splits = config.data, []
+    data = config.data
+    splits = []
     if is_mixture(data):
         raise DataError(f"data.source: {noun} come from one source; a list is not supported")
     tokenizer = build_tokenizer(data.tokenizer, ()).hf
@@ -108,7 +114,8 @@ def _load(
         for name, rows in zip(
             ("train", "validation"), split_documents(documents, data), strict=True
         ):
-            splits.append(blocks := blocks_of(rows, encode, data.block_size))
+            blocks = blocks_of(rows, encode, data.block_size)
+            splits.append(blocks)
             if not blocks:
                 raise DataError(
                     f"data.block_size: {data.block_size} tokens are too few for all {noun} of "
@@ -143,9 +150,9 @@ def _check_labels(answers: LabeledAnswers) -> None:
 
 
 def _encoded_pair(row: Any, encode: Encode) -> EncodedPair:
-    """A row as a pair. Raises ValueError or DataError if it is none that can be compared."""
+    """Encode a row as a pair. Raises ValueError or DataError if its answers cannot be compared."""
     pair = pair_of(row)
-    chosen, rejected = map(encode, pair)
+    chosen, rejected = (encode(side) for side in pair)
     if chosen == rejected:
         texts = (f"{side.messages[-1]['content']!r:.40}" for side in pair)
         raise DataError(
@@ -156,13 +163,13 @@ def _encoded_pair(row: Any, encode: Encode) -> EncodedPair:
 
 
 def _pairs(encoded: list[EncodedPair], _: Encode, block_size: int) -> Pairs:
-    """The pairs that fit: one without the end of an answer would prefer one that never ends."""
+    """Make blocks of the pairs that fit. A pair that is cut would teach answers without an end."""
     fitting = [pair for pair in encoded if all(len(ids) <= block_size + 1 for ids, _ in pair)]
     return Pairs(fitting, block_size)
 
 
 def _encoded_answer(row: Any, encode: Encode) -> EncodedAnswer:
-    """A row as a labeled answer. Raises ValueError or DataError if it is none."""
+    """Encode a row as a labeled answer. Raises ValueError or DataError if it is none."""
     conversation, label = labeled_of(row)
     return encode(conversation), conversation, label
 
@@ -170,12 +177,13 @@ def _encoded_answer(row: Any, encode: Encode) -> EncodedAnswer:
 def _labeled_answers(
     encoded: list[EncodedAnswer], encode: Encode, block_size: int
 ) -> LabeledAnswers:
-    """The answers that fit. Only the mismatched pairs are cut."""
+    """Make blocks of the answers that fit. Mismatched pairs, which are not trained, are cut."""
     kept = [row for row in encoded if len(row[0][0]) <= block_size + 1]
     if len(kept) == 1:
         raise DataError("data.source: one answer alone has no mismatched pair; add rows")
     pairs = []
     for row, (own, conversation, _) in enumerate(kept):
+        # Row 0 gets the answer of the last row.
         other = kept[row - 1][1].messages[-1]
         mismatched = conversation._replace(messages=[*conversation.messages[:-1], other])
         ids, prompt = encode(mismatched)
@@ -184,7 +192,8 @@ def _labeled_answers(
 
 
 def encode_answer(conversation: Conversation, tokenizer: Any, chat: ChatFormat | None) -> Encoded:
-    """The token ids of a conversation whose last answer is trained, and where that begins.
+    """Encode a conversation whose last answer is trained: its token ids, and where the answer
+    begins.
 
     Without a chat template the answer continues the last question as text, and the token that
     ends a text ends it.
@@ -201,6 +210,7 @@ def encode_answer(conversation: Conversation, tokenizer: Any, chat: ChatFormat |
         answer = encode_ordinary(tokenizer, messages[1]["content"])
         return [*prompt, *answer, *([] if end is None else [end])], len(prompt)
     example = chat.examples([conversation])[-1]
+    # The mask is 1 on all tokens of the assistant. The trained answer is its last run of ones.
     counts = np.array([0, *example.assistant_mask])
     begins = np.flatnonzero(np.diff(counts) == 1)
     end = int(np.flatnonzero(counts)[-1])

@@ -8,11 +8,12 @@ from torch import Tensor
 from nanogpt_hf.config.schema import RlSection
 from nanogpt_hf.model.architecture import Metrics, Objective
 
-_EPSILON = 1e-4  # added to the deviation of a group, which may be 0; TRL's
+# Added to the standard deviation of a group, which is 0 if all its rewards are equal; TRL's value.
+_EPSILON = 1e-4
 
 
 def advantages(rewards: Tensor, *, scaled: bool) -> Tensor:
-    """The rewards of the completions of each prompt, (prompts, samples), minus their mean.
+    """Subtract from the rewards of each prompt, (prompts, samples), their mean.
 
     With `scaled`, divided by their standard deviation, as in the GRPO paper (Shao et al. 2024,
     arXiv:2402.03300); without, harder and easier questions keep their weight (Liu et al. 2025,
@@ -23,8 +24,8 @@ def advantages(rewards: Tensor, *, scaled: bool) -> Tensor:
 
 
 def policy_objective(rl: RlSection) -> Objective:
-    """The summed loss of the completion tokens of a batch, which `train_step` divides by their
-    number in the step.
+    """Build the objective: the summed loss of the completion tokens of a batch, which `train_step`
+    divides by their number in the step.
 
     For token t of completion i, with advantage A_i and ratio r = π(token) / π_old(token):
 
@@ -41,12 +42,16 @@ def policy_objective(rl: RlSection) -> Objective:
     """
 
     def objective(model: torch.nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Metrics]:
+        # All are (B, K): the last K positions hold the completions of the batch.
         log_probs, entropy = completion_log_probs(model, batch, rl.temperature)
         counts = (batch["shift_labels"] != -100).float()
+        # In the first update the model is the one that has sampled: the ratio is 1, but it has the
+        # gradient of log π.
         ratio = torch.exp(log_probs - batch.get("old_log_probs", log_probs.detach()))
         gain = ratio * batch["advantages"][:, None]
         metrics = {"entropy": (entropy * counts).sum()}
         if rl.clip is not None:
+            # The smaller gain, so that clipping never rewards a step away from the old policy.
             clipped = ratio.clamp(1 - rl.clip, 1 + rl.clip) * batch["advantages"][:, None]
             metrics["clipped"] = ((clipped < gain) * counts).sum()
             gain = torch.minimum(gain, clipped)
@@ -61,8 +66,8 @@ def policy_objective(rl: RlSection) -> Objective:
 
 
 def kl_estimate(log_probs: Tensor, reference: Tensor) -> Tensor:
-    """The KL divergence of a policy from `reference` at tokens that it sampled: unbiased and never
-    negative.
+    """Estimate the KL divergence of a policy from `reference` at tokens that it has sampled:
+    unbiased and never negative.
 
     q - log q - 1 with q = reference / policy (J. Schulman, "Approximating KL divergence", 2020).
     """
@@ -73,15 +78,17 @@ def kl_estimate(log_probs: Tensor, reference: Tensor) -> Tensor:
 def completion_log_probs(
     model: torch.nn.Module, batch: dict[str, Tensor], temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of the targets at the sampling temperature, and entropies: (B, K) as
-    `shift_labels`.
+    """Compute the log-probabilities of the targets at the sampling temperature, and entropies:
+    (B, K) as `shift_labels`.
 
     `shift_labels` are the targets of the last K positions of `input_ids`; where they are -100
     the values mean nothing. Sequences are padded at their end, which needs no mask.
     """
     labels = batch["shift_labels"]
+    # Logits of the last K positions only: prompts have none.
     out = model(input_ids=batch["input_ids"], use_cache=False, logits_to_keep=labels.shape[1])
     log_probs = (out.logits.float() / (temperature or 1.0)).log_softmax(-1)
+    # Position 0 of the vocabulary stands in for ignored targets, which gather would refuse.
     chosen = log_probs.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
     with torch.no_grad():
         entropy = -(log_probs.exp() * log_probs).sum(-1)

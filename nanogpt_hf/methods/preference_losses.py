@@ -17,15 +17,19 @@ Batch = dict[str, Tensor]
 
 
 class PairLoss(NamedTuple):
-    """Row of LOSSES: the loss of pairs, from the scores of their chosen and rejected answers."""
+    """A loss of pairs: a row of LOSSES."""
 
+    # From the section `align` and the scores (n,) of chosen and rejected answers, the losses (n,).
     loss: Callable[[AlignSection, Tensor, Tensor], Tensor]
-    uses_reference: bool = True  # scores are differences to the model before training
-    per_token: bool = False  # scores are means over the tokens of an answer
+    # Scores are differences to the model before training.
+    uses_reference: bool = True
+    # Scores are means over the tokens of an answer, not sums.
+    per_token: bool = False
 
 
 def _dpo(align: AlignSection, chosen: Tensor, rejected: Tensor) -> Tensor:
-    x, smoothing = align.beta * (chosen - rejected), align.label_smoothing
+    x = align.beta * (chosen - rejected)
+    smoothing = align.label_smoothing
     return -(1 - smoothing) * F.logsigmoid(x) - smoothing * F.logsigmoid(-x)
 
 
@@ -35,14 +39,18 @@ def _simpo(align: AlignSection, chosen: Tensor, rejected: Tensor) -> Tensor:
 
 
 def _orpo(align: AlignSection, chosen: Tensor, rejected: Tensor) -> Tensor:
-    # an answer of probability 1 has infinite odds
-    scores = (score.clamp(max=-1e-7) for score in (chosen, rejected))
-    log_odds = [score - torch.log(-torch.expm1(score)) for score in scores]
-    return -chosen - align.beta * F.logsigmoid(log_odds[0] - log_odds[1])
+    return -chosen - align.beta * F.logsigmoid(_log_odds(chosen) - _log_odds(rejected))
 
 
-# With c and r the scores of the chosen and the rejected answer: sums of the log-probabilities of
-# their tokens, or means; and minus those of the model before training, if the row says so.
+def _log_odds(score: Tensor) -> Tensor:
+    """log(p / (1 - p)) of answers whose log-probability is `score`."""
+    # An answer of probability 1 has infinite odds.
+    score = score.clamp(max=-1e-7)
+    return score - torch.log(-torch.expm1(score))
+
+
+# c and r are the scores of the chosen and the rejected answer: the log-probabilities of their
+# tokens, summed or averaged, minus the same of the model before training if the row says so.
 LOSSES = {
     # -log σ(β·(c - r)); with label smoothing ε (1 - ε) times it, plus -ε·log σ(-β·(c - r))
     # (Rafailov et al. 2023, arXiv:2305.18290; ε as in Mitchell's note on conservative DPO)
@@ -60,24 +68,28 @@ LOSSES = {
 
 
 def preference_objective(align: AlignSection) -> Objective:
-    """The summed loss of the pairs of a batch, which `train_step` divides by the pairs of a step.
+    """Build the objective: the summed loss of the pairs of a batch, which `train_step` divides by
+    the pairs of a step.
 
-    Metrics: the implicit rewards, β times the scores of the answers, and how often that of the
-    chosen one is higher.
+    Metrics: the implicit rewards, β times the scores of the answers, and how often the chosen
+    answer has the higher one.
     """
     row = LOSSES[align.loss or "dpo"]
 
     def objective(model: nn.Module, batch: Batch) -> tuple[Tensor, Metrics]:
+        # Both are (n, 2): the chosen answer is side 0.
         scores, lengths = pair_log_probs(model, batch["input_ids"], batch["shift_labels"])
         if row.uses_reference:
             scores = scores - batch["reference"]
         if row.per_token:
             scores = scores / lengths.clamp(min=1)
+        # Evaluations pad a batch by rows without tokens. Any score will do for them.
         is_pair = lengths[:, 0] > 0
         chosen, rejected = torch.where(is_pair[:, None], scores, -1.0).unbind(1)
         values = {
             "loss": row.loss(align, chosen, rejected),
-            "accuracy": ((chosen - rejected).sign() + 1) / 2,  # equal ones count half
+            # Equal scores count half.
+            "accuracy": ((chosen - rejected).sign() + 1) / 2,
             "reward_chosen": align.beta * chosen,
             "reward_rejected": align.beta * rejected,
         }
@@ -87,19 +99,22 @@ def preference_objective(align: AlignSection) -> Objective:
 
 
 def kto_objective(align: AlignSection) -> Objective:
-    """The summed loss of the answers of a batch: w·(1 - σ(±β·(r - kl))), r being the log-ratio of
-    the answer to the model before training, and w and the sign those of its label (Ethayarajh et
-    al. 2024, arXiv:2402.01306).
+    """Build the objective of KTO: the sum of w·(1 - σ(±β·(r - kl))) over the answers of a batch.
+
+    r is the log-ratio of the answer to the model before training; the label of the answer decides
+    the weight w and the sign (Ethayarajh et al. 2024, arXiv:2402.01306).
 
     Metrics: rewards β·r of both labels, and whether the reward is on the right side of the
     estimate.
     """
 
     def objective(model: nn.Module, batch: Batch) -> tuple[Tensor, Metrics]:
+        # Side 0 is the answer. Side 1, the mismatched pair, was used for batch["kl"].
         scores, lengths = pair_log_probs(
             model, batch["input_ids"][:, :1], batch["shift_labels"][:, :1]
         )
-        scores, good = (scores - batch["reference"][:, :1])[:, 0], batch["desirable"]
+        scores = (scores - batch["reference"][:, :1])[:, 0]
+        good = batch["desirable"]
         margin = torch.where(good, scores - batch["kl"], batch["kl"] - scores)
         weight = torch.where(good, align.desirable_weight, align.undesirable_weight)
         values = {
@@ -119,7 +134,7 @@ def kto_objective(align: AlignSection) -> Objective:
 
 
 def _summed(values: Batch, is_row: Tensor) -> tuple[Tensor, Metrics]:
-    """The sums of loss and metrics; evaluations pad batches by empty rows."""
+    """Sum loss and metrics over the rows that are no padding."""
     sums = {name: torch.where(is_row, value, 0.0).sum() for name, value in values.items()}
     return sums.pop("loss"), sums
 
@@ -127,12 +142,14 @@ def _summed(values: Batch, is_row: Tensor) -> tuple[Tensor, Metrics]:
 def pair_log_probs(
     model: nn.Module, input_ids: Tensor, shift_labels: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities of answers, summed over their tokens, and their tokens: (n, 2) each.
+    """Compute the log-probabilities of answers, summed over their tokens, and count these: (n, 2).
 
     Both inputs are (n, 2, T), or (n, 1, T) of one side. Sequences are padded at their end, which
     needs no mask.
     """
-    rows, labels = input_ids.flatten(0, 1), shift_labels.flatten(0, 1)
+    # (n, 2, T) -> (2n, T): both sides are rows of one forward pass.
+    rows = input_ids.flatten(0, 1)
+    labels = shift_labels.flatten(0, 1)
     logits = model(input_ids=rows, use_cache=False).logits.float()
     counts = labels != NO_TARGET
     chosen = logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
@@ -143,5 +160,5 @@ def pair_log_probs(
 def needs_reference(config: Config) -> bool:
     """Whether a run compares with the model before training, in preference training."""
     name = config.align.loss
-    # KTO is no row, and has a reference
+    # KTO is no row of LOSSES, and has a reference.
     return name is not None and (name not in LOSSES or LOSSES[name].uses_reference)

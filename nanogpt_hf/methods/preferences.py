@@ -43,29 +43,49 @@ def begin_answers(run: Run, step: int) -> dict[str, float]:
     return {"kl": blocks.kl}
 
 
-def evaluate_preferences(run: Run, stopping: Callable[[], bool]) -> Evaluated | None:
-    """The loss on held-out pairs or answers, the share whose rewards are on the right side, and the
-    margin between the mean rewards of both sides, if both occur; the same on all processes.
+def evaluate_pairs(run: Run, stopping: Callable[[], bool]) -> Evaluated | None:
+    """Measure the loss on held-out pairs, how often the chosen answer has the higher reward, and
+    the margin between the mean rewards; the same on all processes.
     """
     if not fill_reference(run, stopping):
         return None
     blocks = run.data.validation
-    indices, sides = evaluation_indices(blocks, run.config.eval.tokens), ("chosen", "rejected")
-    if labeled := isinstance(blocks, LabeledAnswers):
-        blocks.kl, sides = divergence(run, blocks, indices), ("desirable", "undesirable")
+    indices = evaluation_indices(blocks, run.config.eval.tokens)
     means = _mean_metrics(run, blocks, indices, stopping)
     if means is None:
         return None
-    if labeled:
-        means["kl"], share = blocks.kl, means.pop("desirable")
-        for side, part in zip(sides, (share, 1 - share), strict=True):
-            reward = means.pop(f"reward_{side}")
-            means |= {f"reward_{side}": reward / part} if part > 0 else {}
-    rewards = [means[f"reward_{side}"] for side in sides if f"reward_{side}" in means]
-    line = f"held-out {'answers' if labeled else 'pairs'}: loss {format_number(means['loss'], 4)}, "
+    return _evaluated("pairs", means, ("reward_chosen", "reward_rejected"))
+
+
+def evaluate_answers(run: Run, stopping: Callable[[], bool]) -> Evaluated | None:
+    """Measure the loss on held-out labeled answers, how often a reward is on the right side, and
+    the margin between the mean rewards of good and bad ones, if both occur.
+    """
+    if not fill_reference(run, stopping):
+        return None
+    blocks: Any = run.data.validation
+    indices = evaluation_indices(blocks, run.config.eval.tokens)
+    blocks.kl = divergence(run, blocks, indices)
+    means = _mean_metrics(run, blocks, indices, stopping)
+    if means is None:
+        return None
+    means["kl"] = blocks.kl
+    # The rewards of a label are summed over its own answers, and were divided by all of them.
+    good = means.pop("desirable")
+    sides = {"reward_desirable": good, "reward_undesirable": 1 - good}
+    for name, share in sides.items():
+        reward = means.pop(name)
+        if share > 0:
+            means[name] = reward / share
+    return _evaluated("answers", means, tuple(sides))
+
+
+def _evaluated(noun: str, means: dict[str, float], sides: tuple[str, ...]) -> Evaluated:
+    """The findings of an evaluation, with the margin between two rewards if both are known."""
+    line = f"held-out {noun}: loss {format_number(means['loss'], 4)}, "
     line += f"accuracy {means['accuracy']:.3f}"
-    if len(rewards) == 2:
-        means["margin"] = rewards[0] - rewards[1]
+    if all(side in means for side in sides):
+        means["margin"] = means[sides[0]] - means[sides[1]]
         line += f", margin {format_number(means['margin'], 4)}"
     metrics = {f"val/{name}": value for name, value in means.items()}
     return Evaluated(means["loss"], None, metrics, [line], [])
@@ -74,9 +94,7 @@ def evaluate_preferences(run: Run, stopping: Callable[[], bool]) -> Evaluated | 
 def _mean_metrics(
     run: Run, blocks: Blocks, indices: np.ndarray, stopping: Callable[[], bool]
 ) -> dict[str, float] | None:
-    """The means of the objective's loss and metrics over blocks; None if `stopping()` has ended
-    it.
-    """
+    """Average the objective's loss and metrics over blocks; None if `stopping()` has ended it."""
     totals: Metrics = {}
     with torch.no_grad(), eval_mode(run.model):
         for _, batch in batches_of(run, blocks, indices):
@@ -93,13 +111,17 @@ def _mean_metrics(
 
 @torch.no_grad()
 def divergence(run: Run, blocks: LabeledAnswers, indices: np.ndarray) -> float:
-    """The mean log-ratio of the mismatched pairs of all processes, or 0 if it is negative."""
+    """Estimate KTO's KL divergence: the mean log-ratio of mismatched pairs, or 0 if it is negative.
+
+    An answer to another question says how far the model has moved as a whole.
+    """
     total = torch.zeros((), device=run.accelerator.device)
     with eval_mode(run.model):
         for _, batch in batches_of(run, blocks, indices):
-            sums, lengths = pair_log_probs(
-                run.model, batch["input_ids"][:, 1:], batch["shift_labels"][:, 1:]
-            )
+            # Side 1 of a block is the mismatched pair. Padding has no tokens, and counts 0.
+            inputs = batch["input_ids"][:, 1:]
+            labels = batch["shift_labels"][:, 1:]
+            sums, lengths = pair_log_probs(run.model, inputs, labels)
             total += torch.where(lengths > 0, sums - batch["reference"][:, 1:], 0.0).sum()
     return max(0.0, sum_over_ranks(run.accelerator, total).item() / len(indices))
 
@@ -110,7 +132,7 @@ PREFERENCES = Method(
     is_chosen=lambda config: config.align.loss in LOSSES,
     load=load_pairs,
     objective=lambda config, _: preference_objective(config.align),
-    evaluate=evaluate_preferences,
+    evaluate=evaluate_pairs,
     describe_best=lambda score: f"best loss on held-out pairs {format_number(score, 4)}",
     begin_step=begin_pairs,
     resume_problem=lost_reference,
@@ -121,6 +143,7 @@ KTO = replace(
     is_chosen=lambda config: config.align.loss == "kto",
     load=load_answers,
     objective=lambda config, _: kto_objective(config.align),
+    evaluate=evaluate_answers,
     describe_best=lambda score: f"best loss on held-out answers {format_number(score, 4)}",
     begin_step=begin_answers,
 )

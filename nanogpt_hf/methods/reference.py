@@ -15,6 +15,7 @@ import torch
 from accelerate.utils import broadcast_object_list
 from safetensors import safe_open
 from safetensors.torch import load_file, save
+from torch import Tensor
 
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.data.blocks import Blocks
@@ -34,14 +35,14 @@ logger = logging.getLogger(__name__)
 
 
 def batches_of(run: Run, blocks: Blocks, indices: np.ndarray) -> Iterator[tuple[np.ndarray, Batch]]:
-    """Batches of this process; all have equally many."""
+    """Make this process's batches of the blocks at `indices`; all processes have equally many."""
     size = run.batches.micro_batch_size
     return rank_batches(run.accelerator, blocks, indices, size, pad=True)
 
 
 def read_reference(path: Path, splits: dict[str, Any]) -> Batch:
-    """The log-probabilities of each split that were kept; none if there is no file, and, with a
-    warning, if it is damaged, was changed after it was written, or is of other rows.
+    """Read the log-probabilities of each split; {} if there is no file, and, with a warning, if it
+    is damaged, was changed after it was written, or has other rows.
     """
     if not path.is_file():
         return {}
@@ -67,7 +68,7 @@ def read_reference(path: Path, splits: dict[str, Any]) -> Batch:
 
 
 def reference_content(tensors: Batch) -> bytes:
-    """The content of a file of log-probabilities, with their checksum."""
+    """Write a file of log-probabilities, with their checksum, as bytes."""
     return save(tensors, {"sha256": _digest(tensors)})
 
 
@@ -82,9 +83,10 @@ def _digest(tensors: Batch) -> str:
 def lost_reference(
     config: Config, folder: RunFolder, data: PreparedData, state: TrainState
 ) -> str | None:
-    """Why a run cannot resume, as a line: it has lost its log-probabilities, and the model to
-    compute them again is not the one that it started from. Else None. Only the main process calls
-    it.
+    """Explain in a line if a run cannot resume because it has lost its log-probabilities, and the
+    model to compute them again is not the one that it started from; else None.
+
+    Only the main process calls it.
     """
     splits = {"train": data.train, "validation": data.validation}
     if not needs_reference(config) or not state.step or read_reference(folder.reference, splits):
@@ -93,7 +95,8 @@ def lost_reference(
 
 
 def _start_model_problem(config: Config, folder: RunFolder, state: TrainState) -> str | None:
-    recorded, name = (state.identity or {}).get("origin", {}), str(config.finetune.model)
+    recorded = (state.identity or {}).get("origin", {})
+    name = str(config.finetune.model)
     try:
         now = weights_of(name)
     except UserError as error:
@@ -118,38 +121,56 @@ def raise_on_all_ranks(problem: str | None) -> None:
 
 @torch.no_grad()
 def fill_reference(run: Run, stopping: Callable[[], bool]) -> bool:
-    """Compute the log-probabilities of all rows under the model before training, once: they are
-    kept in the run folder. Returns whether they are there; not if `stopping()` has ended it.
+    """Give all rows their log-probabilities under the model before training; the first call in a
+    process computes or reads them.
 
-    At step 0 that is the model of the run; later, if the file was lost, it is loaded again.
+    Returns whether they are there: they are not if `stopping()` has ended the computation.
     """
     splits: dict[str, Any] = {"train": run.data.train, "validation": run.data.validation}
     if not needs_reference(run.config) or splits["train"].reference.any():
         return True
-    accelerator, saved, filled = run.accelerator, {}, {}
+    saved: Batch = {}
     if run.mesh.is_main:
         saved = read_reference(run.folder.reference, splits)
-    is_saved: list[bool] = broadcast_object_list([bool(saved)], from_process=0)
-    if not is_saved[0] and run.state.step:
-        problem = run.mesh.is_main and _start_model_problem(run.config, run.folder, run.state)
-        raise_on_all_ranks(problem or None)
+    (is_saved,) = broadcast_object_list([bool(saved)], from_process=0)
+    if not is_saved and run.state.step:
+        problem = None
+        if run.mesh.is_main:
+            problem = _start_model_problem(run.config, run.folder, run.state)
+        raise_on_all_ranks(problem)
+    filled = {}
     for name, blocks in splits.items():
-        found = saved.get(name, torch.zeros(len(blocks), 2)).to(accelerator.device)
-        if not is_saved[0]:
+        # Only the main process has what was saved. Others have zeros, so the sum is the same.
+        found: Tensor | None = saved.get(name, torch.zeros(len(blocks), 2))
+        if not is_saved:
             logger.info(f"log-probabilities of {len(blocks):,} {name} rows before training ...")
-            model = run.model if run.state.step == 0 else start_model_of(run)
-            with eval_mode(model):
-                for rows, batch in batches_of(run, blocks, np.arange(len(blocks))):
-                    with accelerator.autocast():
-                        sums, _ = pair_log_probs(model, batch["input_ids"], batch["shift_labels"])
-                    found[torch.from_numpy(rows).to(found.device)] = sums[: len(rows)].float()
-                    if stopping():
-                        return False
-        filled[name] = sum_over_ranks(accelerator, found).cpu()
-    run.start_model = None  # frees its memory
-    if run.mesh.is_main and not is_saved[0]:
+            found = _own_log_probs(run, blocks, stopping)
+            if found is None:
+                return False
+        filled[name] = sum_over_ranks(run.accelerator, found.to(run.accelerator.device)).cpu()
+    # The model that the run started from is not needed again: free its memory.
+    run.start_model = None
+    if run.mesh.is_main and not is_saved:
         with written_whole(run.folder.reference) as partial:
             partial.write_bytes(reference_content(filled))
     for name, reference in filled.items():
         splits[name].reference = reference
     return True
+
+
+def _own_log_probs(run: Run, blocks: Blocks, stopping: Callable[[], bool]) -> Tensor | None:
+    """Compute the log-probabilities (rows, 2) of this process's rows, 0 for the others; None if
+    `stopping()` has ended it.
+    """
+    found = torch.zeros(len(blocks), 2, device=run.accelerator.device)
+    # At step 0 the run's own model is the one before training.
+    model = run.model if run.state.step == 0 else start_model_of(run)
+    with eval_mode(model):
+        for rows, batch in batches_of(run, blocks, np.arange(len(blocks))):
+            with run.accelerator.autocast():
+                sums, _ = pair_log_probs(model, batch["input_ids"], batch["shift_labels"])
+            # The batch was padded to the size of a micro-batch: rows beyond these are none.
+            found[torch.from_numpy(rows).to(found.device)] = sums[: len(rows)].float()
+            if stopping():
+                return None
+    return found

@@ -1,7 +1,7 @@
 """Rollouts: the blocks of a step of reinforcement learning, sampled from the model at that step.
 
-What reinforcement learning has in place of prepared data: the questions of a task, and the model's
-tokenizer.
+Reinforcement learning has no prepared data. Its data are the questions of a task, and the
+tokenizer of the model.
 """
 
 import dataclasses
@@ -35,13 +35,14 @@ logger = logging.getLogger(__name__)
 
 
 def load_questions(config: Config) -> PreparedData:
-    """The data of a run of reinforcement learning: blocks that are sampled at each step, and a
-    manifest of the task.
+    """Load the data of a run of reinforcement learning: blocks that are sampled at each step, and
+    a manifest of the task.
 
     Raises UserError if the task, its questions, the reward or the tokenizer cannot be used.
     """
-    rl, name = config.rl, config.rl.task
-    assert name is not None  # the `rl` command requires it
+    rl = config.rl
+    name = rl.task
+    assert name is not None, "a recipe without rl.task has another method"
     tokenizer = build_tokenizer(config.data.tokenizer, ()).hf
     task = load_task(
         name,
@@ -59,13 +60,14 @@ def load_questions(config: Config) -> PreparedData:
         batch_size=rl.batch_size or config.train.min_micro_batch_size,
         positions=config.data.block_size,
     )
-    splits = [
-        sampler.fitting(split, "raise data.block_size") for split in (task.train, task.held_out)
-    ]
-    (train, _), (held_out, _) = splits
-    left_out = sum(len(too_long) for _, too_long in splits)
+    # A question has to leave room for rl.max_new_tokens in a block.
+    advice = "raise data.block_size"
+    train, too_long = sampler.fitting(task.train, advice)
+    held_out, too_long_held_out = sampler.fitting(task.held_out, advice)
+    left_out = len(too_long) + len(too_long_held_out)
     task = dataclasses.replace(task, train=train, held_out=held_out)
-    rollouts, prompt = Rollouts(config, task, sampler), tokenizer.decode(sampler.encode(train[0]))
+    rollouts = Rollouts(config, task, sampler)
+    prompt = tokenizer.decode(sampler.encode(train[0]))
     line = f"{task.name}: {len(train):,} questions, {len(held_out):,} held out"
     if left_out:
         line += f"; {left_out:,} leave no room for rl.max_new_tokens, left out"
@@ -89,17 +91,20 @@ class Rollouts(Blocks):
     """
 
     def __init__(self, config: Config, task: Task, sampler: AnswerSampler):
-        self.config, self.task, self.sampler = config, task, sampler
+        self.config = config
+        self.task = task
+        self.sampler = sampler
         self.block_size = config.data.block_size
         self._length = config.train.tokens_per_step // self.block_size
+        # A dry-run step has to need as much memory as any later one.
         lengths = torch.full((self._length,), self.block_size)
         ids = torch.zeros(self._length, self.block_size, dtype=torch.int64)
         empty = Completions(ids, lengths, torch.ones(self._length, dtype=torch.bool))
         self._answers = Answers([[0]] * self._length, empty, torch.zeros(self._length), [], 1)
         self._advantages = torch.zeros(self._length)
-        # of micro-batches, as `shift_labels`, by their name in a batch and their sequences
+        # Log-probabilities (n, K) of micro-batches, by their name in a batch and the sequences.
         self._log_probs: dict[str, dict[tuple[int, ...], Tensor]] = {}
-        # of the questions, by epoch: a step may cross an epoch's end
+        # The order of the questions in an epoch. Two are kept: a step may cross an epoch's end.
         order = partial(epoch_order, config.train.seed, length=len(task.train))
         self._order = lru_cache(2)(order)
 
@@ -107,11 +112,11 @@ class Rollouts(Blocks):
         return self._length
 
     def num_targets(self, indices: np.ndarray) -> int:
-        """The completion tokens of the sequences at `indices`."""
+        """Count the completion tokens of the sequences at `indices`."""
         return int(self._answers.completions.lengths[indices].sum())
 
     def batch(self, indices: np.ndarray) -> dict[str, Tensor]:
-        """The sequences at `indices`, with advantages and, if they were computed,
+        """Make a batch of the sequences at `indices`, with advantages and, if they were computed,
         log-probabilities.
         """
         batch = sequence_batch(self._answers, indices)
@@ -119,20 +124,25 @@ class Rollouts(Blocks):
         return batch | {"advantages": self._advantages[indices]}
 
     def questions_at(self, step: int) -> list[Question]:
-        """The questions of a step; every question once per epoch, in an order that the seed
-        decides.
+        """Choose the questions of a step; every question comes once per epoch, in an order that
+        the seed decides.
         """
-        count, length = self._length // self.config.rl.samples, len(self.task.train)
-        places = (divmod(number, length) for number in range(step * count, (step + 1) * count))
-        return [self.task.train[int(self._order(epoch)[place])] for epoch, place in places]
+        per_step = self._length // self.config.rl.samples
+        questions = []
+        for number in range(step * per_step, (step + 1) * per_step):
+            epoch, place = divmod(number, len(self.task.train))
+            questions.append(self.task.train[int(self._order(epoch)[place])])
+        return questions
 
     def draw(self, accelerator: Accelerator, model: nn.Module, step: int) -> None:
         """Sample the completions of a step from the model as it is now, and compute rewards and
         advantages.
         """
-        samples, seed = self.config.rl.samples, self.config.train.seed
+        samples = self.config.rl.samples
+        # Row r is sample r mod `samples` of question r // `samples`. Each has a seed of its own,
+        # so that completions do not depend on the processes that share the work.
         seeds = [
-            derive_seed(seed, "rollouts", step, *divmod(row, samples))
+            derive_seed(self.config.train.seed, "rollouts", step, *divmod(row, samples))
             for row in range(self._length)
         ]
         self._answers = self.sampler.sample(accelerator, model, self.questions_at(step), seeds)
@@ -155,6 +165,7 @@ class Rollouts(Blocks):
         rows = batches.indices(step).reshape(-1, batches.micro_batch_size)
         scored = {}
         for index in range(batches.accumulation):
+            # By micro-batches as the step has them: their width K depends on their prompts.
             indices = rows[batches.micro_batch_number(index)]
             batch: Any = send_to_device(sequence_batch(self._answers, indices), accelerator.device)
             with eval_mode(model), accelerator.autocast():
@@ -163,8 +174,8 @@ class Rollouts(Blocks):
         self._log_probs[name] = scored
 
     def metrics(self) -> dict[str, float]:
-        """Figures of the drawn completions; `no_signal` is the share of prompts whose rewards are
-        all equal.
+        """Figures of the drawn completions. `no_signal` is the share of prompts whose rewards are
+        all equal: their advantages are 0, and they teach nothing.
         """
         rewards = self._answers.grouped_rewards
         equal = (rewards.amax(1) == rewards.amin(1)).float().mean().item()
@@ -172,20 +183,23 @@ class Rollouts(Blocks):
 
 
 def sequence_batch(answers: Answers, indices: np.ndarray | Sequence[int]) -> dict[str, Tensor]:
-    """Prompts with their completions, padded at the end: input_ids (n, T) and shift_labels (n, K).
+    """Join prompts and completions, padded at the end: input_ids (n, T) and shift_labels (n, K).
 
     T is the longest of all answers, so that it does not depend on which process has which.
     shift_labels are the targets of the last K positions, -100 if they are not part of a
     completion; K reaches to the shortest prompt.
     """
-    rows, lengths = list(map(int, indices)), answers.completions.lengths.tolist()
+    rows = [int(index) for index in indices]
+    lengths = answers.completions.lengths.tolist()
     pairs = zip(answers.prompts, lengths, strict=True)
+    # The target of position i is token i + 1, so a sequence of n tokens has n - 1 positions.
     width = max(len(prompt) + length for prompt, length in pairs) - 1
     start = min(len(answers.prompts[row]) for row in rows) - 1
     inputs = torch.zeros(len(rows), width + 1, dtype=torch.int64)
     labels = torch.full((len(rows), width - start), -100)
     for number, row in enumerate(rows):
-        prompt, length = answers.prompts[row], lengths[row]
+        prompt = answers.prompts[row]
+        length = lengths[row]
         end = len(prompt) + length
         inputs[number, : len(prompt)] = torch.tensor(prompt)
         inputs[number, len(prompt) : end] = answers.completions.ids[row, :length]

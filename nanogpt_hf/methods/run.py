@@ -35,10 +35,14 @@ class Run:
     batches: Batches
     objective: Objective
     state: TrainState
-    generation_config: GenerationConfig | None = None  # of the model, to write beside it
-    saved: TrainState | None = None  # the state in the newest checkpoint
-    start_model: PreTrainedModel | None = None  # for methods that compare with it
-    run_folder: RunFolder | None = None  # bench and doctor have none
+    # The defaults of `generate`, which are saved with the model.
+    generation_config: GenerationConfig | None = None
+    # The state in the newest checkpoint.
+    saved: TrainState | None = None
+    # The model that the run started from, if its method compares with it: `start_model_of`.
+    start_model: PreTrainedModel | None = None
+    # None for a run that is only measured, by `bench` or `doctor`.
+    run_folder: RunFolder | None = None
 
     @property
     def folder(self) -> RunFolder:
@@ -66,31 +70,41 @@ def is_done(config: Config, state: TrainState) -> bool:
 class StepResult(NamedTuple):
     """Results of a step, scalars on the device: reading them makes the host wait."""
 
-    loss: torch.Tensor  # this rank's share; its sum over ranks is the mean over the step's targets
-    grad_norm: torch.Tensor  # norm of the whole gradient, before clipping
-    metrics: Metrics  # from the objective; shares, like the loss
-    figures: dict[str, float]  # from the method's own step, the same on all processes
+    # This rank's share. The sum over ranks is the mean over the targets of the step.
+    loss: torch.Tensor
+    # The norm of the whole gradient, before clipping.
+    grad_norm: torch.Tensor
+    # Metrics of the objective: shares, like the loss.
+    metrics: Metrics
+    # What the method has found before the step, the same on all processes.
+    figures: dict[str, float]
 
 
 class Evaluated(NamedTuple):
-    """What a method's evaluation found."""
+    """Findings of a method's evaluation."""
 
-    score: float  # the model with the lowest is the best: validation loss, or minus the mean reward
-    evaluation: MeasuredLoss | None  # on validation data
+    # The model with the lowest score is the best: the validation loss, or minus the mean reward.
+    score: float
+    # The loss on validation data, if the method measures one.
+    evaluation: MeasuredLoss | None
     metrics: dict[str, float]
-    lines: list[str]  # for the console
-    samples: list[dict[str, str]]  # prompt and text, for the report
+    # Lines for the console.
+    lines: list[str]
+    # Prompts and texts for the report.
+    samples: list[dict[str, str]]
 
 
 def start_model_of(run: Run) -> PreTrainedModel:
-    """The model that the run started from, whole on every process; loaded at the first call."""
+    """Load the model that the run started from, whole on every process; the first call does it."""
     if run.start_model is None:
         finetune = run.config.finetune
-        assert finetune.model is not None  # the methods that call it require one
+        assert finetune.model is not None, "a method that compares with it requires one"
         model = load_model(finetune.model, finetune.revision)
         positions = run.config.model.n_positions
         architecture_of(model).resize_positions(model, positions, finetune.rope_theta)
-        learned, tokens = learned_ids(run.config, run.data), run.data.vocab_size
+        learned = learned_ids(run.config, run.data)
+        tokens = run.data.vocab_size
+        # The model of the run got the same rows for new tokens before its first step.
         if learned is not None or tokens > model.config.vocab_size:
             extend_vocabulary(model, tokens, learned)
         run.start_model = model.to(run.accelerator.device).requires_grad_(False)

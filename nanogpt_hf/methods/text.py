@@ -32,7 +32,7 @@ def load_text(config: Config) -> PreparedData:
 
 
 def evaluate_validation(run: Run, stopping: Callable[[], bool]) -> Evaluated | None:
-    """The loss on the same validation data at every call; of a mixture also that of each source.
+    """Measure the loss on the same validation data at every call, and on each source of a mixture.
 
     `stopping` is called after every batch; if it returns true, the evaluation ends and is None.
     """
@@ -44,6 +44,7 @@ def evaluate_validation(run: Run, stopping: Callable[[], bool]) -> Evaluated | N
         micro_batch_size=run.batches.micro_batch_size,
         stopping=stopping,
     )
+    # A mixture is measured source by source, with the same function.
     evaluated = evaluate_data(evaluate, run.data, run.config.eval.tokens)
     if evaluated is None:
         return None

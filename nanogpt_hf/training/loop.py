@@ -52,6 +52,7 @@ def next_action(
     step has, so the run goes back to its checkpoint.
     """
     if spiked:
+        # Nothing is saved: the weights are those of the step that has spiked.
         return Action.START_AGAIN
     step = state.step
     done = is_done(config, state)
@@ -64,6 +65,8 @@ def next_action(
     # The recipe of the new stage holds for the evaluation of its first step.
     if evaluates and not (stopping or new_stage):
         return Action.EVALUATE
+    # A checkpoint follows the evaluation of its step, so that a resumed run need not repeat it.
+    # A run that has just resumed is equal to what is saved.
     due = step > 0 and step % config.checkpoint.every == 0
     if (stopping or done or starts_again or due) and state != saved:
         return Action.SAVE
@@ -97,6 +100,7 @@ def train_steps(run: Run, report: Report) -> None:
     """Train to the last step and save the model. Raises Stopped on a signal, after saving."""
     spiked = False
     built_at = run.state.step
+    # Asked once per step, since several processes have to agree on it.
     stopping = report.should_stop()
     clock = time.perf_counter()
     while True:
@@ -108,7 +112,7 @@ def train_steps(run: Run, report: Report) -> None:
             case Action.SAVE:
                 report.checkpoint()
             case Action.STEP:
-                # Data that a spike has skipped is not read again.
+                # After a spike the data is some steps ahead: what has led to it is not read again.
                 data_step = state.step + state.skipped_steps
                 rate = learning_rate_at(state.step, run.config.optim, run.config.train.max_steps)
                 with report.measured_step():

@@ -26,10 +26,13 @@ from nanogpt_hf.optim.state import total_norm
 from nanogpt_hf.planning.hardware import peak_memory
 from nanogpt_hf.runs.state import TrainState
 
-# abort after this many non-finite steps; fp16 skips a few while its loss scale settles
+# A run ends after this many steps in a row without a finite gradient. fp16 skips a few while its
+# loss scale settles.
 BAD_STEPS_IN_A_ROW = 10
-ROLLBACKS_IN_A_ROW = 3  # abort after this many to the same checkpoint
-_DECAY = 0.9  # weight of the past in the running average of the loss, per report
+# It ends after this many rollbacks in a row to the same checkpoint.
+ROLLBACKS_IN_A_ROW = 3
+# The weight of the past in the running average of the loss, at each report.
+_DECAY = 0.9
 
 logger = logging.getLogger(__name__)
 
@@ -40,13 +43,14 @@ class Monitor:
     """
 
     def __init__(self, accelerator: Accelerator, config: Config, checkpoints: CheckpointWriter):
-        self.checkpoints, self.device = checkpoints, accelerator.device
+        self.checkpoints = checkpoints
+        self.device = accelerator.device
         self.main = accelerator.is_main_process
         self.ratio = config.train.rollback_ratio
         self.max_grad_norm = config.optim.max_grad_norm
-        # on the device, of the steps that the state does not count yet
+        # Gradient norms, on the device, of the steps that the state does not count yet.
         self._norms: list[torch.Tensor] = []
-        # steps of the checkpoints loaded by rollbacks of this process
+        # The steps of the checkpoints that rollbacks of this process have loaded.
         self._rolled_back: list[int] = []
 
     def add(self, grad_norm: torch.Tensor) -> None:
@@ -58,6 +62,7 @@ class Monitor:
 
         Waits for the device.
         """
+        # One transfer for all steps since the last call.
         norms = torch.stack(self._norms).tolist() if self._norms else []
         self._norms.clear()
         for step, norm in enumerate(norms, state.step - len(norms) + 1):
@@ -65,7 +70,7 @@ class Monitor:
                 state.not_finite_steps += 1
                 continue
             state.last_finite_step = step
-            # clipping scales by max / (norm + 1e-6) if that is below 1
+            # Clipping scales by max / (norm + 1e-6) if this is below 1.
             state.clipped_steps += bool(self.max_grad_norm) and norm + 1e-6 > self.max_grad_norm
 
     def report(self, state: TrainState) -> dict[str, float]:
@@ -76,7 +81,8 @@ class Monitor:
         grad_norm = self._norms[-1].item()
         self.count_steps(state)
         if state.step - state.last_finite_step >= BAD_STEPS_IN_A_ROW:
-            self.checkpoints.wait()  # it may hold diverged weights
+            # The advice names a checkpoint to return to, so the last one has to be written.
+            self.checkpoints.wait()
             advice = f" and {recovery_advice(self.checkpoints.run, state)}" if self.main else ""
             raise DivergedError(
                 f"no finite gradient in the last {BAD_STEPS_IN_A_ROW} steps, which were skipped; "
@@ -93,7 +99,9 @@ class Monitor:
                 f"step {state.step:,}: {skipped} steps had no finite gradient and were skipped"
             )
         values["train/memory_peak_bytes"] = peak_memory(self.device)
-        state.reported_step, state.clipped_steps, state.not_finite_steps = state.step, 0, 0
+        state.reported_step = state.step
+        state.clipped_steps = 0
+        state.not_finite_steps = 0
         return values
 
     def spiked(self, state: TrainState, loss: float, saved: TrainState | None) -> bool:
@@ -103,10 +111,12 @@ class Monitor:
         False if no checkpoint is `saved` to return to.
         The average is part of the state, so a resumed run decides the same.
         """
-        if self.ratio is None or not math.isfinite(loss):  # the step was skipped
+        # A step whose loss is not finite was skipped: it has changed no weight.
+        if self.ratio is None or not math.isfinite(loss):
             return False
         if state.loss_average is not None and loss > self.ratio * state.loss_average:
             return saved is not None
+        # An exponential moving average, which begins with the first loss that is logged.
         before = loss if state.loss_average is None else state.loss_average
         state.loss_average = _DECAY * before + (1 - _DECAY) * loss
         return False
@@ -117,6 +127,7 @@ class Monitor:
         Raises UserError after ROLLBACKS_IN_A_ROW rollbacks to the same step.
         """
         self._rolled_back.append(state.step)
+        # The last 1 + ROLLBACKS_IN_A_ROW went to this step: skipping data does not help.
         if self._rolled_back[-ROLLBACKS_IN_A_ROW - 1 :] == [state.step] * (ROLLBACKS_IN_A_ROW + 1):
             raise UserError(
                 f"the loss rose above {self.ratio:g} times its average again after "
@@ -144,9 +155,13 @@ class LayerStats:
     """
 
     def __init__(self, accelerator: Accelerator, config: Config):
-        self.accelerator, self.on = accelerator, config.tracking.layers
-        self.every, self.max_grad_norm = config.tracking.every, config.optim.max_grad_norm
+        self.accelerator = accelerator
+        self.on = config.tracking.layers
+        self.every = config.tracking.every
+        self.max_grad_norm = config.optim.max_grad_norm
+        # With gradient groups, norms have to have the same bytes on any shards, too.
         self.norm_of = norm_by_rows if config.train.gradient_groups else total_norm
+        # Norms of gradients, weights and updates of the last measured step, by layer.
         self._norms: tuple[dict[str, torch.Tensor], ...] = ({}, {}, {})
 
     @contextlib.contextmanager
@@ -172,6 +187,7 @@ class LayerStats:
                 if len(grads) == len(parameters):
                     gradients[name] = self.norm_of(grads)
 
+        # When the optimizer steps, the gradients are complete and clipped; after it they are gone.
         handle = optimizer.optimizer.register_step_pre_hook(measure_gradients)
         try:
             yield
@@ -179,11 +195,12 @@ class LayerStats:
             handle.remove()
         with torch.no_grad():
             weights = {name: self.norm_of(old) for name, old in before.items()}
+            # before - after, in place: another copy of the model might not fit.
             for name, parameters in layers.items():
                 for old, parameter in zip(before[name], parameters, strict=True):
                     old.sub_(parameter)
             updates = {name: self.norm_of(changes) for name, changes in before.items()}
-        self._norms = gradients, weights, updates
+        self._norms = (gradients, weights, updates)
 
     def step_report(self, grad_norm: float) -> dict[str, float]:
         """The norms of the last `measured_step`.
@@ -192,12 +209,9 @@ class LayerStats:
         """
         if not self.on:
             return {}
-        # undo the scaling of nn.utils.clip_grad_norm_
+        # The gradients were measured after clipping: undo the scaling of nn.utils.clip_grad_norm_.
         scale = min(1.0, self.max_grad_norm / (grad_norm + 1e-6)) if self.max_grad_norm else 1.0
-        gradients, weights, updates = (  # the host waits once for each
-            dict(zip(of, torch.stack([*of.values()]).tolist(), strict=True)) if of else {}
-            for of in self._norms
-        )
+        gradients, weights, updates = (_as_numbers(norms) for norms in self._norms)
         values: dict[str, float] = {
             f"layers/{name}/grad_norm": norm / scale for name, norm in gradients.items()
         }
@@ -211,17 +225,26 @@ class LayerStats:
         """Trainable parameters by layer."""
         pipeline = pipeline_of(self.accelerator)
         parameters = named_tensors(self.accelerator, model)
-        if pipeline and pipeline.stage.is_last:  # a tied head is the embedding, on the first stage
+        if pipeline and pipeline.stage.is_last:
+            # A tied head is the embedding, which the first stage reports.
             parameters.pop(pipeline.stage.tied_name, None)
         trained = [p for p in parameters.values() if p.requires_grad]
         whole = cast(PreTrainedModel, self.accelerator.unwrap_model(model))
         architecture = architecture_of(whole)
         modules = {"embedding": architecture.embeddings(whole)}
         modules |= {str(i): [block] for i, block in enumerate(architecture.blocks(whole))}
-        layers = {
-            name: [p for m in of for p in m.parameters() if p.requires_grad]
-            for name, of in modules.items()
-        }
-        inside = {id(parameter) for parameters in layers.values() for parameter in parameters}
+        layers: dict[str, list[nn.Parameter]] = {}
+        inside: set[int] = set()
+        for name, parts in modules.items():
+            layers[name] = [p for part in parts for p in part.parameters() if p.requires_grad]
+            inside |= {id(parameter) for parameter in layers[name]}
+        # What is in no block and no embedding: the last norm, and a head that is not tied.
         layers["head"] = [p for p in trained if id(p) not in inside]
         return {name: parameters for name, parameters in layers.items() if parameters}
+
+
+def _as_numbers(norms: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Read norms by name from the device; the host waits once."""
+    if not norms:
+        return {}
+    return dict(zip(norms, torch.stack([*norms.values()]).tolist(), strict=True))

@@ -135,6 +135,7 @@ class Report:
         run = self.run
         # So that the disk does not need room for a checkpoint and a model in the making.
         self.checkpoints.wait()
+        # A collective: shards are gathered on the main process, which alone writes.
         weights = full_weights(run.accelerator, run.model)
         if run.mesh.is_main:
             machine = describe_machine(run.accelerator)
@@ -191,13 +192,16 @@ def reporting(run: Run) -> Iterator[Report]:
             one_line_for_a_lost_process(run.folder),
             one_line_for_too_little_memory(largest_stage(config), run.data.vocab_size),
         ):
+            # Tasks and prompts that cannot be used end the run here, before it writes a file.
             evaluations = load_training_evaluations(config, run.data.tokenizer)
             if run.mesh.is_main:
                 recipe = config_to_yaml(config)
                 if run.saved:
+                    # A resumed run may have changed knobs; its folder keeps all else.
                     write_whole(run.folder.recipe, recipe)
                 else:
                     run.folder.start(recipe)
+            # No process writes into the folder before it is there.
             run.accelerator.wait_for_everyone()
             max_seconds = parse_duration(config.train.max_time) if config.train.max_time else None
             with (
@@ -224,6 +228,8 @@ def _outputs(run: Run, stop: StopRequest, evaluations: list[Measure]) -> Iterato
         checkpoints=checkpoints,
         push=BackgroundPush(run.config.hub, run.folder, is_main=is_main),
     )
+    # From the inside out: the last checkpoint is complete before the plot is drawn and the report
+    # written, trackers end after that, and the push of the final model waits for all of them.
     done = False
     try:
         with contextlib.closing(report.tracking):
@@ -232,7 +238,7 @@ def _outputs(run: Run, stop: StopRequest, evaluations: list[Measure]) -> Iterato
                     yield report
             finally:
                 report.plots.finish(report.tracking.events)
-        # Weights of a diverged run are of no use, and are not pushed.
+        # The weights of a diverged run are of no use, and are not pushed.
         done = not run.state.has_diverged
     finally:
         report.push.finish(done=done)

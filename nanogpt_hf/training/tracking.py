@@ -1,22 +1,15 @@
-"""Logging of a run: metrics.jsonl, console lines and accelerate's trackers (wandb, tensorboard,
-...), whose runs continue when a run is resumed.
-"""
+"""Logging of a run: metrics.jsonl, console lines, and what trackers get."""
 
 import json
 import logging
 import math
-import os
-import secrets
 import shlex
-import sys
 import time
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from nanogpt_hf.config.schema import Config, knob_values
+from nanogpt_hf.config.schema import Config
 from nanogpt_hf.config.sources import is_mixture, sources_of
 from nanogpt_hf.config.stages import planned_tokens, stage_lines
 from nanogpt_hf.distributed.accelerator import (
@@ -25,30 +18,22 @@ from nanogpt_hf.distributed.accelerator import (
     is_deterministic,
     precision_of,
 )
-from nanogpt_hf.errors import DamagedFileError, RunFolderError, UserError
+from nanogpt_hf.errors import RunFolderError
 from nanogpt_hf.formatting import format_duration, format_number, shows_bars
 from nanogpt_hf.methods.run import Evaluated, Run
 from nanogpt_hf.methods.table import method_of
 from nanogpt_hf.model.architecture import count_parameters
-from nanogpt_hf.own_files import read_json, warn_once
 from nanogpt_hf.planning.hardware import peak_flops
 from nanogpt_hf.program import program
-from nanogpt_hf.runs.files import redact, write_whole
+from nanogpt_hf.runs.files import write_whole
 from nanogpt_hf.runs.metrics import read_metrics
 from nanogpt_hf.runs.provenance import add_start, describe_start
+from nanogpt_hf.training.trackers import start_trackers
 
 logger = logging.getLogger(__name__)
 
-_SECONDS_BETWEEN_LINES = 10.0  # in the plain log; a terminal has a progress bar instead
-# To continue a tracker's own run: the option that names it, and how to read its value from a
-# started run. tensorboard's run is its folder. Trackers that are not here start a new run at a
-# resume.
-_RUN_ID: dict[str, tuple[str, Callable[[Any], str]]] = {
-    "wandb": ("id", lambda run: run.id),
-    "trackio": ("name", lambda run: run.name),
-    "aim": ("run_hash", lambda run: run.hash),
-    "mlflow": ("run_id", lambda run: run.info.run_id),
-}
+# In the plain log; a terminal has a progress bar instead.
+_SECONDS_BETWEEN_LINES = 10.0
 
 
 class Tracking:
@@ -86,6 +71,7 @@ class Tracking:
 
         Trackers keep those they received.
         """
+        # A stage may have another block size, and attention costs more in longer blocks.
         self.flops_per_token = self.run.architecture.flops_per_token(
             self.run.model_config, self.config.data.block_size
         )
@@ -108,11 +94,12 @@ class Tracking:
         """Leave the time since the last report (an evaluation, a checkpoint) out of the training
         speed.
         """
-        self._clock, self._clock_tokens = time.perf_counter(), self.run.state.tokens
+        self._clock = time.perf_counter()
+        self._clock_tokens = self.run.state.tokens
         self._clock_waited = self.run.batches.seconds_waited
 
     def _write(self, values: dict[str, float]) -> None:
-        # JSON has no NaN: values that are not finite become null
+        # JSON has no NaN: values that are not finite become null.
         self._append({name: v if math.isfinite(v) else None for name, v in values.items()})
         self.accelerator.log(values, step=self.run.state.step)
 
@@ -124,13 +111,15 @@ class Tracking:
             try:
                 with self.folder.metrics.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(event | values) + "\n")
-            except OSError as error:  # a resume removes an incomplete line
+            except OSError as error:
+                # If a part of the line was written, the resume removes it.
                 raise RunFolderError(
                     f"{self.folder.metrics}: cannot be written: {error.strerror}"
                 ) from None
 
     def step_done(self) -> None:
-        self.bar.update(self.run.state.step - self.bar.n)  # negative after a rollback
+        # After a rollback the difference is negative.
+        self.bar.update(self.run.state.step - self.bar.n)
 
     def train(self, loss: float, learning_rate: float, metrics: dict[str, float]) -> None:
         """Log the last step, with further metrics by name.
@@ -138,7 +127,8 @@ class Tracking:
         Call it after the loss was read from the device, so that the speed is that of finished
         steps.
         """
-        now, tokens = time.perf_counter(), self.run.state.tokens
+        now = time.perf_counter()
+        tokens = self.run.state.tokens
         elapsed = max(now - self._clock, 1e-9)
         rate = (tokens - self._clock_tokens) / elapsed
         waited = self.run.batches.seconds_waited - self._clock_waited
@@ -151,6 +141,7 @@ class Tracking:
             **self._epochs(),
             **metrics,
         }
+        # MFU: the floating-point operations of the model, as a share of what the GPUs can do.
         if self.peak:
             values["train/mfu"] = round(
                 rate * self.flops_per_token / self.peak / self.run.mesh.world_size, 4
@@ -168,7 +159,8 @@ class Tracking:
 
     def _epochs(self) -> dict[str, float]:
         """How often each source of a mixture has been read."""
-        state, batches = self.run.state, self.run.batches
+        state = self.run.state
+        batches = self.run.batches
         if not is_mixture(self.config.data):
             return {}
         epochs = batches.epochs(state.step + state.skipped_steps)
@@ -224,7 +216,7 @@ def _record_start(run: Run) -> None:
         **describe_start(device),
     }
     if run.accelerator.log_with:
-        _start_trackers(run, start)
+        start_trackers(run, start)
     add_start(run.folder, start | {"data": (run.state.identity or {}).get("data")})
 
 
@@ -242,88 +234,11 @@ def _log_plan(run: Run) -> None:
         logger.info(line)
 
 
-def _start_trackers(run: Run, start: dict[str, Any]) -> None:
-    """Start the recipe's trackers, with the resolved recipe and `start` (see provenance.py) as
-    their configuration, secrets redacted.
-
-    The ids of their runs are stored in the run folder, so that a resumed run continues them;
-    steps after `start["step"]` are logged again. Only the main process calls it. Raises
-    UserError if a tracker does not start; a new run folder is then removed.
-    """
-    accelerator, config, folder = run.accelerator, run.config.recipe, run.folder
-    ids_file = folder.trackers / "runs.json"
-    ids = _read_ids(ids_file)
-    values = knob_values(config)
-    values |= {f"start.{name}": value for name, value in start.items()}
-    values = json.loads(redact(json.dumps(values, ensure_ascii=False)))
-    values = {name: _as_scalar(value) for name, value in values.items() if value is not None}
-    try:
-        options: dict[str, dict[str, Any]] = {
-            name: _tracker_options(run, name, start["step"]) for name in config.tracking.trackers
-        }
-        for name, value in ids.items():
-            options.setdefault(name, {})[_RUN_ID[name][0]] = value
-        accelerator.init_trackers(config.tracking.project, init_kwargs=options)
-        for tracker in accelerator.trackers:
-            # it refuses to change a value
-            if not (tracker.name == "mlflow" and tracker.name in ids):
-                tracker.store_init_configuration(values)
-    except Exception as error:  # trackers raise errors of any kind
-        names = [str(getattr(t, "name", t)).lower() for t in accelerator.log_with]
-        if not folder.checkpoint_folders():
-            folder.undo_start()
-        reason = " ".join(str(error).split())
-        raise UserError(
-            f"tracking.trackers: {', '.join(names)} did not start "
-            f"({type(error).__name__}: {reason}); repair that, or leave it out"
-        ) from error
-    ids |= {
-        t.name: _RUN_ID[t.name][1](t.tracker) for t in accelerator.trackers if t.name in _RUN_ID
-    }
-    folder.trackers.mkdir(exist_ok=True)
-    write_whole(ids_file, json.dumps(ids) + "\n")
-
-
-def _read_ids(path: Path) -> dict[str, str]:
-    """The ids of the trackers' runs by tracker; with a warning none if they cannot be read."""
-    try:
-        ids = read_json(path, dict[str, str]) if path.exists() else {}
-    except DamagedFileError as error:
-        warn_once(f"{error}; the trackers start new runs")
-        return {}
-    return {name: value for name, value in ids.items() if name in _RUN_ID}
-
-
-def _as_scalar(value: Any) -> Any:
-    """Lists and mappings as text: TensorBoard accepts nothing else."""
-    return json.dumps(value) if isinstance(value, list | dict) else value
-
-
-def _tracker_options(run: Run, name: str, step: int) -> dict[str, Any]:
-    """The options with which a tracker starts a run of its own."""
-    title = run.config.name
-    if name == "trackio":  # its runs are identified by name only
-        return {"name": f"{title}-{secrets.token_hex(4)}", "resume": "allow"}
-    if name != "wandb":
-        known = {"mlflow": {"run_name": title}, "tensorboard": {"purge_step": step + 1}}
-        return known.get(name, {})
-    import wandb
-
-    options: dict[str, Any] = {"name": title, "dir": str(run.folder.path), "resume": "allow"}
-    if any(redact(word) != word for word in sys.argv):
-        # it would store the command line, with the password of a URL in it
-        options["settings"] = wandb.Settings(x_disable_meta=True)
-    if "WANDB_MODE" not in os.environ and not wandb.login(prompt=False):
-        options["mode"] = "offline"
-        logger.warning(
-            "wandb: no login found, so the run is stored offline; `wandb sync` uploads it later"
-        )
-    return options
-
-
 def log_summary(run: Run) -> None:
     """Log the last lines of a finished run: steps and time, best loss, files, the next command."""
-    config, folder, state = run.config, run.folder, run.state
+    config = run.config
+    folder = run.folder
+    state = run.state
     best = "no evaluation was the best"
     if state.best_loss is not None:
         best = f"{method_of(config).describe_best(state.best_loss)} at step {state.best_step:,}"
@@ -349,7 +264,7 @@ def log_summary(run: Run) -> None:
     named = [f"{path} (the {which})" for which, path in models.items() if path.is_dir()]
     lines.append(f"  model    {', '.join(named)}; each opens {opens_as}")
     files = {"curve": folder.loss_plot, "report": folder.report, "metrics": folder.metrics}
-    # a short run has no curve
+    # A short run has no curve.
     lines += [f"  {name:<8} {file}" for name, file in files.items() if file.is_file()]
     if not state.has_diverged:
         answers = run.data.end_of_turn_id is not None

@@ -400,7 +400,7 @@ def test_processes_and_accumulation_change_no_number(
 
 @pytest.mark.slow
 def test_held_out_labels_of_one_kind_have_no_margin(align, tmp_path):
-    held = held_out(20, DataSection(validation_fraction=0.1)).tolist()
+    held = held_out(20, DataSection(validation_fraction=0.1), "rows").tolist()
     rows = [
         {"prompt": str(n), "completion": "1", "label": one or n % 2 > 0}
         for n, one in enumerate(held)

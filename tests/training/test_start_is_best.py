@@ -62,7 +62,7 @@ def folder(tmp_path_factory, save_chat_model, text_file):
     (folder / "text.txt").write_text(text_file.read_text()[:4000])
     (folder / "reward.py").write_text(REWARD)
     # Held-out rows prefer what the others reject, so that learning from those is a loss.
-    held = [bool(one) for one in held_out(20, DataSection(validation_fraction=0.1))]
+    held = [bool(one) for one in held_out(20, DataSection(validation_fraction=0.1), "rows")]
     rows = {
         "chat": [{"prompt": f"{n}?", "completion": f"{n}!"} for n in range(30)],
         "pairs": [

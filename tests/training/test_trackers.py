@@ -18,8 +18,9 @@ from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.schema import KNOBS
 from nanogpt_hf.program import program
 from nanogpt_hf.runs.folder import RunFolder
+from nanogpt_hf.runs.metrics import read_metrics
 from nanogpt_hf.runs.provenance import read_starts
-from nanogpt_hf.training.tracking import _read_ids, read_metrics
+from nanogpt_hf.training.trackers import _read_ids
 
 pytestmark = pytest.mark.long
 

@@ -1,0 +1,112 @@
+"""Trackers of accelerate (wandb, tensorboard, ...): start them, continue their runs at a resume."""
+
+import json
+import logging
+import os
+import secrets
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from nanogpt_hf.config.schema import knob_values
+from nanogpt_hf.errors import DamagedFileError, UserError
+from nanogpt_hf.methods.run import Run
+from nanogpt_hf.own_files import read_json, warn_once
+from nanogpt_hf.runs.files import redact, write_whole
+
+logger = logging.getLogger(__name__)
+
+# To continue a tracker's own run: the option that names it, and how to read its value from a
+# started run. tensorboard's run is its folder. Trackers that are not here start a new run at a
+# resume.
+_RUN_ID: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "wandb": ("id", lambda run: run.id),
+    "trackio": ("name", lambda run: run.name),
+    "aim": ("run_hash", lambda run: run.hash),
+    "mlflow": ("run_id", lambda run: run.info.run_id),
+}
+
+
+def start_trackers(run: Run, start: dict[str, Any]) -> None:
+    """Start the recipe's trackers, with the resolved recipe and `start` (see provenance.py) as
+    their configuration, secrets redacted.
+
+    The ids of their runs are stored in the run folder, so that a resumed run continues them;
+    steps after `start["step"]` are logged again. Only the main process calls it. Raises
+    UserError if a tracker does not start; a new run folder is then removed.
+    """
+    accelerator = run.accelerator
+    config = run.config.recipe
+    folder = run.folder
+    ids_file = folder.trackers / "runs.json"
+    ids = _read_ids(ids_file)
+    values = knob_values(config)
+    values |= {f"start.{name}": value for name, value in start.items()}
+    # Trackers may upload it: passwords in URLs and tokens are replaced.
+    values = json.loads(redact(json.dumps(values, ensure_ascii=False)))
+    values = {name: _as_scalar(value) for name, value in values.items() if value is not None}
+    try:
+        options: dict[str, dict[str, Any]] = {
+            name: _tracker_options(run, name, start["step"]) for name in config.tracking.trackers
+        }
+        for name, value in ids.items():
+            options.setdefault(name, {})[_RUN_ID[name][0]] = value
+        accelerator.init_trackers(config.tracking.project, init_kwargs=options)
+        for tracker in accelerator.trackers:
+            # mlflow refuses to change a value of a run that continues.
+            if not (tracker.name == "mlflow" and tracker.name in ids):
+                tracker.store_init_configuration(values)
+    # Trackers raise errors of any kind.
+    except Exception as error:
+        names = [str(getattr(t, "name", t)).lower() for t in accelerator.log_with]
+        if not folder.checkpoint_folders():
+            folder.undo_start()
+        reason = " ".join(str(error).split())
+        raise UserError(
+            f"tracking.trackers: {', '.join(names)} did not start "
+            f"({type(error).__name__}: {reason}); repair that, or leave it out"
+        ) from error
+    ids |= {
+        t.name: _RUN_ID[t.name][1](t.tracker) for t in accelerator.trackers if t.name in _RUN_ID
+    }
+    folder.trackers.mkdir(exist_ok=True)
+    write_whole(ids_file, json.dumps(ids) + "\n")
+
+
+def _read_ids(path: Path) -> dict[str, str]:
+    """Read the ids of the trackers' runs, by tracker; {} with a warning if they are damaged."""
+    try:
+        ids = read_json(path, dict[str, str]) if path.exists() else {}
+    except DamagedFileError as error:
+        warn_once(f"{error}; the trackers start new runs")
+        return {}
+    return {name: value for name, value in ids.items() if name in _RUN_ID}
+
+
+def _as_scalar(value: Any) -> Any:
+    """Turn lists and mappings into text: TensorBoard accepts nothing else."""
+    return json.dumps(value) if isinstance(value, list | dict) else value
+
+
+def _tracker_options(run: Run, name: str, step: int) -> dict[str, Any]:
+    """The options with which a tracker starts a run of its own."""
+    title = run.config.name
+    if name == "trackio":
+        # Its runs are identified by their names, so another run must not have the same.
+        return {"name": f"{title}-{secrets.token_hex(4)}", "resume": "allow"}
+    if name != "wandb":
+        known = {"mlflow": {"run_name": title}, "tensorboard": {"purge_step": step + 1}}
+        return known.get(name, {})
+    import wandb
+
+    options: dict[str, Any] = {"name": title, "dir": str(run.folder.path), "resume": "allow"}
+    if any(redact(word) != word for word in sys.argv):
+        # wandb would store the command line, with the password of a URL in it.
+        options["settings"] = wandb.Settings(x_disable_meta=True)
+    if "WANDB_MODE" not in os.environ and not wandb.login(prompt=False):
+        options["mode"] = "offline"
+        logger.warning(
+            "wandb: no login found, so the run is stored offline; `wandb sync` uploads it later"
+        )
+    return options
