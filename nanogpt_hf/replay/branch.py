@@ -22,20 +22,22 @@ from nanogpt_hf.training.start import check_folders
 
 
 def make_branch(old: RunFolder, checkpoint: Checkpoint, new: RunFolder, config: Config) -> None:
-    """Write a run folder of `config` with a checkpoint of another run, and what precedes it.
+    """Write a run folder of `config` with a checkpoint of another run, and its metrics until then.
 
     Prepares the data. Raises UserError, and leaves nothing, if they do not fit together.
     """
     if not method_of(config).uses_prepared_data:
         raise UserError(f"{old.path}: trained by {method_of(config).name}; only text is branched")
     check_folders(config, new)
-    step, before = checkpoint.state.step, identity_of(checkpoint)
+    step = checkpoint.state.step
+    before = identity_of(checkpoint)
     known = before["data"].get("tokenizer_hash")
     new.lock()
     try:
         new.check(resume=False, overwrite=False)
         manifest = method_of(config).load(config).manifest
         identity = run_identity(config, manifest, before.get("origin", {}))
+        # The data may be another text, but the model's embeddings belong to its token ids.
         if identity["data"]["tokenizer_hash"] != known:
             raise UserError(f"{config.data.dir}: has another tokenizer than {old.path}")
         new.start(config_to_yaml(config))
@@ -43,6 +45,7 @@ def make_branch(old: RunFolder, checkpoint: Checkpoint, new: RunFolder, config: 
             _copy_history(old, new, step)
             _copy_checkpoint(checkpoint.folder, new.checkpoint(step), identity)
         except BaseException:
+            # Also after Ctrl-C: a folder with half a history must not look like a run.
             new.machine.unlink(missing_ok=True)
             new.undo_start()
             raise
@@ -55,6 +58,7 @@ def _copy_history(old: RunFolder, new: RunFolder, step: int) -> None:
     """Copy the metrics up to a step, and the start before it, which names the other run."""
     events = [event for event in read_metrics(old) if event["step"] <= step]
     write_whole(new.metrics, "".join(f"{json.dumps(event)}\n" for event in events))
+    # The branch continues on the machine of this start, which `verify` reads.
     starts = [start for start in read_starts(old) if start.get("step", 0) <= step]
     start = starts[-1] if starts else {}
     add_start(new, start | {"step": step, "time": now(), "branch_of": str(old.path.resolve())})
@@ -63,9 +67,10 @@ def _copy_history(old: RunFolder, new: RunFolder, step: int) -> None:
 def _copy_checkpoint(source: Path, target: Path, identity: dict[str, Any]) -> None:
     """Copy a checkpoint to a run of another identity."""
     with replaced_folder(target) as partial:
-        # copytree would collect the errors of all files in a list
+        # Not copytree: it collects the errors of all files in a list, and one line names one file.
         for path in source.iterdir():
             shutil.copy2(path, partial)
+        # state.json holds the identity, and the checksums are written again with it.
         facts = read_json(source / STATE, dict[str, Any]) | {"identity": identity}
         checksums = read_json(source / CHECKSUMS, dict[str, str])
         write_state(partial, facts, checksums)

@@ -1,4 +1,4 @@
-"""What a step of a run saw: its sequences, their places in the data, their text and losses."""
+"""Show the data of a step of a run: its sequences, their places in the data, text and losses."""
 
 from dataclasses import replace
 from functools import cache
@@ -27,11 +27,13 @@ from nanogpt_hf.training.micro_batch import build_batches
 @torch.no_grad()
 def sequences_of(run: Run, step: int) -> list[dict[str, Any]]:
     """The sequences of a step, the one with the highest loss under the run's weights first."""
-    run, found = at_step(run, step), []
+    run = at_step(run, step)
+    found = []
     blocks = run.batches.blocks
     with eval_mode(run.model):
         for index in tqdm(_indices(run, step), unit="sequence", disable=not shows_bars()):
             number = np.array([index])
+            # A batch of one sequence: its loss is summed over its own targets.
             batch: Any = send_to_device(blocks.batch(number), run.accelerator.device)
             loss = run.objective(run.model, batch)[0].item() / max(1, blocks.num_targets(number))
             found.append({"loss": loss, **_place_of(run, index), "text": _text_of(run, index)})
@@ -39,11 +41,12 @@ def sequences_of(run: Run, step: int) -> list[dict[str, Any]]:
 
 
 def steps_with(run: Run, text: str, last: int) -> list[int]:
-    """The steps up to `last` of which a sequence contains `text`."""
+    """Find the steps up to `last` in which some sequence contains `text`."""
     found = []
     for stage in stages_of(run.config):
         now = at_step(run, stage.first + 1)
-        contains = cache(lambda index, now=now: text in _text_of(now, index))  # once per epoch
+        # Cached, since the steps of several epochs see the same sequences.
+        contains = cache(lambda index, now=now: text in _text_of(now, index))
         steps = range(stage.first + 1, min(stage.last, last) + 1)
         steps = tqdm(steps, unit="step", disable=not shows_bars())
         found += [step for step in steps if any(map(contains, _indices(now, step)))]
@@ -52,23 +55,29 @@ def steps_with(run: Run, text: str, last: int) -> list[int]:
 
 def at_step(run: Run, step: int) -> Run:
     """The run with the data of another step's stage."""
-    config, accelerator = config_at(run.config, step - 1), run.accelerator
+    config = config_at(run.config, step - 1)
+    accelerator = run.accelerator
     if config.begins == run.config.begins:
         return run
-    data, size = load_prepared(config), config.train.min_micro_batch_size
+    data = load_prepared(config)
+    size = config.train.min_micro_batch_size
     accelerator.gradient_accumulation_steps = accumulation_steps(config, run.mesh.dp_size)
     batches = build_batches(config, accelerator, data.train, size)
     return replace(run, config=config, data=data, batches=batches)
 
 
 def _indices(run: Run, step: int) -> list[int]:
+    """The numbers of the sequences of a step."""
+    # After a rollback, a step sees the data of a later one.
     return run.batches.indices(step - 1 + run.state.skipped_steps).tolist()
 
 
 def _text_of(run: Run, index: int) -> str:
     """The text of a block, up to the last token that is learned."""
     batch = run.batches.blocks.batch(np.array([index]))
-    inputs, targets = batch["input_ids"][0], batch["shift_labels"][0]
+    inputs = batch["input_ids"][0]  # (block_size,)
+    targets = batch["shift_labels"][0]
+    # The rest of the block is padding, or ids that nothing is learned from.
     end = int((targets != -100).nonzero().max()) + 1
     return str(run.data.tokenizer.decode(torch.cat([inputs[:end], targets[end - 1 : end]])))
 
@@ -77,10 +86,13 @@ def _place_of(run: Run, index: int) -> dict[str, Any]:
     """Where a block is in the prepared data: source, numbers of documents, tokens."""
     blocks = as_mixture(run.batches.blocks)
     number = int(blocks.owners(np.array(index)))
-    source, part = sources_of(run.config.data)[number], cast(Any, blocks.parts[number])
+    source = sources_of(run.config.data)[number]
+    part = cast(Any, blocks.parts[number])
     place: dict[str, Any] = {"source": source.name}
+    # The blocks of a mixture are numbered one source after another.
     own = index - sum(blocks.lengths[:number])
-    if not isinstance(part, TokenBlocks):  # conversations, or rows of documents
+    # Conversations and rows of documents know their documents.
+    if not isinstance(part, TokenBlocks):
         return place | {"documents": part.documents_of(own)}
     tokens = own * part.stride + np.array([0, part.block_size])
     if not FORMATS[source.data.format].has_tokens:
@@ -92,4 +104,5 @@ def _place_of(run: Run, index: int) -> dict[str, Any]:
 
 @cache
 def _document_ends(folder: str) -> np.ndarray:
+    """The number of the token after each document."""
     return np.cumsum(row_lengths(Path(folder) / "train"))

@@ -50,10 +50,11 @@ logger = logging.getLogger(__name__)
 
 
 def recipe_of(folder: RunFolder, step: int = 0) -> Config:
-    """The recipe of a run on text, without what leaves its folder, with the knobs that held when
-    `step` was taken, by default those of its last start. Raises UserError for other runs.
+    """Read the recipe of a run on text, with the knobs that held when `step` was taken, by default
+    the knobs of its last start. Raises UserError for other runs.
 
-    A checkpoint has the knobs of the steps before it; of those after the newest, the recipe has.
+    Trackers and pushes are left out: a repeated step must not reach them. A checkpoint has the
+    knobs of the steps before it; the recipe has the knobs of the steps after the newest one.
     """
     config = folder.read_recipe()
     if not method_of(config).uses_prepared_data:
@@ -62,6 +63,8 @@ def recipe_of(folder: RunFolder, step: int = 0) -> Config:
             "conversations can be repeated"
         )
     config = replace_knobs(config, {"tracking.trackers": [], "hub.push": None})
+    # The first checkpoint at or after the step knows with which knobs it was taken. Another one
+    # does as well if that one is damaged.
     for path in folder.checkpoint_folders() if step else ():
         if step_of(path) >= step:
             with suppress(DamagedError):
@@ -85,12 +88,14 @@ def check_repeatable(
         )
     now = requested_precision().replace("no", "fp32")
     for start in _starts_in(folder, segments):
-        count, precision = start.get("processes"), start.get("precision", now)
+        count = start.get("processes")
+        precision = start.get("precision", now)
         if precision != now:
             raise UserError(
                 f"{folder.path}: was trained in {precision}, and the accelerate config sets {now}; "
                 "repeat it under a config with that mixed_precision, by launch --config_file F"
             )
+        # Gradient groups make the order of a sum of gradients independent of the processes.
         if count not in (None, mesh.world_size) and not config.train.gradient_groups:
             raise UserError(
                 f"{folder.path}: was trained on {plural(count, 'process')}, and "
@@ -103,8 +108,10 @@ def _starts_in(folder: RunFolder, segments: list[tuple[int, int]]) -> list[dict[
     """The starts that took steps of these segments, as the run has them now: a resume takes the
     steps after its checkpoint again.
     """
-    starts, found, end = read_starts(folder), [], math.inf
-    for start in reversed(starts):
+    found = []
+    # Backwards, since a start's steps count up to where a later one began.
+    end = math.inf
+    for start in reversed(read_starts(folder)):
         begin = start.get("step", 0)
         if any(max(begin, first) < min(end, last) for first, last in segments):
             found.append(start)
@@ -113,14 +120,14 @@ def _starts_in(folder: RunFolder, segments: list[tuple[int, int]]) -> list[dict[
 
 
 def rounding_bound(folder: RunFolder, run: Run) -> float:
-    """How far repeated numbers may be from recorded ones, as a share of them: 0 if the run repeats
-    its bytes, else the rounding of its products.
+    """The limit for the distance of repeated numbers from recorded ones, as a share of them: 0 if
+    the run repeats its bytes, else the rounding of its products.
     """
     recorded = all(start.get("deterministic", True) for start in read_starts(folder))
     if recorded and is_deterministic(run.config, run.accelerator.device):
         return 0.0
     precision = precision_of(run.accelerator)
-    # GPUs multiply float32 as TF32, which has as many digits as float16
+    # GPUs multiply float32 as TF32, which has as many digits as float16.
     dtype = torch.float16 if precision in ("fp32", "fp16") else torch.bfloat16
     return torch.finfo(dtype).eps
 
@@ -128,16 +135,19 @@ def rounding_bound(folder: RunFolder, run: Run) -> float:
 def segments_to_verify(
     folder: RunFolder, stated: tuple[int, int] | None, sample: int | None
 ) -> list[tuple[int, int]]:
-    """The first and the last step of each segment, which have checkpoints: by default one from the
-    oldest to the newest, or `sample` of those between two checkpoints, the same at each call.
+    """Choose segments, a first and a last step each, which have checkpoints: by default one from
+    the oldest checkpoint to the newest, or `sample` of the segments between neighbouring
+    checkpoints, the same at each call.
 
-    A run begins at 0, and a branch at its first checkpoint. Raises UserError for others.
+    A segment may begin at step 0, but in a branch at its first checkpoint. Raises UserError for
+    `stated` steps without checkpoints.
     """
     kept = [step_of(path) for path in folder.checkpoint_folders()]
     starts = kept if branched_at(folder)[1] else [0, *kept]
     if len(starts) < 2:
         raise UserError(f"{folder.path}: has no two checkpoints to compare")
-    if not kept[1:]:
+    # With a single checkpoint the only segment is from the start of the run to it.
+    if len(kept) < 2:
         kept = starts
     if sample:
         segments = list(itertools.pairwise(kept))
@@ -152,32 +162,35 @@ def segments_to_verify(
 
 
 def seconds_to_repeat(folder: RunFolder, segments: list[tuple[int, int]], mesh: Mesh) -> float:
-    """How long segments take if each process computes as fast as each of the run."""
+    """Estimate how long segments take if each process computes as fast as each of the run."""
     starts = read_starts(folder)
     processes = starts[-1].get("processes", 1) if starts else 1
-    at = {
-        step: read_checkpoint(folder.checkpoint(step)).state.seconds if step else 0.0
-        for segment in segments
-        for step in segment
-    }
-    return processes / mesh.world_size * sum(at[last] - at[first] for first, last in segments)
+
+    def at(step: int) -> float:
+        """Seconds of training until a step, as its checkpoint has them."""
+        return read_checkpoint(folder.checkpoint(step)).state.seconds if step else 0.0
+
+    seconds = sum(at(last) - at(first) for first, last in segments)
+    return processes / mesh.world_size * seconds
 
 
 @contextmanager
 def run_at(folder: RunFolder, config: Config, first: int, mesh: Mesh) -> Iterator[Run]:
-    """Context with the run at step `first`, 0 or that of a checkpoint, in a temporary folder of the
-    main process.
+    """Context with the run at step `first`, 0 or a step with a checkpoint, in a temporary folder of
+    the main process: the run's own folder is only read.
     """
     made = tempfile.TemporaryDirectory() if mesh.is_main else nullcontext("")
     with _stopped_by_signals(), one_line_for_a_lost_process(), made as temporary:
+        # The other processes learn the name of the folder from the main one.
         place = {"folder": temporary} if mesh.is_main else {}
         _, place = prepare_on_all_ranks(mesh, lambda: (None, place))
         copy = RunFolder(Path(place["folder"]) / "run")
         if mesh.is_main:
             copy.path.mkdir()
-            (copy.path / ".lock").touch()  # here, so that a full disk is no fault of the run
+            # Written here, so that the message of a full disk names this folder and not the run's.
+            (copy.path / ".lock").touch()
         if first:
-            # else the resume would search for an older one
+            # Raises an error if the checkpoint is damaged. A resume would search for an older one.
             identity_of(read_checkpoint(folder.checkpoint(first)))
         if first and mesh.is_main:
             copy.checkpoints.mkdir(parents=True)
@@ -191,7 +204,8 @@ def run_at(folder: RunFolder, config: Config, first: int, mesh: Mesh) -> Iterato
         try:
             continue_on(folder, run.accelerator.device, mesh.local_world_size)
             yield run
-            run.accelerator.wait_for_everyone()  # the main process removes the folder
+            # The main process removes the folder, which others may still read.
+            run.accelerator.wait_for_everyone()
         finally:
             copy.unlock()
 
@@ -218,6 +232,7 @@ def _start_again(run: Run) -> None:
 
 @contextmanager
 def _stopped_by_signals() -> Iterator[None]:
+    """Context in which a signal ends the command like a run that is stopped, by exit status 75."""
     try:
         with raise_on_signals():
             yield
@@ -231,57 +246,73 @@ def first_difference(
     """Repeat the steps up to `last`; return the first that differs from what the folder has
     recorded by more than `bound`, and what differs. All processes call it, and get the same.
     """
-    first, recorded = run.state.step, {}
+    first = run.state.step
+    recorded = {}
     method = method_of(run.config)
     history = read_checkpoint(folder.checkpoint(last)).state.history
     for event in read_metrics(folder):
         recorded.setdefault(event["step"], {}).update(event)
-    for step in tqdm(
-        range(first, last + 1), unit="step", disable=not (run.mesh.is_main and shows_bars())
-    ):
+    hides_bar = not (run.mesh.is_main and shows_bars())
+    for step in tqdm(range(first, last + 1), unit="step", disable=hides_bar):
+        # 1. Take the step, and note what the run would log.
         ours: dict[str, float] = {}
         if step > first:
-            config = run.config
-            learning_rate = learning_rate_at(step - 1, config.optim, config.train.max_steps)
-            result = take_step(run, step - 1 + run.state.skipped_steps, learning_rate)
-            run.state.step = step
-            if step % config.tracking.every == 0:
-                loss = sum_over_ranks(run.accelerator, result.loss)
-                ours["train/loss"] = loss.item()
-                ours["train/grad_norm"] = result.grad_norm.item()
-                ours["train/learning_rate"] = learning_rate
-            if step == next_stage(config, step - 1):
-                _start_again(run)
-        elif step:  # a checkpoint is written after the evaluation of its step
+            ours = _repeat_step(run, step)
+        elif step:
+            # The segment begins at this checkpoint, which was written after its evaluation.
             continue
-        path, theirs = folder.checkpoint(step), recorded.get(step, {})
+        # 2. Compare the tensors, if this step was saved.
+        path = folder.checkpoint(step)
+        theirs = recorded.get(step, {})
         saved = read_checkpoint(path) if path.is_dir() else None
-        # a run that was stopped before the evaluation has saved without it
+        # A run that was stopped before the evaluation has saved without it.
         stopped = saved and saved.state.evaluated_step < step and "val/loss" not in theirs
         tensors = _difference(run, saved, bound) if saved else []
+        # 3. Resume with other knobs if the run did so here before its evaluation.
         resumed = [entry for entry in history if entry["step"] == step > first]
         for entry in resumed:
-            if entry["evaluated_step"] < step:  # the evaluation came after it
+            if entry["evaluated_step"] < step:
                 _change_knobs(run, entry["knobs"])
-                # it may have been saved again, with the state of another precision
+                # The checkpoint may have been saved again since, with optimizer state of another
+                # precision.
                 tensors = tensors and _difference(run, saved, bound)
+        # 4. Evaluate, and compare the metrics.
         due = step % run.config.eval.every == 0 or step == run.config.train.max_steps
         if due and not stopped:
             evaluated = method.evaluate(run, lambda: False)
             ours |= evaluated.metrics if evaluated else {}
         lines = _other_values(ours, theirs, bound) + tensors
         if saved:
-            run.state.skipped_steps = saved.state.skipped_steps  # after a rollback to this step
+            # A rollback to this checkpoint has skipped data since, and saved it again.
+            run.state.skipped_steps = saved.state.skipped_steps
         if lines:
             return step, lines
+        # 5. Resume with other knobs if the run did so after its evaluation.
         for entry in resumed:
             if entry["evaluated_step"] >= step and step < last:
                 _change_knobs(run, entry["knobs"])
     return None
 
 
+def _repeat_step(run: Run, step: int) -> dict[str, float]:
+    """Take a step; return the metrics that the run has logged for it."""
+    config = run.config
+    learning_rate = learning_rate_at(step - 1, config.optim, config.train.max_steps)
+    result = take_step(run, step - 1 + run.state.skipped_steps, learning_rate)
+    run.state.step = step
+    metrics = {}
+    if step % config.tracking.every == 0:
+        metrics["train/loss"] = sum_over_ranks(run.accelerator, result.loss).item()
+        metrics["train/grad_norm"] = result.grad_norm.item()
+        metrics["train/learning_rate"] = learning_rate
+    if step == next_stage(config, step - 1):
+        _start_again(run)
+    return metrics
+
+
 def _change_knobs(run: Run, knobs: dict[str, Any]) -> None:
-    """Go on with other knobs, as a resumed run does."""
+    """Continue with other knobs, as a resumed run does."""
+    # A knob of another version may be unknown to this one.
     known = {key: value for key, value in knobs.items() if key in KNOBS}
     run.config = config_at(replace_knobs(run.config.recipe, known), run.state.step)
     accumulated = accumulation_steps(run.config, run.mesh.dp_size)
@@ -290,17 +321,20 @@ def _change_knobs(run: Run, knobs: dict[str, Any]) -> None:
 
 
 def _difference(run: Run, saved: Any, bound: float) -> list[str]:
-    """What differs from the tensors of a checkpoint, as lines."""
-    return _distant_weights(run, saved, bound) if bound else _other_tensors(run, saved)
+    """Compare with the tensors of a checkpoint; return differences as lines."""
+    if bound:
+        return _distant_weights(run, saved, bound)
+    return _other_tensors(run, saved)
 
 
 def _other_values(ours: dict[str, float], recorded: dict[str, Any], bound: float) -> list[str]:
-    """A line for each metric that is not the recorded one, or further from it than `bound` times
-    its size; null is one that was not finite.
+    """Write a line for each metric whose distance from the recorded one is more than `bound` times
+    its size.
     """
 
     def agrees(name: str, value: float) -> bool:
         other = recorded.get(name, "nothing")
+        # JSON has no NaN: null was recorded for what is not finite.
         if not math.isfinite(value) or not isinstance(other, float | int):
             return other is None and not math.isfinite(value)
         return abs(value - other) <= bound * abs(other)
@@ -313,31 +347,39 @@ def _other_values(ours: dict[str, float], recorded: dict[str, Any], bound: float
 
 
 def _distant_weights(run: Run, saved: Any, bound: float) -> list[str]:
-    """A line if all weights together are further from the saved ones than `bound` times their norm.
+    """Write a line if the distance of all weights together from the saved ones is more than `bound`
+    times their norm.
 
-    Optimizer state is not compared: a parameter whose gradient is rounding only has any.
+    Optimizer state is not compared: where a gradient is rounding only, such as the gradient of key
+    biases, the state has any value.
     """
     theirs = dict(saved.weights)
-    distance = size = 0.0
+    distance = 0.0  # squared
+    size = 0.0
     for name, weight in own_weights(run.accelerator, run.model):
         other = full_tensor(theirs[name]).double().cpu()
         distance += (full_tensor(weight).double().cpu() - other).square().sum().item()
         size += other.square().sum().item()
     share = math.sqrt(distance / max(size, 1e-300))
-    return [f"{saved.folder}: weights {share:.1e} of their norm away"] if share > bound else []
+    if share <= bound:
+        return []
+    return [f"{saved.folder}: weights {share:.1e} of their norm away"]
 
 
 def _other_tensors(run: Run, saved: Any) -> list[str]:
-    """A line with the tensors of weights and optimizer state that are not the saved ones."""
+    """Write a line with the tensors of weights and optimizer state that are not the saved ones."""
     state = FullState(run.accelerator, run.model, run.optimizer)
     ours = dict(own_weights(run.accelerator, run.model)) | dict(state.own_optimizer_state())
     theirs = dict(saved.weights) | dict(saved.optimizer_state)
+    # Sorted: a digest of a sharded tensor is a collective, so all processes need the same order.
     names = [
         name
-        for name in sorted({*ours, *theirs})  # in the same order on all processes
+        for name in sorted({*ours, *theirs})
         if _digest(ours.get(name)) != _digest(theirs.get(name))
     ]
-    return [f"{saved.folder}: {plural(len(names), 'tensor')}: {', '.join(names)}"] if names else []
+    if not names:
+        return []
+    return [f"{saved.folder}: {plural(len(names), 'tensor')}: {', '.join(names)}"]
 
 
 def _digest(tensor: Any) -> object:

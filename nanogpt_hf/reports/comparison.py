@@ -13,19 +13,21 @@ REWARD = "val/reward"
 
 
 def score_of(events: list[Event]) -> str:
-    """The metric by which a run chose best/: the mean reward of reinforcement learning, else the
-    validation loss.
+    """Name the metric by which a run chose best/: the mean reward of reinforcement learning, else
+    the validation loss.
     """
     return REWARD if {"train/reward", REWARD} & {*names(events)} else "val/loss"
 
 
 def best_of(events: list[Event], metric: str) -> tuple[int, float, bool | None] | None:
-    """Step and value of the best evaluation, and whether it is better than that of the start: None
-    without an evaluation before the first step or after it. None without any evaluation.
+    """Find the best evaluation: its step, its value, and whether it is better than the evaluation
+    before the first step. The last is None without an evaluation before the first step or after
+    it. Returns None without any evaluation.
     """
     steps, values = column(events, metric)
     if not len(values):
         return None
+    # A reward is better if it is higher, a loss if it is lower.
     best = int((-values if metric == REWARD else values).argmin())
     # Evaluations that are not finite count: they were no better than the start.
     evaluated = [event["step"] for event in events if metric in event]
@@ -41,13 +43,15 @@ def diverged_at(events: list[Event]) -> int | None:
 
 
 def summarize(events: list[Event], metric: str) -> dict[str, Any]:
-    """Progress and speed of a run, best (of rewards the highest) and last value of `metric`,
-    whether the run's own score is better than that of its start, where it has diverged, and the
-    last losses by source of a mixture. A last value that is not finite is None.
+    """Summarize a run: progress and speed, best (the highest reward, the lowest loss) and last
+    value of `metric`, whether the run improved on its start, the step at which it has diverged, and
+    the last losses by source of a mixture. A last value that is not finite is None.
     """
     rates = column(events, "train/tokens_per_second")[1]
     last = {"step": 0, "tokens": 0, "seconds": 0} | (events[-1] if events else {})
-    best, scored = best_of(events, metric), best_of(events, score_of(events))
+    best = best_of(events, metric)
+    # A comparison may be by bits per byte; whether a run improved is a question of its own score.
+    scored = best_of(events, score_of(events))
     sources = [name for name in names(events) if name.startswith(f"{metric}/")]
     return {
         "steps": last["step"],
@@ -64,14 +68,15 @@ def summarize(events: list[Event], metric: str) -> dict[str, Any]:
 
 
 def compare_runs(runs: dict[str, dict[str, Any]], metric: str) -> str:
-    """A table of summaries, one row per run; of mixtures with the last loss of each source."""
+    """Lay out summaries as a table, a row per run; mixtures have a column for each source."""
     sources = list(dict.fromkeys(name for run in runs.values() for name in run["sources"]))
     head = ["run", "steps", "tokens", "time", "tokens/s", f"best {metric}", "at step", "last"]
     rows = [[*head, *(name.removeprefix(f"{metric}/") for name in sources)]]
     for name, run in runs.items():
         done = [f"{run['steps']:,}", f"{run['tokens']:,}", format_duration(run["seconds"])]
         best = [_shown(run["best"]), _shown(run["best_step"], ",")]
-        # the last value, and those of its sources
+        # The last value, then its parts by source. A number that is missing because the run has
+        # diverged is nan, one that never was is a dash.
         unknown = "–" if run["diverged_at"] is None else "nan"
         own = dict.fromkeys(run["sources"], unknown)
         last = [_shown(run["last"], none=unknown)]
@@ -93,7 +98,9 @@ def _shown(value: float | None, form: str = "#.5g", none: str = "–") -> str:
 
 def compare_recipes(configs: dict[str, Config]) -> dict[str, dict[str, str]]:
     """The knobs that differ between the recipes: knob -> run -> value as text."""
-    knobs = {
-        key: {name: knob_text(config, key) for name, config in configs.items()} for key in KNOBS
-    }
-    return {key: values for key, values in knobs.items() if len(set(values.values())) > 1}
+    differing = {}
+    for key in KNOBS:
+        values = {name: knob_text(config, key) for name, config in configs.items()}
+        if len(set(values.values())) > 1:
+            differing[key] = values
+    return differing

@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,13 +19,24 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# The colors of Okabe and Ito, for color-blind readers too (https://jfly.uni-koeln.de/color/): blue,
-# vermilion, green, orange, purple, sky.
+# The colors of Okabe and Ito, which color-blind readers can tell apart
+# (https://jfly.uni-koeln.de/color/): blue, vermilion, green, orange, purple, sky.
 RUN_COLORS = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9")
 _LINE_STYLES = ("-", "--", ":")
 _GRAY = "#555555"
 _MANY_POINTS = 40  # the steep start of a longer curve is left out
-# by validation metric: the curve of training, the one below, and the y axis
+# The looks of a curve of training, and of one of evaluations.
+_THIN: dict[str, Any] = {"linewidth": 1.2, "alpha": 0.6}
+_DOTTED: dict[str, Any] = {
+    "linewidth": 1.8,
+    "marker": "o",
+    "markersize": 4.5,
+    "markeredgecolor": "white",
+}
+# x and y of a curve
+Points = tuple[np.ndarray, np.ndarray]
+# For each validation metric: the metric of training in the same plot, the metric in the small plot
+# below, and the label of the y axis. Training has no bits per byte.
 _AXES = {
     "val/loss": ("train/loss", "train/learning_rate", "loss (nats per token)"),
     "val/bits_per_byte": ("", "train/learning_rate", "validation bits per byte"),
@@ -35,10 +46,15 @@ _AXES = {
 
 def draw_run(run: RunFolder, config: Config, events: list[Event]) -> None:
     """Draw loss.png, with the band of the recipe's reference if there is one."""
-    metric = "val/pass@1" if "train/reward" in names(events) else "val/loss"
-    stages = {stage.first: stage.name for stage in stages_of(config)[1:]}
-    one, reference = {run.path.resolve().name: events}, find_reference(config)
-    draw_curves(one, run.loss_plot, metric, reference=reference, stages=stages)
+    is_rewarded = "train/reward" in names(events)
+    draw_curves(
+        {run.path.resolve().name: events},
+        run.loss_plot,
+        metric="val/pass@1" if is_rewarded else "val/loss",
+        reference=find_reference(config),
+        # The first stage begins with the run, where a line would say nothing.
+        stages={stage.first: stage.name for stage in stages_of(config)[1:]},
+    )
 
 
 def draw_curves(
@@ -50,38 +66,37 @@ def draw_curves(
     stages: Mapping[int, str] = MappingProxyType({}),
 ) -> bool:
     """Draw a validation metric of runs (name -> events), with the smoothed training loss as a thin
-    line. Of one run also the raw loss, its best, the learning rate below, and a line at the first
-    step of each stage (-> name).
+    line. A single run also gets its raw loss, its best evaluation, the learning rate below, and a
+    line at the first step of each stage (-> name).
 
-    `metric` is val/loss, val/bits_per_byte if the tokenizers differ, or val/pass@1 beside the
-    reward and the entropy of reinforcement learning; `by`, the x axis, is step, tokens or seconds.
-    Returns whether there was anything to draw.
+    `metric` is val/loss, val/bits_per_byte if the tokenizers differ, or val/pass@1 together with
+    the reward and the entropy of reinforcement learning; `by`, the x axis, is step, tokens or
+    seconds. Returns whether there was anything to draw.
     """
     training, lower, label = _AXES[metric]
-    is_one, curves = len(runs) == 1, []
+    is_one = len(runs) == 1
     figure, (axes, *below) = _new_figure(1 + is_one)
+    curves = []
+    # All colors as whole lines, then all again dashed, then dotted.
     looks = itertools.cycle(itertools.product(_LINE_STYLES, RUN_COLORS))
     for (name, events), (style, color) in zip(runs.items(), looks, strict=False):
-        x, y = column(events, metric, by)
-        steps, values = column(events, training, by)
-        smoothed = smooth(values, len(values) // 25)
-        curves += [curve for curve in ((x, y), (steps, smoothed)) if len(curve[0])]
-        thin = {"linewidth": 1.2, "alpha": 0.6, "label": "training, smoothed" if is_one else None}
-        axes.plot(steps, smoothed, style, color=color, **thin)
+        trained = column(events, training, by)
+        evaluated = column(events, metric, by)
         if is_one:
-            axes.plot(steps, values, color=color, linewidth=0.7, alpha=0.25)
-            name, color = "validation", RUN_COLORS[1]
-        dots = {"marker": "o", "markersize": 4.5, "markeredgecolor": "white"}
-        axes.plot(x, y, style, color=color, linewidth=1.8, label=_plain(name), **dots)
+            curves += _draw_single(axes, trained, evaluated, color)
+        else:
+            curves += _draw_one_of_several(axes, trained, evaluated, style, color, name)
     if not curves:
         return False
     last = max(x[-1] for x, _ in curves)
+    # A band has losses by step, so it fits no other x axis and no other metric.
     if metric == "val/loss":
         if reference and by == "step":
             _draw_band(axes, reference.curve, last)
         _crop_start(axes, curves)
     axes.set_ylabel(label)
-    title, note = f"{len(runs)} runs", "thin: training, smoothed"
+    title = f"{len(runs)} runs"
+    note = "thin: training, smoothed"
     if is_one:
         ((title, events),) = runs.items()
         note = f"step {events[-1]['step']:,}"
@@ -91,12 +106,7 @@ def draw_curves(
             best = int(y.argmin())
             axes.plot(x[best], y[best], "o", markersize=11, mfc="none", mec=RUN_COLORS[1])
             note += f"; ○ best {y[best]:.4f} at step {int(x[best]):,}"
-    for step, name in stages.items():
-        if step <= last:
-            for ax in (axes, *below):
-                ax.axvline(step, color=_GRAY, linewidth=0.8, linestyle=":")
-            place = axes.get_xaxis_transform()
-            axes.text(step, 0.98, f" {_plain(name)}", transform=place, va="top", fontsize=8)
+    _draw_stages([axes, *below], stages, last)
     units = {"tokens": "training tokens", "seconds": "seconds of training"}
     (axes, *below)[-1].set_xlabel(units.get(by, by))
     axes.legend(frameon=False, loc="upper right", fontsize=9)
@@ -107,8 +117,48 @@ def draw_curves(
     return True
 
 
+def _draw_single(axes: "Axes", trained: Points, evaluated: Points, color: str) -> list[Points]:
+    """Draw the curves of a run that is alone in its plot; return the ones that have points."""
+    smoothed = _smoothed(trained)
+    axes.plot(*smoothed, "-", color=color, label="training, smoothed", **_THIN)
+    # The raw loss is drawn, too: smoothing hides spikes.
+    axes.plot(*trained, color=color, linewidth=0.7, alpha=0.25)
+    # Another color than training's. Several runs need their colors to tell them apart.
+    axes.plot(*evaluated, "-", color=RUN_COLORS[1], label="validation", **_DOTTED)
+    return [curve for curve in (evaluated, smoothed) if len(curve[0])]
+
+
+def _draw_one_of_several(
+    axes: "Axes", trained: Points, evaluated: Points, style: str, color: str, name: str
+) -> list[Points]:
+    """Draw the curves of a run among others; return the ones that have points."""
+    smoothed = _smoothed(trained)
+    axes.plot(*smoothed, style, color=color, **_THIN)
+    axes.plot(*evaluated, style, color=color, label=_plain(name), **_DOTTED)
+    return [curve for curve in (evaluated, smoothed) if len(curve[0])]
+
+
+def _smoothed(points: Points) -> Points:
+    """Smooth a curve over a 25th of its points."""
+    steps, values = points
+    return steps, smooth(values, len(values) // 25)
+
+
+def _draw_stages(all_axes: list["Axes"], stages: Mapping[int, str], last: float) -> None:
+    """Mark the first step of each stage that the run has reached."""
+    top = all_axes[0]
+    for step, name in stages.items():
+        if step > last:
+            continue
+        for axes in all_axes:
+            axes.axvline(step, color=_GRAY, linewidth=0.8, linestyle=":")
+        # x in steps, y as a share of the plot's height
+        place = top.get_xaxis_transform()
+        top.text(step, 0.98, f" {_plain(name)}", transform=place, va="top", fontsize=8)
+
+
 def _draw_below(axes: "Axes", x: np.ndarray, y: np.ndarray, label: str) -> None:
-    """A small curve from zero up."""
+    """Draw a small curve from zero up."""
     axes.fill_between(x, y, color=_GRAY, alpha=0.15, linewidth=0)
     axes.plot(x, y, color=_GRAY, linewidth=1.4)
     axes.set_ylabel(label.replace("_", "\n"))
@@ -117,7 +167,8 @@ def _draw_below(axes: "Axes", x: np.ndarray, y: np.ndarray, label: str) -> None:
 
 
 def _new_figure(rows: int) -> tuple["Figure", list["Axes"]]:
-    """A figure in our style, without pyplot's global state."""
+    """Make a figure with one plot, or with a small second one below."""
+    # Not pyplot, whose global state would keep every figure of a long run.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5.2), dpi=120, layout="constrained")
@@ -132,24 +183,31 @@ def _new_figure(rows: int) -> tuple["Figure", list["Axes"]]:
 
 
 def _draw_band(axes: "Axes", curve: Curve, last_step: float) -> None:
-    """The band of reference runs; a published loss at one step has none."""
+    """Draw the band of reference runs; a published loss at one step has none."""
     steps = curve["step"]
     if len(steps) > 1:
-        label, black = "band of the reference runs (validation)", "#000000"
         axes.fill_between(
-            steps, curve["low"], curve["high"], alpha=0.1, linewidth=0, label=label, color=black
+            steps,
+            curve["low"],
+            curve["high"],
+            alpha=0.1,
+            linewidth=0,
+            label="band of the reference runs (validation)",
+            color="black",
         )
-        axes.plot(steps, curve["mean"], alpha=0.25, linewidth=0.8, color=black)
+        axes.plot(steps, curve["mean"], alpha=0.25, linewidth=0.8, color="black")
+        # The band may reach far beyond the steps of a run that has just begun.
         axes.set_xlim(-0.015 * last_step, 1.02 * last_step)
 
 
 def _crop_start(axes: "Axes", curves: list[tuple[np.ndarray, np.ndarray]]) -> None:
     """Leave out the first losses of a long run, which would flatten the rest."""
     if max(len(x) for x, _ in curves) > _MANY_POINTS:
+        # The y axis ends at the largest loss after the first 2.5% of the x axis.
         start = max(x[-1] for x, _ in curves) / 40
         axes.set_ylim(top=np.concatenate([y[x >= start] for x, y in curves]).max())
 
 
 def _plain(text: str) -> str:
-    """Without mathematics between dollar signs."""
+    """Escape dollar signs, between which matplotlib would set mathematics."""
     return text.replace("$", r"\$")

@@ -1,4 +1,4 @@
-"""Write report.html: one self-contained page about a run; its policy blocks foreign scripts."""
+"""Write report.html: one self-contained page about a run. Its policy blocks scripts of others."""
 
 import base64
 import hashlib
@@ -34,7 +34,8 @@ from nanogpt_hf.runs.provenance import read_starts, read_verifications
 logger = logging.getLogger(__name__)
 _VERIFIED = ("result", "time", "machine")
 _SECONDS_BETWEEN_PLOTS = 30.0  # the first takes about half a second
-MAX_POINTS = 4000  # per curve, since a browser has to draw them; longer ones are thinned out
+# Limit for the points of a curve, since a browser has to draw them. Longer curves are thinned out.
+MAX_POINTS = 4000
 
 
 def write_report(run: RunFolder, path: Path) -> None:
@@ -46,7 +47,7 @@ def write_report(run: RunFolder, path: Path) -> None:
 
 
 def render(run: RunFolder, events: list[Event]) -> str:
-    """The report as HTML.
+    """Render the report as HTML.
 
     Text from the run is escaped, and the content security policy allows only our script.
     """
@@ -59,11 +60,19 @@ def render(run: RunFolder, events: list[Event]) -> str:
         "band": reference.curve if reference else None,
         "stages": [[stage.first, stage.name] for stage in stages_of(config)[1:]],
     }
-    style, script = (_asset(f"page.{kind}") for kind in ("css", "js"))
+    style = _asset("page.css")
+    script = _asset("page.js")
+    # A sample of the model, or a name in a recipe, may hold a script. Should one ever pass the
+    # escaping, the browser does not run it: its hash is not in this list.
     policy = "default-src 'none'; base-uri 'none'; form-action 'none'; img-src data:; "
     policy += f"style-src '{_hash(style)}'; script-src '{_hash(script)}'"
     is_adapter = config.lora.rank is not None and not config.lora.merge
+    verified = []
+    for event in read_verifications(run):
+        steps = f"{event.get('from')} to {event['step']}"
+        verified.append([steps, *map(event.get, _VERIFIED)])
     environment = Environment(autoescape=True, finalize=_redacted)
+    # JSON's own numbers only: a page with NaN in its data would not be read by the browser.
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     return environment.from_string(_asset("page.html")).render(
         name=run.path.resolve().name,
@@ -73,7 +82,7 @@ def render(run: RunFolder, events: list[Event]) -> str:
         script=script,
         state=_state_line(run, config, figures["steps"]),
         diverged_at=figures["diverged_at"],
-        # rewards have no reference
+        # Rewards have no reference.
         verdict=judge(reference, config, events) if metric == "val/loss" else None,
         tiles=_tiles(figures, metric),
         samples=_samples(events),
@@ -81,10 +90,7 @@ def render(run: RunFolder, events: list[Event]) -> str:
         knobs=_knob_rows(config),
         recipe=config_to_yaml(config),
         machine=yaml.safe_dump(read_starts(run), allow_unicode=True, sort_keys=False),
-        verified=[
-            [f"{event.get('from')} to {event['step']}", *map(event.get, _VERIFIED)]
-            for event in read_verifications(run)
-        ],
+        verified=verified,
         best=repr(str(run.best)) if run.best.is_dir() else "",
         path=shlex.quote(str(run.path)),
         package="peft" if is_adapter else "transformers",
@@ -96,7 +102,8 @@ def render(run: RunFolder, events: list[Event]) -> str:
 
 
 def _redacted(value: Any) -> Any:
-    """A value of the template, which is escaped afterwards; markup and numbers as they are."""
+    """Remove secrets from a text of the template; markup and numbers stay as they are."""
+    # `type` and not isinstance: Markup is a str, and is our own.
     return redact(value) if type(value) is str else value
 
 
@@ -109,16 +116,18 @@ def _hash(text: str) -> str:
 
 
 def _curves(events: list[Event]) -> list[dict[str, Any]]:
-    """The curves for page.js.
+    """Collect the curves for page.js.
 
-    Training events and evaluation events are a group each: {"step": [...], "metrics": {name:
-    [...]}, ...}.
+    Training events and evaluation events are a group each, with an x axis of their own: {"step":
+    [...], "metrics": {name: [...]}, ...}.
     """
+    # Training logs more often than it evaluates, so one axis for both would be mostly empty.
     groups = []
     for is_training in (True, False):
         group = [e for e in events if ("train/loss" in e) == is_training and names([e])]
         every = math.ceil(len(group) / MAX_POINTS) or 1
-        group = group[::-every][::-1]  # with the last one
+        # Counted from the end, so that the last event is kept.
+        group = group[::-every][::-1]
         if group:
             axes = {axis: [event.get(axis, 0) for event in group] for axis in AXES}
             metrics = {name: [event.get(name) for event in group] for name in names(group)}
@@ -127,7 +136,10 @@ def _curves(events: list[Event]) -> list[dict[str, Any]]:
 
 
 def _state_line(run: RunFolder, config: Config, step: int) -> str:
-    model, data, train = config.model, config.data, config.train
+    """State in a line how far the run is, and what is trained on what."""
+    model = config.model
+    data = config.data
+    train = config.train
     state = f"step {step:,} of {train.max_steps:,}, not finished"
     if run.final.is_dir():
         state = f"done: {step:,} steps"
@@ -145,6 +157,7 @@ def _tiles(figures: dict[str, Any], metric: str) -> list[tuple[str, str, str]]:
         ("tokens seen", f"{figures['tokens']:,}", ""),
         ("time", format_duration(figures["seconds"]), "training and evaluation"),
     ]
+    # The best value is shown first, before tokens and time, or that the run has diverged.
     if figures["diverged_at"] is not None:
         title = {"val/loss": "last validation loss", "val/reward": "last mean reward"}[metric]
         tiles.insert(0, (title, "nan", f"at step {figures['diverged_at']:,}: not finite"))
@@ -163,15 +176,16 @@ def _tiles(figures: dict[str, Any], metric: str) -> list[tuple[str, str, str]]:
 def _samples(events: list[Event]) -> list[tuple[str, list[dict[str, str]]]]:
     """The samples of each evaluation, under a title."""
     losses = dict(zip(*column(events, "val/loss"), strict=True))
-    return [
-        (
-            f"step {step:,}" + (f", validation loss {losses[step]:.3f}" if step in losses else ""),
-            event["samples"],
-        )
-        for event in events
-        if "samples" in event
-        for step in [event["step"]]
-    ]
+    found = []
+    for event in events:
+        if "samples" in event:
+            step = event["step"]
+            title = f"step {step:,}"
+            # A loss that is not finite is not in the column.
+            if step in losses:
+                title += f", validation loss {losses[step]:.3f}"
+            found.append((title, event["samples"]))
+    return found
 
 
 def _evaluation_table(events: list[Event], best_step: int | None) -> dict[str, list]:
@@ -181,6 +195,7 @@ def _evaluation_table(events: list[Event], best_step: int | None) -> dict[str, l
     rows = []
     for event in evaluated:
         counts = [f"{event.get(count, 0):,}" for count in ("step", "tokens")]
+        # An evaluation may lack a metric: the samples and tasks of a run may change at a resume.
         values = (event.get(name) for name in metrics)
         cells = [f"{value:.4f}" if is_number(value) else "–" for value in values]
         rows.append([*counts, format_duration(event.get("seconds", 0)), *cells])
@@ -204,8 +219,11 @@ class LiveReports:
     """
 
     def __init__(self, folder: RunFolder, config: Config, *, is_main: bool):
-        self.folder, self.config, self.is_main = folder, config, is_main
-        self._last_plot = time.perf_counter()  # a short run has one plot
+        self.folder = folder
+        self.config = config
+        self.is_main = is_main
+        # A run of less than 30 seconds draws its only plot at its end.
+        self._last_plot = time.perf_counter()
 
     def plot(self, events: list[Event]) -> None:
         """Draw the loss plot unless the last one is less than 30 seconds old."""
@@ -215,7 +233,7 @@ class LiveReports:
 
     def finish(self, events: list[Event]) -> None:
         """Draw the plot and write the report, as complete as the metrics."""
-        # a folder that is gone is why the run ended
+        # If the folder is gone, this is why the run ended, and a new one would hide it.
         if self.is_main and self.folder.path.is_dir():
             _try(draw_run, self.folder, self.config, events)
             _try(write_report, self.folder, self.folder.report)

@@ -1,5 +1,5 @@
 """References of a recipe's loss, as JSON in recipes/reference/: a band over several seeds, or a
-published loss; and the verdict, which compares the validation loss of a run with one.
+published loss. The verdict compares the validation loss of a run with a reference.
 """
 
 import json
@@ -22,18 +22,22 @@ from nanogpt_hf.runs.provenance import versions
 from nanogpt_hf.runs.state import is_fixed
 
 SHIPPED = shipped_folder("recipes/reference")
-_WIDTH = 5  # standard deviations; of 5 seeds, 99 % of further ones are inside
-# Losses of runs that differ in these can be compared; they are the first suspects.
+# Half the width of a band in standard deviations, which are estimated from a few seeds only: with
+# 5 seeds, 99% of further runs are inside.
+_WIDTH = 5
+# Losses of runs that differ in these knobs can be compared. The knobs are the first suspects.
 _SHIFTING = ("optim.", "train.", "eval.", "data.order", "model.dropout", "model.init")
+# These may differ in any way: the loss is the same but for noise.
 _IRRELEVANT = ("train.seed", "data.sha256", "model.pad_vocab_to_multiple_of", "optim.state")
-# Prepared tokens, if there are any, decide about the text, not the other knobs of data.
+# If the tokens of both runs are known, they are compared instead of the knobs of data that made
+# them: the same text may have another path. These knobs are compared anyway.
 _NOT_TEXT = ("data.format", "data.block_size", "data.packing", "data.order")
 _CAUSES = (
     "the precision: compare with a run in full precision (mixed_precision: no)",
     "the code and the versions: `git diff`, and Machine in report.html",
     "the machine: `doctor`",
 )
-# the mean of the validation loss by step and the band around it: step, mean, low, high
+# The mean of the validation loss by step, and the band around it: step, mean, low, high.
 Curve = dict[str, list[Any]]
 
 
@@ -61,7 +65,8 @@ class Verdict:
 
 def make_reference(runs: list[RunFolder], name: str) -> Reference:
     """Make a reference of three or more finished runs that differ only in their seed."""
-    configs, losses = [run.read_recipe() for run in runs], []
+    configs = [run.read_recipe() for run in runs]
+    losses = []
     steps = column(read_metrics(runs[0]), "val/loss")[0]
     reference = Reference(
         name,
@@ -72,8 +77,11 @@ def make_reference(runs: list[RunFolder], name: str) -> Reference:
         made={"date": date.today().isoformat(), "band": f"mean ± {_WIDTH} s", **versions()},
     )
     for run, config in zip(runs, configs, strict=True):
-        text = text_facts(config)  # a reference is made of text that is known
-        if different := [key for knobs in differences(reference, config, text) for key in knobs]:
+        # Raises DataError if the text is not known: a reference is made of text that is.
+        text = text_facts(config)
+        incomparable, shifting = differences(reference, config, text)
+        different = [*incomparable, *shifting]
+        if different:
             raise UserError(f"{run.path}: differs in {', '.join(different)}; only the seed may")
         evaluated, values = column(read_metrics(run), "val/loss")
         if list(evaluated) != list(steps) or config.train.max_steps not in steps:
@@ -82,7 +90,9 @@ def make_reference(runs: list[RunFolder], name: str) -> Reference:
     if len(set(reference.seeds)) < max(3, len(runs)):
         seeds = ", ".join(map(str, reference.seeds))
         raise UserError(f"a reference needs three runs with different seeds; these have {seeds}")
-    mean, reach = np.mean(losses, axis=0), _WIDTH * np.std(losses, axis=0, ddof=1)
+    # (runs, evaluations) -> (evaluations,)
+    mean = np.mean(losses, axis=0)
+    reach = _WIDTH * np.std(losses, axis=0, ddof=1)
     band = {"step": steps.astype(int), "mean": mean, "low": mean - reach, "high": mean + reach}
     curve = {name: values.round(4).tolist() for name, values in band.items()}
     return replace(reference, curve=curve)
@@ -101,13 +111,15 @@ def text_facts(config: Config) -> dict[str, Any] | None:
 
 def experiment_of(config: Config) -> dict[str, Any]:
     """The knobs that affect the loss and differ from the defaults, but no path: it is private."""
-    experiment = {
-        key: value
-        for key, knob in KNOBS.items()
-        if (is_fixed(key) or key.startswith("optim.") or key in ("train.max_steps", "eval.tokens"))
-        and key not in _IRRELEVANT
-        and (value := get_value(config, key)) != knob.default
-    }
+    experiment = {}
+    for key, knob in KNOBS.items():
+        # A resume may change these three, but they change the loss.
+        affects = is_fixed(key) or key.startswith("optim.")
+        affects = affects or key in ("train.max_steps", "eval.tokens")
+        value = get_value(config, key)
+        if affects and key not in _IRRELEVANT and value != knob.default:
+            experiment[key] = value
+    # A path says nothing on another machine, and may tell a user's name.
     if not is_mixture(config.data):
         source = Path(config.data.one_source).expanduser()
         if source.is_absolute() or source.exists():
@@ -129,30 +141,41 @@ def _text_if_readable(config: Config) -> dict[str, Any] | None:
 def differences(
     reference: Reference, config: Config, text: dict[str, Any] | None
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """Messages by knob or fact of the `text`: what forbids a comparison, and what shifts the
-    loss.
+    """Compare an experiment with the reference's. Return messages by knob, or by fact of the
+    `text`: differences that forbid a comparison, and differences that only shift the loss.
     """
     ours = experiment_of(config)
     theirs = dict(reference.experiment)
     if text and reference.text:
-        knobs = [key for key in KNOBS if key.startswith("data.") and key not in _NOT_TEXT]
-        ours, theirs = (
-            {key: value for key, value in tree.items() if key not in knobs}
-            | {f"text.{name}": value for name, value in facts.items()}
-            for tree, facts in ((ours, text), (theirs, reference.text))
-        )
-    incomparable, shifting = {}, {}
+        ours = _with_text(ours, text)
+        theirs = _with_text(theirs, reference.text)
+    incomparable = {}
+    shifting = {}
     for key in dict.fromkeys((*KNOBS, *ours)):
         default = KNOBS[key].default if key in KNOBS else None
-        here, there = (tree.get(key, default) for tree in (ours, theirs))
+        here = ours.get(key, default)
+        there = theirs.get(key, default)
+        # A source of None is a private path, which may name any text.
         if here != there and not (key == "data.source" and None in (here, there)):
             found = shifting if key.startswith(_SHIFTING) else incomparable
             found[key] = f"{key} is {here} here, {there} in the reference"
     return incomparable, shifting
 
 
+def _with_text(experiment: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
+    """Put facts of the text in the place of the knobs that made it."""
+    kept = {
+        key: value
+        for key, value in experiment.items()
+        if not key.startswith("data.") or key in _NOT_TEXT
+    }
+    return kept | {f"text.{name}": value for name, value in facts.items()}
+
+
 def find_reference(config: Config) -> Reference | None:
-    """The reference for this experiment, if there is one; of several the nearest."""
+    """Find the reference for this experiment: among several, the one with the fewest differences.
+    None without any.
+    """
     found = []
     text = _text_if_readable(config)
     for path in sorted(SHIPPED.glob("*.json")):
@@ -170,6 +193,7 @@ def judge(reference: Reference | None, config: Config, events: list[Event]) -> V
         return Verdict("none", f"no reference: none ships for this experiment; {remedy}")
     shifting = differences(reference, config, _text_if_readable(config))[1]
     kind, sentence = _place(reference, events)
+    # Other knobs are likelier causes of a high loss than the machine.
     if kind == "above":
         return Verdict(kind, sentence, (*shifting.values(), *_CAUSES)[:3])
     if shifting and kind != "early":
@@ -178,17 +202,32 @@ def judge(reference: Reference | None, config: Config, events: list[Event]) -> V
 
 
 def _place(reference: Reference, events: list[Event]) -> tuple[Any, str]:
-    """Where the loss is in the band, and since when; of a published loss, the lowest so far."""
+    """Place a loss in the band: above, below, normal or early; a sentence says since when. For a
+    published loss the lowest loss so far counts.
+    """
     for event in events:
         if "val/loss" in event and not is_number(event["val/loss"]):
             return "above", f"diverged: the loss was not finite at step {event['step']:,}"
-    curve, (steps, losses) = reference.curve, column(events, "val/loss")
-    losses = losses if reference.seeds else np.minimum.accumulate(losses)
-    ours, kind, since, last = dict(zip(steps, losses, strict=True)), "early", 0, ""
-    for step, low, high in zip(*(curve[side] for side in ("step", "low", "high")), strict=True):
-        if step and (loss := ours.get(step)) is not None:
-            now = "above" if loss > high else "below" if loss < low else "normal"
-            kind, since = now, since if now == kind else step
+    curve = reference.curve
+    steps, losses = column(events, "val/loss")
+    if not reference.seeds:
+        losses = np.minimum.accumulate(losses)
+    ours = dict(zip(steps, losses, strict=True))
+    kind = "early"
+    since = 0
+    last = ""
+    for step, low, high in zip(curve["step"], curve["low"], curve["high"], strict=True):
+        loss = ours.get(step)
+        # At step 0 a model knows nothing yet, and all losses are alike.
+        if step and loss is not None:
+            now = "normal"
+            if loss > high:
+                now = "above"
+            elif loss < low:
+                now = "below"
+            if now != kind:
+                since = step
+            kind = now
             last = f"validation loss {loss:.3f} at step {step:,} against {low:.3f} to {high:.3f}"
     if kind == "early":
         first = next(step for step in curve["step"] if step)
@@ -196,4 +235,6 @@ def _place(reference: Reference, events: list[Event]) -> tuple[Any, str]:
     band = f"the band of {reference.runs} from step {since:,} on: {last}"
     if kind == "below":
         band += "; is validation text in training?"
-    return kind, f"normal: inside {band}" if kind == "normal" else f"{kind} {band}"
+    if kind == "normal":
+        return kind, f"normal: inside {band}"
+    return kind, f"{kind} {band}"
