@@ -14,9 +14,11 @@ from nanogpt_hf.formatting import shows_bars
 from nanogpt_hf.program import program
 from nanogpt_hf.runs.folder import find_model
 
+# The type in which weights are read for each --dtype; q8_0 is rounded from float32.
 _DTYPES = {"float32": "float32", "bf16": "bfloat16", "fp16": "float16", "q8_0": "float32"}
-# packages, of the extra of that name
+# The packages of a format; the extra that installs them has the format's name.
 _NEEDS = {"gguf": ("gguf",), "onnx": ("onnx", "onnxscript", "onnxruntime")}
+# The library that opens the written files again.
 _READERS = {"safetensors": "transformers", "gguf": "transformers", "onnx": "onnxruntime"}
 
 
@@ -41,6 +43,7 @@ def run_export(arguments: Namespace) -> None:
     is printed.
     """
     kind = arguments.format
+    # Mistakes are reported before torch is imported, which takes seconds.
     if missing := [name for name in _NEEDS.get(kind, ()) if importlib.util.find_spec(name) is None]:
         raise UserError(
             f"--format {kind}: needs {', '.join(missing)}; run `pip install 'nanogpt_hf[{kind}]'`"
@@ -56,25 +59,18 @@ def run_export(arguments: Namespace) -> None:
     from transformers.utils import logging
 
     from nanogpt_hf.data.tokenizer import load_tokenizer
-    from nanogpt_hf.export.card import card_of_export, card_without_run
     from nanogpt_hf.export.model_folder import export_gpt2, logits_of, new_folder
     from nanogpt_hf.model.architecture import architecture_of
     from nanogpt_hf.model.build import load_model
 
     logging.disable_progress_bar()
-    source, out = find_model(arguments.model), Path(arguments.out)
+    source = find_model(arguments.model)
+    out = Path(arguments.out)
     dtype = getattr(torch, _DTYPES[arguments.dtype])
     with new_folder(out) as folder:
         model: Any = load_model(source)
         tokenizer = load_tokenizer(source)
-        card = Path(source) / "README.md"
-        card = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else None
-        library = {"safetensors": "transformers"}.get(kind, kind)
-        if card is None:
-            name = Path(source).resolve().name if Path(source).exists() else source
-            card = card_without_run(model.config, f"exported from {name} with nanogpt_hf", library)
-        else:
-            card = card_of_export(card, library)
+        card = _card(source, model, library="transformers" if kind == "safetensors" else kind)
         if kind == "gguf":
             from nanogpt_hf.export.gguf import export_gguf
 
@@ -86,6 +82,7 @@ def run_export(arguments: Namespace) -> None:
         else:
             difference = export_gpt2(folder, model, tokenizer, dtype)
         (folder / "README.md").write_text(card, encoding="utf-8")
+        # A difference says something only next to the size of the logits.
         largest = logits_of(model).abs().max().item()
     form = f"plain {architecture_of(model).title}" if kind == "safetensors" else kind.upper()
     show(f"{out}: {source} as {form}, {arguments.dtype}")
@@ -93,6 +90,18 @@ def run_export(arguments: Namespace) -> None:
         f"  opened again with {_READERS[kind]}: logits up to {largest:.3g} differ by at most "
         f"{difference:.2g}"
     )
+
+
+def _card(source: str, model: Any, library: str) -> str:
+    """The card of an exported model: the model's own, with the new format, or a short one."""
+    from nanogpt_hf.export.card import card_of_export, card_without_run
+
+    path = Path(source) / "README.md"
+    if path.is_file():
+        return card_of_export(path.read_text(encoding="utf-8", errors="replace"), library)
+    # A folder's path may tell a user's name, and a Hub id is public.
+    name = Path(source).resolve().name if Path(source).exists() else source
+    return card_without_run(model.config, f"exported from {name} with nanogpt_hf", library)
 
 
 def add_import_nanogpt_arguments(parser: ArgumentParser) -> None:
@@ -111,12 +120,14 @@ def run_import_nanogpt(arguments: Namespace) -> None:
     No code in the files is run: checkpoints are read with weights_only, meta.pkl by a reader of
     plain containers.
     """
-    source, out = Path(arguments.source), Path(arguments.out)
+    source = Path(arguments.source)
+    out = Path(arguments.out)
     meta = arguments.meta and Path(arguments.meta)
     if not source.exists():
         raise RunFolderError(
             f"{source}: no such file or folder; give nanoGPT's ckpt.pt, or a folder with train.bin"
         )
+    # nanoGPT keeps a model in one file and data in a folder.
     if source.is_dir():
         import_data(source, out, meta)
     else:
@@ -124,7 +135,7 @@ def run_import_nanogpt(arguments: Namespace) -> None:
 
 
 def import_model(source: Path, out: Path, meta: Path | None, activation_function: str) -> None:
-    """A checkpoint -> a model folder, and print what it is."""
+    """Convert a checkpoint to a model folder, and print its size."""
     from transformers.utils import logging
 
     from nanogpt_hf.export.card import card_without_run
@@ -184,12 +195,14 @@ def run_push(arguments: Namespace) -> None:
         raise UserError(
             f"{arguments.model}: no such folder; push takes a run, model or adapter folder"
         )
+    # A run folder stands for its best model.
     folder = Path(find_model(arguments.model))
 
     from huggingface_hub.utils import disable_progress_bars
 
     from nanogpt_hf.export.hub import push
 
+    # huggingface_hub would show its bars in the log of a job, too.
     if not shows_bars():
         disable_progress_bars()
     url = push(

@@ -7,7 +7,7 @@ import io
 import logging
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +32,7 @@ def _add_model_argument(parser: ArgumentParser) -> None:
 
 
 def _add_sampling_arguments(parser: ArgumentParser, max_new_tokens: int) -> None:
-    """The model, and how it continues a text."""
+    """Add the model, and the options of sampling from it."""
     _add_model_argument(parser)
     longest = "maximum number of tokens that are generated"
     add_option(parser, "--max-new-tokens N", longest, type=bounded(int, 1), default=max_new_tokens)
@@ -45,7 +45,7 @@ def _add_sampling_arguments(parser: ArgumentParser, max_new_tokens: int) -> None
 
 
 def _sampling_options(arguments: Namespace) -> dict[str, Any]:
-    """The options of `generate_tokens` for all texts of a command."""
+    """Collect the options of `generate_tokens` that hold for all texts of a command."""
     return {name: getattr(arguments, name) for name in ("temperature", "top_k", "top_p")}
 
 
@@ -53,6 +53,7 @@ def _autocast(accelerator: "Accelerator") -> "torch.autocast":
     """A new context for forward passes in the precision of the accelerate config, but in float32
     instead of fp16.
     """
+    # fp16 may overflow in a model that was trained in another precision.
     import torch
 
     return torch.autocast(
@@ -61,7 +62,7 @@ def _autocast(accelerator: "Accelerator") -> "torch.autocast":
 
 
 def open_model(name: str) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
-    """MODEL in evaluation mode, and its tokenizer.
+    """Load MODEL, in evaluation mode, and its tokenizer.
 
     Raises UserError if one is missing or they do not fit.
     """
@@ -70,9 +71,11 @@ def open_model(name: str) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
     from nanogpt_hf.data.tokenizer import check_vocabulary, load_tokenizer
     from nanogpt_hf.model.build import load_model
 
+    # Loading a model takes a second: a bar would only flicker.
     disable_progress_bar()
     folder = find_model(name)
-    model, tokenizer = load_model(folder).eval(), load_tokenizer(folder)
+    model = load_model(folder).eval()
+    tokenizer = load_tokenizer(folder)
     check_vocabulary(folder, len(tokenizer), model.config.vocab_size)
     return model, tokenizer
 
@@ -97,6 +100,8 @@ def run_sample(arguments: Namespace) -> None:
     accelerator = build_evaluation_accelerator(arguments.mesh)
     model, tokenizer = open_model(arguments.model)
     model.to(accelerator.device)
+    # A model without a start token was not trained to predict a first token. After a line break it
+    # writes a line from its beginning.
     prompt = arguments.prompt
     if prompt is None:
         prompt = "\n" if start_of_text_id_of(tokenizer) is None else ""
@@ -104,9 +109,12 @@ def run_sample(arguments: Namespace) -> None:
         ids = prompt_ids(tokenizer, prompt)
     except ValueError as error:
         raise UserError(f"--prompt: {error}") from None
+    # One process writes; under `launch` the others have nothing to do.
     if not accelerator.is_main_process:
         return
-    stream, count = TextStream(tokenizer, ids), arguments.num_samples
+    # All samples are generated at once. The first is printed as it comes, the others at the end.
+    stream = TextStream(tokenizer, ids)
+    count = arguments.num_samples
     samples: list[list[int]] = [[] for _ in range(count)]
     show_text(prompt)
     with _autocast(accelerator):
@@ -118,10 +126,11 @@ def run_sample(arguments: Namespace) -> None:
             seed=arguments.seed,
             **_sampling_options(arguments),
         ):
+            # A token for each sample, None for a sample that has ended.
             for sample, token in zip(samples, tokens, strict=True):
                 if token is not None:
                     sample.append(token)
-            if tokens[0] is not None:  # the others are printed at the end
+            if tokens[0] is not None:
                 show_text(stream.add(tokens[0]))
     show_text(stream.end(), end="\n")
     for number, sample in enumerate(samples[1:], 2):
@@ -141,15 +150,18 @@ def show_note(note: str) -> None:
 
 
 def questions() -> Iterator[str]:
-    """Lines from the terminal, with a prompt and a history, or from a pipe; no empty ones."""
-    if isinstance(sys.stdin, io.TextIOWrapper):  # tokenizers raise an error for half characters
+    """Yield lines from the terminal, with a prompt and a history, or from a pipe; no empty ones."""
+    # Tokenizers raise an error for half characters, which a terminal of another encoding may send.
+    if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(encoding="utf-8", errors="replace")
     if not sys.stdin.isatty():
         yield from filter(None, map(str.strip, sys.stdin))
         return
-    with contextlib.suppress(ImportError):  # Windows has none
-        import readline  # noqa: F401  (input() then has line editing and a history)
-    with contextlib.suppress(EOFError):  # Ctrl-D
+    # With this module input() has line editing and a history. Windows has none.
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401
+    # Ctrl-D ends the input.
+    with contextlib.suppress(EOFError):
         while True:
             if line := input("> ").strip():
                 yield line
@@ -163,10 +175,7 @@ def run_chat(arguments: Namespace) -> None:
     conversation, /quit exits. Ctrl-C ends an answer, Ctrl-D exits. Lines can be piped in: answers
     go to stdout, all other output to stderr.
     """
-    from nanogpt_hf.data.chat_template import ChatFormat
-    from nanogpt_hf.data.chat_window import encode_chat
     from nanogpt_hf.distributed.accelerator import build_evaluation_accelerator
-    from nanogpt_hf.generate import TextStream, answer_end_ids, generate_tokens
 
     accelerator = build_evaluation_accelerator(arguments.mesh)
     model, tokenizer = open_model(arguments.model)
@@ -179,50 +188,100 @@ def run_chat(arguments: Namespace) -> None:
     if not accelerator.is_main_process:
         return
     model.to(accelerator.device)
-    chat_format = ChatFormat(tokenizer)
-    options: Any = _sampling_options(arguments)
-    options |= {"end_ids": answer_end_ids(model, chat_format)}
-    context = model.config.max_position_embeddings
-    longest_prompt = context - min(arguments.max_new_tokens, context // 2)
-    first = [{"role": "system", "content": arguments.system}] if arguments.system else []
-    messages, answers = first, 0
+    chat = _Chat(model, tokenizer, functools.partial(_autocast, accelerator), arguments)
     if sys.stdin.isatty():
         show_note("/reset clears the conversation, /quit exits, Ctrl-C ends an answer")
     for line in questions():
         if line == "/quit":
             return
         if line == "/reset":
-            messages = first
+            chat.clear()
             show_note("the conversation was cleared")
-            continue
-        asked = [*messages, {"role": "user", "content": line}]
+        else:
+            chat.ask(line)
+
+
+class _Chat:
+    """A conversation on the terminal."""
+
+    def __init__(
+        self,
+        model: "PreTrainedModel",
+        tokenizer: "PreTrainedTokenizerBase",
+        precision: Callable[[], contextlib.AbstractContextManager],
+        arguments: Namespace,
+    ):
+        from nanogpt_hf.data.chat_template import ChatFormat
+        from nanogpt_hf.generate import answer_end_ids
+
+        self._model = model
+        self._tokenizer = tokenizer
+        self._precision = precision
+        self._format = ChatFormat(tokenizer)
+        self._seed = arguments.seed
+        self._max_new_tokens = arguments.max_new_tokens
+        self._context = model.config.max_position_embeddings
+        # At least half of the context is for the conversation, however long answers may be.
+        self._longest_prompt = self._context - min(self._max_new_tokens, self._context // 2)
+        self._options: Any = _sampling_options(arguments)
+        self._options |= {"end_ids": answer_end_ids(model, self._format)}
+        self._first: list[Any] = []
+        if arguments.system:
+            self._first = [{"role": "system", "content": arguments.system}]
+        self._answers = 0
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all messages but the system's."""
+        self._messages = self._first
+
+    def ask(self, line: str) -> None:
+        """Print the answer to a question, and remember both."""
+        from nanogpt_hf.data.chat_window import encode_chat
+
+        asked = [*self._messages, {"role": "user", "content": line}]
         try:
-            ids, kept = encode_chat(chat_format, asked, longest_prompt)
+            ids, kept = encode_chat(self._format, asked, self._longest_prompt)
         except (ValueError, DataError) as error:
+            # The conversation is as before, so the user can ask again.
             show_note(f"no answer: with the messages before it {error}; shorten it")
-            continue
+            return
         if len(kept) < len(asked):
-            show_note(
-                f"the context is full: the oldest {len(asked) - len(kept)} messages were dropped"
-            )
-        limit = min(arguments.max_new_tokens, context - len(ids))
-        stream, text, length = TextStream(tokenizer), "", 0
+            dropped = len(asked) - len(kept)
+            show_note(f"the context is full: the oldest {dropped} messages were dropped")
+        text = self._answer(ids)
+        self._messages = [*kept, {"role": "assistant", "content": text}]
+        self._answers += 1
+
+    def _answer(self, ids: list[int]) -> str:
+        """Generate an answer, and print it as it comes; Ctrl-C ends it."""
+        from nanogpt_hf.generate import TextStream, generate_tokens
+
+        limit = min(self._max_new_tokens, self._context - len(ids))
+        stream = TextStream(self._tokenizer)
+        text = ""
+        length = 0
         tokens = generate_tokens(
-            model, ids, max_new_tokens=limit, seed=arguments.seed + answers, **options
+            self._model,
+            ids,
+            max_new_tokens=limit,
+            # The same question, asked again, gets another answer.
+            seed=self._seed + self._answers,
+            **self._options,
         )
-        with _autocast(accelerator), contextlib.suppress(KeyboardInterrupt):
+        with self._precision(), contextlib.suppress(KeyboardInterrupt):
             for (token,) in tokens:
                 assert token is not None  # `generate_tokens` ends with its only sample
                 length += 1
                 new = stream.add(token)
                 text += new
                 show_text(new)
+        # Bytes that are no whole character yet.
         rest = stream.end()
         show_text(rest, end="\n")
         if length == limit:
             show_note(f"cut off after {limit} tokens")
-        messages = [*kept, {"role": "assistant", "content": text + rest}]
-        answers += 1
+        return text + rest
 
 
 def add_serve_arguments(parser: ArgumentParser) -> None:
@@ -258,17 +317,21 @@ def run_serve(arguments: Namespace) -> None:
     accelerator = build_evaluation_accelerator(arguments.mesh)
     if not accelerator.is_main_process:
         return
+    # The port is taken before the model is loaded: a port in use is reported at once.
     with listen(arguments.host, arguments.port) as listener:
         model, tokenizer = open_model(arguments.model)
         precision = functools.partial(_autocast, accelerator)
-        path = Path(arguments.model)  # a Hub id stays as it is
+        # Clients name the model in their requests: a folder by its last part, a Hub id as it is.
+        path = Path(arguments.model)
         name = path.resolve().name if path.is_dir() else arguments.model
         server = Server(name, model.to(accelerator.device), tokenizer, precision, arguments.host)
         host, port = listener.getsockname()[:2]
+        # A server has no password, so its user should know who can reach it.
         if not is_loopback(arguments.host):
             _log.warning(
                 f"--host {host}: all who reach this machine can use the model; there is no password"
             )
+        # An IPv6 address is in brackets, since it has colons.
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         _log.info(f"{name}: the API is at {url}/v1, the chat page at {url}; Ctrl-C ends the server")
         server.run(sockets=[listener])

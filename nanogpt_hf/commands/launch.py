@@ -41,6 +41,7 @@ from nanogpt_hf.program import LAUNCHER, as_started, program
 _OUR_OPTIONS = [
     f"parallelism_config_{name}" for name in ("pp_size", "pp_schedule", "ep_size", "ddp_comm_hook")
 ]
+# A setting of accelerate's, which accelerate passes on only with FSDP.
 _PASSED_ON = [*_OUR_OPTIONS, "fsdp_activation_checkpointing"]
 
 
@@ -59,7 +60,7 @@ def run(words: list[str], commands: Collection[str]) -> int:
     arguments = _parse(words, commands)
     check_environment()
     received = _pass_signals_on()
-    # it logs how the processes ended, which they or `_status` print
+    # torch's launcher logs the end of the processes, which they or `_status` print already.
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
     try:
         launch_command(arguments)
@@ -68,13 +69,15 @@ def run(words: list[str], commands: Collection[str]) -> int:
         statuses = {0: error.returncode}
     except ChildFailedError as error:
         statuses = {rank: failure.exitcode for rank, failure in error.failures.items()}
-    except Exception as error:  # about the config, before anything is started
+    except Exception as error:
+        # Accelerate's checks of the config raise errors of any type, before anything is started.
         raise UserError(f"accelerate launch: {one_line(error)}") from error
     return _status(statuses, stopped=bool(received))
 
 
 def _parse(words: list[str], commands: Collection[str]) -> argparse.Namespace:
-    """The arguments of `accelerate launch`; those it does not know go to the environment.
+    """Parse the arguments of `accelerate launch`. Ours, which it does not know, go to the
+    environment.
 
     Raises UserError for an unknown option or command, or a wrong config.
     """
@@ -82,24 +85,29 @@ def _parse(words: list[str], commands: Collection[str]) -> argparse.Namespace:
     from accelerate.commands.launch import launch_command_parser
 
     parser = launch_command_parser()
+    # argparse prints the usage of all 80 options before its error.
     parser.error = _refuse
     for name in _OUR_OPTIONS:
         parser.add_argument(f"--{name}")
     arguments = parser.parse_args(words)
+    # Like accelerate: without --config_file, the config that `accelerate config` has written.
     default = default_config_file if os.path.isfile(default_config_file) else None
     file = arguments.config_file or default
     settings = _read_config(file, vars(arguments)) if file else {}
+    # An option on the command line wins over the config, as for accelerate's own.
     given = getattr(arguments, "nondefault", ())
     stated = (settings.get("parallelism_config") or {}) | (settings.get("fsdp_config") or {})
     for name in _PASSED_ON:
         value = vars(arguments)[name] if name in given else stated.get(name)
         if value is not None:
             os.environ[name.upper()] = str(value)
+    # GPUs are not looked at for a run on CPUs.
     if not (arguments.cpu or settings.get("use_cpu")):
         where = "" if arguments.gpu_ids else f"--config_file {file}: "
         _check_gpu_ids(arguments.gpu_ids or settings.get("gpu_ids"), where)
     command = arguments.training_script
     if command in commands:
+        # Start the processes as this one was started: by cli.py, or as the installed package.
         as_script = Path(sys.argv[0]).name == "cli.py"
         arguments.module = not as_script
         arguments.training_script = sys.argv[0] if as_script else "nanogpt_hf"
@@ -114,7 +122,8 @@ def _parse(words: list[str], commands: Collection[str]) -> argparse.Namespace:
 
 
 def _check_gpu_ids(ids: str | None, where: str) -> None:
-    """Raises UserError for the number of a GPU that is not here; one process would take the CPU."""
+    """Raises UserError for the number of a GPU that is not here."""
+    # CUDA ignores such a number, and a single process would train on the CPU without a word.
     if ids in (None, "all") or os.environ.get("CUDA_VISIBLE_DEVICES"):
         return
     import torch
@@ -136,8 +145,10 @@ def _pass_signals_on() -> list[int]:
 
     def pass_on(number: int, frame: object) -> None:
         received.append(number)
-        if not (children := psutil.Process().children()):
-            sys.exit(EXIT_STOPPED)  # nothing was started yet
+        children = psutil.Process().children()
+        if not children:
+            # Nothing was started yet.
+            sys.exit(EXIT_STOPPED)
         for child in children:
             with contextlib.suppress(psutil.NoSuchProcess):
                 # Ctrl-C reaches the children of this session itself, but not those that torch's
@@ -145,35 +156,37 @@ def _pass_signals_on() -> list[int]:
                 reached = number == signal.SIGINT and os.getsid(child.pid) == os.getsid(0)
                 child.send_signal(signal.SIGTERM if reached else number)
 
-    # torch's launcher would kill its processes 30 seconds after one of these signals, too early for
-    # a large checkpoint
+    # torch's launcher would kill its processes 30 seconds after one of these signals, which is too
+    # early for a large checkpoint. So it is told to handle another signal.
     os.environ["PET_SIGNALS_TO_HANDLE"] = "SIGQUIT"
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
+        # Under nohup a closed terminal is to be ignored.
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, pass_on)
     return received
 
 
 def _read_config(file: str, options: Collection[str]) -> dict[str, Any]:
-    """The settings of an accelerate config. Raises UserError if it has none, or wrong ones."""
+    """Read the settings of an accelerate config. Raises UserError if it has none, or wrong ones."""
     settings = read_accelerate_config(file)
     check_accelerate_config(file, settings, options)
     return settings
 
 
 def _status(statuses: dict[int, int], stopped: bool) -> int:
-    """One exit status for several processes: an error or a stop is common to all, a crash may be
-    of one.
-    """
+    """Make one exit status of the processes' statuses."""
+    # A mistake of the user or a stop is common to all processes, though the launcher may have ended
+    # some of them by a signal first.
     if EXIT_USER_ERROR in statuses.values():
         return EXIT_USER_ERROR
     if stopped or EXIT_STOPPED in statuses.values():
-        # before the first step, or killed while saving: the newest checkpoint remains
+        # Also if a process was killed while it saved: the newest complete checkpoint remains.
         return EXIT_STOPPED
     for rank, status in statuses.items():
-        # the launcher ends the other processes with SIGTERM
+        # SIGTERM is how the launcher ends the others when one has failed.
         if status < 0 and -status != signal.SIGTERM:
             show_end(f"process {rank} was killed by {signal.Signals(-status).name}", sys.stderr)
+    # A single process keeps its own status, such as doctor's 1, unless a signal ended it.
     return max(1, statuses[0]) if len(statuses) == 1 and 0 in statuses else 1
 
 

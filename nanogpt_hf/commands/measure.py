@@ -3,8 +3,9 @@
 from argparse import ArgumentParser, Namespace
 from contextlib import nullcontext
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nanogpt_hf.commands.arguments import add_option, add_output
 from nanogpt_hf.config.load import Overrides
@@ -14,10 +15,14 @@ from nanogpt_hf.config.values import bounded
 from nanogpt_hf.console import show
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.evaluation import table
-from nanogpt_hf.evaluation.base import Loaded, Request, Subject
+from nanogpt_hf.evaluation.base import Evaluation, Loaded, Request, Subject
 from nanogpt_hf.formatting import align, shows_bars
 from nanogpt_hf.runs.files import output_target, write_json
-from nanogpt_hf.runs.folder import find_model, find_run
+from nanogpt_hf.runs.folder import RunFolder, find_model, find_run
+
+if TYPE_CHECKING:
+    from nanogpt_hf.reports.reference import Reference, Verdict
+    from nanogpt_hf.runs.metrics import Event
 
 
 def add_compare_arguments(parser: ArgumentParser) -> None:
@@ -38,38 +43,28 @@ def run_compare(arguments: Namespace) -> None:
     A loss is normal inside the band of the recipe's reference in recipes/reference/, which comes
     from several seeds. Runs may still be training.
     """
+    # A run that is named twice is one run.
     folders = [find_run(name) for name in dict.fromkeys(arguments.runs)]
 
-    from nanogpt_hf.reports.comparison import (
-        REWARD,
-        compare_recipes,
-        compare_runs,
-        score_of,
-        summarize,
-    )
+    from nanogpt_hf.reports.comparison import REWARD, compare_recipes, compare_runs, summarize
     from nanogpt_hf.reports.curves import draw_curves
-    from nanogpt_hf.reports.reference import Verdict, find_reference, judge, make_reference
+    from nanogpt_hf.reports.reference import find_reference
     from nanogpt_hf.runs.metrics import read_metrics
 
-    if output := arguments.make_reference:
-        reference = make_reference(folders, output.stem)
-        write_json(output, {key: value for key, value in asdict(reference).items() if value})
-        low, high = (reference.curve[side][-1] for side in ("low", "high"))
-        show(f"{output}: {len(folders)} seeds; the band ends at {low:.4f} to {high:.4f}")
+    if arguments.make_reference:
+        _make_reference(folders, arguments.make_reference)
         return
-    configs, events = {}, {}
+    configs = {}
+    events = {}
     for folder in folders:
         name = str(folder.path)
-        configs[name], events[name] = folder.read_recipe(), read_metrics(folder)
+        configs[name] = folder.read_recipe()
+        events[name] = read_metrics(folder)
         if not events[name]:
             raise UserError(
                 f"{name}: metrics.jsonl holds no event yet; wait for the first evaluation"
             )
-    same_tokens = len({_tokens_of(config) for config in configs.values()}) == 1
-    scores = {score_of(run_events) for run_events in events.values()}
-    metric = "val/loss" if same_tokens else "val/bits_per_byte"
-    if scores == {REWARD}:
-        metric = REWARD
+    metric = _common_metric(configs, events)
     runs = {name: summarize(run_events, metric) for name, run_events in events.items()}
     show(compare_runs(runs, metric))
     knobs = compare_recipes(configs)
@@ -79,34 +74,61 @@ def run_compare(arguments: Namespace) -> None:
     references = {name: find_reference(config) for name, config in configs.items()}
     show("\nis the loss normal?")
     for name, config in configs.items():
-        is_rewarded = score_of(events[name]) == REWARD
-        verdict = (
-            Verdict("none", "rewards have no reference")
-            if is_rewarded
-            else judge(references[name], config, events[name])
-        )
+        verdict = _verdict(references[name], config, events[name])
         runs[name] |= {"verdict": verdict.kind, "reason": verdict.sentence}
         show(f"  {name}: {verdict.sentence}")
         for number, cause in enumerate(verdict.causes, 1):
             show(f"    check {number}: {cause}")
     write_json(arguments.json, {"metric": metric, "runs": runs, "knobs": knobs})
+    # One band fits the plot only if all runs are of the same experiment.
+    names = {reference and reference.name for reference in references.values()}
+    band = next(iter(references.values())) if len(names) == 1 else None
     by = "seconds" if arguments.by == "time" else arguments.by
-    same_reference = len({reference and reference.name for reference in references.values()}) == 1
-    band = next(iter(references.values())) if same_reference else None
     output = arguments.output or Path("compare.png")
     with output_target(output) as target:
-        # beside the rewards of training
+        # Held-out pass@1 fits on the axis of training's rewards, both are from 0 to 1.
         shown = "val/pass@1" if metric == REWARD else metric
         drawn = draw_curves(events, target, shown, by, band)
     if drawn:
         show(f"\nplot: {output}")
 
 
+def _make_reference(folders: list[RunFolder], output: Path) -> None:
+    """Write a reference of runs that differ only in their seed."""
+    from nanogpt_hf.reports.reference import make_reference
+
+    reference = make_reference(folders, output.stem)
+    write_json(output, {key: value for key, value in asdict(reference).items() if value})
+    low = reference.curve["low"][-1]
+    high = reference.curve["high"][-1]
+    show(f"{output}: {len(folders)} seeds; the band ends at {low:.4f} to {high:.4f}")
+
+
+def _common_metric(configs: dict[str, Config], events: "dict[str, list[Event]]") -> str:
+    """Choose the metric by which runs can be compared."""
+    from nanogpt_hf.reports.comparison import REWARD, score_of
+
+    if {score_of(run_events) for run_events in events.values()} == {REWARD}:
+        return REWARD
+    # Losses per token of different tokenizers say nothing about each other.
+    same_tokens = len({_tokens_of(config) for config in configs.values()}) == 1
+    return "val/loss" if same_tokens else "val/bits_per_byte"
+
+
+def _verdict(reference: "Reference | None", config: Config, events: "list[Event]") -> "Verdict":
+    """Judge the loss of a run against its reference."""
+    from nanogpt_hf.reports.comparison import REWARD, score_of
+    from nanogpt_hf.reports.reference import Verdict, judge
+
+    if score_of(events) == REWARD:
+        return Verdict("none", "rewards have no reference")
+    return judge(reference, config, events)
+
+
 def _tokens_of(config: Config) -> object:
-    """What is equal for runs that predict tokens of one tokenizer; `char` and `bpe` differ with the
-    text.
-    """
+    """A value that is equal for runs with the same tokenizer."""
     data = config.data
+    # These two are made from the text.
     made_from = source_text(data) if data.tokenizer in ("char", "bpe") else ""
     return data.tokenizer, data.vocab_size, made_from
 
@@ -126,7 +148,8 @@ def run_report(arguments: Namespace) -> None:
 
     from nanogpt_hf.reports.page import write_report
 
-    named = arguments.output  # a link in the run folder is not followed
+    # In the run folder a link is not followed: it may lead to the report of another run.
+    named = arguments.output
     with output_target(named) if named else nullcontext(folder.report) as target:
         write_report(folder, target)
     show(named or folder.report)
@@ -151,29 +174,18 @@ def run_evaluate(arguments: Namespace, overrides: Overrides) -> None:
     import datasets
     from transformers.utils import logging
 
-    from nanogpt_hf.data.manifest import file_digest
-    from nanogpt_hf.data.tokenizer import build_tokenizer, check_vocabulary
     from nanogpt_hf.distributed.accelerator import build_evaluation_accelerator, describe_machine
     from nanogpt_hf.distributed.rendezvous import one_line_for_a_lost_process, prepare_on_all_ranks
-    from nanogpt_hf.model.build import load_model
     from nanogpt_hf.runs.provenance import versions
 
+    # Libraries would show bars of their own, for every file that they read.
     logging.disable_progress_bar()
     datasets.disable_progress_bars()
     folder = find_model(arguments.model)
 
-    def load() -> tuple[tuple[Request, list[Loaded]], dict[str, Any]]:
-        model, tokenizer = load_model(folder), build_tokenizer(folder, ())
-        check_vocabulary(folder, tokenizer.vocab_size, model.config.vocab_size)
-        request = Request(arguments, knobs, model, tokenizer)
-        weights = sorted(Path(folder).glob("model*.safetensors"))  # a model on the Hub has none
-        digest = file_digest(weights) if weights else None
-        facts: dict[str, Any] = {"model": {"name": folder, "sha256": digest}}
-        loaded = [evaluation.load(request) for evaluation in wanted]
-        for evaluation in loaded:
-            facts |= evaluation.facts
-        return (request, loaded), facts
-
+    # Every process loads the model and the data, and all compare the facts of what they have read,
+    # before any of them waits for another in a forward pass.
+    load = partial(_load_evaluations, arguments, knobs, folder, wanted)
     (request, loaded), facts = prepare_on_all_ranks(arguments.mesh, load)
     with one_line_for_a_lost_process():
         accelerator = build_evaluation_accelerator(arguments.mesh)
@@ -190,8 +202,34 @@ def run_evaluate(arguments: Namespace, overrides: Overrides) -> None:
         results = {"model": facts["model"], "machine": machine, "versions": versions()}
         for evaluation in loaded:
             for found in evaluation.measure(subject):
+                # A part is printed as soon as it is measured.
                 results |= found.figures
                 if is_main and found.lines:
                     show(*found.lines, sep="\n")
+    # All processes have the same results.
     if is_main:
         write_json(arguments.json, results)
+
+
+def _load_evaluations(
+    arguments: Namespace, knobs: dict[str, Any], folder: str, wanted: list[Evaluation]
+) -> tuple[tuple[Request, list[Loaded]], dict[str, Any]]:
+    """Load a model and what its evaluations need; return them, and facts that all processes must
+    share.
+    """
+    from nanogpt_hf.data.manifest import file_digest
+    from nanogpt_hf.data.tokenizer import build_tokenizer, check_vocabulary
+    from nanogpt_hf.model.build import load_model
+
+    model = load_model(folder)
+    tokenizer = build_tokenizer(folder, ())
+    check_vocabulary(folder, tokenizer.vocab_size, model.config.vocab_size)
+    request = Request(arguments, knobs, model, tokenizer)
+    # The digest records which weights were measured. A model on the Hub has no folder.
+    weights = sorted(Path(folder).glob("model*.safetensors"))
+    digest = file_digest(weights) if weights else None
+    facts: dict[str, Any] = {"model": {"name": folder, "sha256": digest}}
+    loaded = [evaluation.load(request) for evaluation in wanted]
+    for evaluation in loaded:
+        facts |= evaluation.facts
+    return (request, loaded), facts

@@ -69,6 +69,7 @@ def run_estimate(arguments: Namespace, overrides: Overrides) -> None:
     docs/machines.md says how far they have been checked.
     """
     _check_options(arguments)
+    # A model to fine-tune has its own sizes, which are read from its folder or the Hub.
     base = None
     if stated_knobs(arguments.recipe, overrides).get("finetune.model"):
         from nanogpt_hf.methods.finetuning import finetune_config
@@ -85,7 +86,9 @@ def run_estimate(arguments: Namespace, overrides: Overrides) -> None:
     from nanogpt_hf.planning.estimate_lines import estimate_figures, estimate_lines, layout_lines
 
     lines = [*dial_lines(config), *stage_lines(config)]
-    config, proposal = largest_stage(config), None
+    # A machine has to hold the largest of a recipe's stages.
+    config = largest_stage(config)
+    proposal = None
     if arguments.gpus:
         proposal = _proposal(arguments, config, base)
         launch = proposal.layout.launch
@@ -98,11 +101,13 @@ def run_estimate(arguments: Namespace, overrides: Overrides) -> None:
         launch = Launch(device="cuda" if torch.accelerator.is_available() else "cpu")
     result = estimate(config, launch, base, mfu=arguments.mfu, memory=arguments.memory)
     lines += [*estimate_lines(result, launch), *filter(None, [result.useless])]
+    # Their memory depends on a library or on another model.
     for key in ("lora.quantize", "distill.teacher"):
         if get_value(config, key):
             lines.append(f"not counted: {key}")
     lines.append("these are estimates; docs/machines.md lists which of them were measured")
     figures = estimate_figures(result, proposal)
+    # The rehearsal finds what the arithmetic cannot: errors of the step itself.
     if arguments.rehearse:
         from nanogpt_hf.bench.rehearsal import rehearse
 
@@ -115,6 +120,7 @@ def run_estimate(arguments: Namespace, overrides: Overrides) -> None:
 
 def _check_options(arguments: Namespace) -> None:
     """Raises UserError for options that need --gpus, or GPUs that fill no machines."""
+    # Without --gpus these options would have no effect.
     if arguments.gpus is None:
         for option in ("gpu", "network", "write_config"):
             if getattr(arguments, option) is not None:
@@ -134,6 +140,7 @@ def _check_options(arguments: Namespace) -> None:
             f"--gpu {arguments.gpu}: not in the table of GPUs, "
             f"{', '.join(GPUS)}{did_you_mean(arguments.gpu, GPUS)}"
         )
+    # A config that a person wrote is not overwritten.
     path = arguments.write_config
     if path and path.is_file() and b"written by `estimate`" not in path.read_bytes()[:100]:
         raise UserError(
@@ -142,7 +149,7 @@ def _check_options(arguments: Namespace) -> None:
 
 
 def _proposal(arguments: Namespace, config: Config, base: "PreTrainedConfig | None") -> "Proposal":
-    """The layout over --gpus, written to --write-config."""
+    """Propose a layout over --gpus, and write it to --write-config."""
     from nanogpt_hf.planning.candidates import Cluster, propose
     from nanogpt_hf.planning.config_files import config_text
     from nanogpt_hf.planning.estimate import planned_model
@@ -150,6 +157,7 @@ def _proposal(arguments: Namespace, config: Config, base: "PreTrainedConfig | No
 
     name, gpu = gpu_of(arguments.gpu, arguments.memory)
     per_machine = min(arguments.per_machine, arguments.gpus)
+    # Gb/s to bytes per second
     network = (arguments.network or NETWORK) * 1e9 / 8
     proposal = propose(
         config,
@@ -203,6 +211,7 @@ def run_bench(arguments: Namespace, overrides: Overrides) -> None:
     from nanogpt_hf.runs.folder import RunFolder
 
     logging.disable_progress_bar()
+    # Without a recipe, a model that any machine can train in seconds.
     if config is None:
         config = small_config("bench", arguments.mesh.world_size)
     # Nothing is logged, so the recipe's trackers need not be installed.
@@ -210,10 +219,12 @@ def run_bench(arguments: Namespace, overrides: Overrides) -> None:
     accelerator = build_accelerator(config, RunFolder("runs"), arguments.mesh)
     work = build_workload(accelerator, config, use_prepared=arguments.recipe is not None)
 
+    # Figures are printed as they are measured.
     def log(line: str) -> None:
         if accelerator.is_main_process:
             show(line)
 
+    # A mistake in --against ends the command before minutes of measurements.
     if baselines:
         check_comparable(work, baselines)
     figures = measure_all(work, arguments.windows, log)
@@ -224,6 +235,7 @@ def run_bench(arguments: Namespace, overrides: Overrides) -> None:
             work, baseline, arguments.windows
         )
         log(line)
+    # The trace comes last: a profiler slows down the steps that it watches.
     if arguments.profile:
         with output_target(arguments.profile) as target:
             write_trace(work, target)

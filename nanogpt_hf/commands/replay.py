@@ -9,6 +9,7 @@ from nanogpt_hf.commands.arguments import add_option, add_output, list_knobs
 from nanogpt_hf.config.load import Overrides, as_overrides
 from nanogpt_hf.config.values import bounded
 from nanogpt_hf.console import show
+from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import DataError, RunFolderError, UserError
 from nanogpt_hf.formatting import format_duration, plural
 from nanogpt_hf.program import program
@@ -17,7 +18,7 @@ from nanogpt_hf.runs.folder import RunFolder, find_run, step_of
 from nanogpt_hf.runs.state import is_fixed, knobs_at
 
 _SHOWN = 60  # characters of a text; --json has all
-# fixed while a run is resumed, and free for a branch
+# Knobs that may not change while a run is resumed, but may in a branch.
 _FREE = ("data.", "train.")
 
 
@@ -48,23 +49,27 @@ def run_verify(arguments: Namespace) -> int:
     on any number of processes that divides the groups, another run on as many processes as it was
     trained on: nanogpt-hf launch --config_file F verify RUN.
     """
-    folder, mesh = find_run(arguments.run), arguments.mesh
+    folder = find_run(arguments.run)
+    mesh = arguments.mesh
     folder.check_unlocked()
 
     from nanogpt_hf.checkpoint.reader import OtherFormatError
     from nanogpt_hf.config.sources import sources_of
     from nanogpt_hf.data.prepared import check_prepared, require_manifest
     from nanogpt_hf.replay import verify
-    from nanogpt_hf.reports.page import write_report
     from nanogpt_hf.runs.provenance import record_verification
 
     config = verify.recipe_of(folder)
     segments = verify.segments_to_verify(folder, arguments.steps, arguments.sample)
     verify.check_repeatable(folder, config, mesh, segments)
+    # Verifying must not prepare data anew: it would no longer be the data of the run.
     for source in sources_of(config.data):
         require_manifest(Path(source.data.dir))
     texts = [f"{first:,} to {last:,}" for first, last in segments]
-    first, last, differs = segments[0][0], segments[-1][1], ""
+    # If nothing can be repeated at all, the record is about all steps that were asked for.
+    first, last = segments[0][0], segments[-1][1]
+    differs = ""
+    # All processes repeat the steps, and one of them reports.
     say = show if mesh.is_main else lambda *_: None
     record = partial(record_verification, folder) if mesh.is_main else lambda *_: None
     try:
@@ -73,31 +78,58 @@ def run_verify(arguments: Namespace) -> int:
         say(f"repeating steps {', '.join(texts)}: {about}")
         check_prepared(config.data)
         for (first, last), text in zip(segments, texts, strict=True):
-            held = verify.recipe_of(folder, first + 1)
-            with verify.run_at(folder, held, first, mesh) as repeated:
-                bound = verify.rounding_bound(folder, repeated)
-                found = verify.first_difference(repeated, folder, last, bound)
+            bound, found = _repeat_segment(folder, first, last, mesh)
             if found:
                 step, lines = found
                 differs = "\n  ".join([f"step {step:,}: differs", *lines])
                 break
-            result = "equal"
-            if bound:
-                result = f"equal to rounding, within {bound:.1g} of each number"
-            why = ", since the run was trained without train.deterministic" if bound else ""
+            result, why = _equality(bound)
             say(f"steps {text}: {result}{why}")
             record(first, last, result)
     except OtherFormatError:
+        # A checkpoint of another version says nothing about the run.
         raise
-    except (DataError, RunFolderError) as error:  # another text, a damaged file
+    except (DataError, RunFolderError) as error:
+        # Another text or a damaged file is a result, too: the run cannot be had again from them.
         differs = f"differs: {error}"
     if differs:
         say(differs)
         record(first, last, differs)
-    with contextlib.suppress(UserError, OSError):  # a folder of another user
-        if mesh.is_main:
-            write_report(folder, folder.report)
+    if mesh.is_main:
+        _write_report(folder)
     return 1 if differs else 0
+
+
+def _equality(bound: float) -> tuple[str, str]:
+    """State how equal repeated numbers are, and the reason if not bit for bit."""
+    if not bound:
+        return "equal", ""
+    result = f"equal to rounding, within {bound:.1g} of each number"
+    return result, ", since the run was trained without train.deterministic"
+
+
+def _write_report(folder: RunFolder) -> None:
+    """Write report.html again, with the result of `verify`."""
+    from nanogpt_hf.reports.page import write_report
+
+    # A run of another user may be verified, but its report cannot be written.
+    with contextlib.suppress(UserError, OSError):
+        write_report(folder, folder.report)
+
+
+def _repeat_segment(
+    folder: RunFolder, first: int, last: int, mesh: Mesh
+) -> tuple[float, tuple[int, list[str]] | None]:
+    """Repeat the steps after `first` up to `last`. Return the limit within which numbers count as
+    equal, and the first step that differs, with its differences, if there is one.
+    """
+    from nanogpt_hf.replay import verify
+
+    # Knobs may have changed at a resume: the segment begins with the ones of its first step.
+    held = verify.recipe_of(folder, first + 1)
+    with verify.run_at(folder, held, first, mesh) as repeated:
+        bound = verify.rounding_bound(folder, repeated)
+        return bound, verify.first_difference(repeated, folder, last, bound)
 
 
 def add_inspect_arguments(parser: ArgumentParser) -> None:
@@ -123,21 +155,27 @@ def run_inspect(arguments: Namespace) -> None:
     from nanogpt_hf.runs.metrics import read_metrics
     from nanogpt_hf.runs.provenance import branched_at
 
-    step, text = arguments.step, arguments.find
+    step = arguments.step
+    text = arguments.find
+    # Every sequence contains the empty text.
     if text == "":
         raise UserError("--find: expected a text, got nothing")
+    # The metrics go beyond the newest checkpoint, unless they are logged rarely.
     kept = [step_of(path) for path in folder.checkpoint_folders()]
     last = max([0, *kept, *(event["step"] for event in read_metrics(folder))])
     config = recipe_of(folder, step or last)
     last = min(last, config.train.max_steps)
     if step and step > last:
         raise UserError(f"--step {step}: the run has recorded {plural(last, 'step')}")
+    # A branch has the metrics of the other run, but not its data.
     begun, other = branched_at(folder)
     if step and step <= begun:
         raise UserError(f"--step {step}: was taken by {other}, of which this run is a branch")
+    # The weights that took the step are gone, unless a checkpoint was just before it.
     before = max((number for number in kept if number < (step or last + 1)), default=0)
     with run_at(folder, config, before, arguments.mesh) as run:
         if step is None:
+            # The run sees what a run of its recipe sees, also in the steps that the other run took.
             steps = [number for number in steps_with(run, text, last) if number > begun]
             tree = {"text": text, "steps": steps}
             show(f"{len(steps):,} of {plural(last, 'step')} saw it: {steps}")
@@ -145,6 +183,7 @@ def run_inspect(arguments: Namespace) -> None:
             found = sequences_of(run, step)
             tree = {"step": step, "weights_of_step": before, "sequences": found}
             show(f"{plural(len(found), 'sequence')}; losses under the weights of step {before:,}")
+            # Between the loss and the text, a row has the place: source, documents, tokens.
             for row in found:
                 place = ", ".join(f"{key} {row[key]}" for key in list(row)[1:-1])
                 show(f"{row['loss']:.4f}  {place}  {row['text'][:_SHOWN]!r}")
@@ -172,7 +211,9 @@ def run_branch(arguments: Namespace, overrides: Overrides) -> None:
     when the step was taken; the command that trains it is printed. From that step on it sees what
     a run of its recipe would see.
     """
-    old, new, step = find_run(arguments.run), RunFolder(arguments.run_dir), arguments.at
+    old = find_run(arguments.run)
+    new = RunFolder(arguments.run_dir)
+    step = arguments.at
     kept = [step_of(folder) for folder in old.checkpoint_folders()]
     if step not in kept:
         raise UserError(
@@ -182,6 +223,7 @@ def run_branch(arguments: Namespace, overrides: Overrides) -> None:
     from nanogpt_hf.checkpoint.reader import read_checkpoint
     from nanogpt_hf.replay.branch import make_branch
 
+    # The branch has the knobs with which the step was taken, then the ones on the command line.
     checkpoint = read_checkpoint(old.checkpoint(step))
     held = as_overrides(knobs_at(checkpoint.state.history, step - 1))
     config = old.read_recipe([*held, *overrides])
@@ -190,12 +232,14 @@ def run_branch(arguments: Namespace, overrides: Overrides) -> None:
         raise UserError(
             f"{old.path}: a branch keeps the model and the kind of training: {'; '.join(other)}"
         )
+    # A stage that has begun overrides the knobs of the recipe, so changing these has no effect.
     begun = {key for stage in config.train.stages or () if stage["at"] <= step for key in stage}
     begun |= {"data.source"} if "weights" in begun else set()
     if hidden := [line for line in changes if line.partition(":")[0] in begun]:
         raise UserError(
             f"--{hidden[0]}: a stage has set it before step {step}; change it in --train.stages"
         )
+    # --overwrite of the old run would delete the branch.
     if new.path.resolve().is_relative_to(old.path.resolve()):
         raise UserError(f"--run-dir {new.path}: is inside {old.path}; choose another")
     if step >= config.train.max_steps:

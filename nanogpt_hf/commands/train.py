@@ -1,4 +1,6 @@
-"""The commands that train, and prepare the text: prepare, pretrain, finetune, rl, align, sweep."""
+"""The commands that train, and prepare the text: prepare, pretrain, finetune, rl, align, resume,
+sweep.
+"""
 
 import gc
 import logging
@@ -57,6 +59,7 @@ def run_prepare(arguments: Namespace, overrides: Overrides) -> None:
     logger.info(f"{config.data.dir}: {'prepared' if prepared_now else 'is prepared already'}")
     for line in summary_lines(config, load_prepared(config)):
         logger.info(line)
+    # Data that was prepared before may have been damaged since; loading it checks sizes only.
     if not prepared_now:
         check_prepared(config.data)
         logger.info("  verified: every byte is as it was written")
@@ -64,6 +67,7 @@ def run_prepare(arguments: Namespace, overrides: Overrides) -> None:
 
 def _add_run_arguments(parser: ArgumentParser, recipe: str, *knobs: str, **meanings: str) -> None:
     """Add the arguments of a command that trains; one that starts from a model needs no recipe."""
+    # The model states its own sizes, and the other knobs have defaults.
     nargs = "?" if "from" in knobs else None
     add_recipe_argument(parser, f"a recipe, for example {recipe}", nargs=nargs)
     add_knobs(parser, *knobs, **meanings)
@@ -83,6 +87,7 @@ def add_pretrain_arguments(parser: ArgumentParser) -> None:
 def run_pretrain(arguments: Namespace, overrides: Overrides) -> None:
     """Train a GPT or any text-only decoder from scratch: prepare data, write a run folder."""
     config = load_text_recipe("pretrain", arguments.recipe, overrides)
+    # Training such a recipe from scratch would ignore the model that it names.
     if start := config.finetune.model:
         raise UserError(
             f"{arguments.recipe}: starts from {start}; use `{program()} finetune` instead"
@@ -154,6 +159,7 @@ def run_resume(arguments: Namespace, overrides: Overrides) -> None:
     """
     run = find_run(arguments.run)
     config = run.read_recipe(overrides)
+    # From here on it is the command that began the run, with --resume.
     run_arguments = {"run_dir": run.path, "resume": True, "auto_resume": False, "overwrite": False}
     arguments = Namespace(recipe=str(run.recipe), **vars(arguments) | run_arguments)
     if config.finetune.model is None:
@@ -168,6 +174,8 @@ def _run_from_model(
     """Train a model further, on text or by a method."""
     config, base = finetune_config(arguments.recipe, overrides, method)
     vocabulary = check_tokenizer(config, base)
+    # The ids in data that was prepared with another tokenizer mean other tokens to this model. A
+    # method prepares data of its own.
     manifest = None if method else find_manifest(config.data)
     if manifest and manifest.tokenizer_hash != vocabulary:
         raise DataError(
@@ -184,6 +192,7 @@ def _run(config: Config, arguments: Namespace, base: "PreTrainedConfig | None" =
     if arguments.dry_run:
         _dry_run(config, arguments, base)
         return
+    # These imports take seconds; mistakes above and --help should not wait for them.
     with _permanent_imports():
         from nanogpt_hf.training.loop import train
         from nanogpt_hf.training.start import prepare_run
@@ -195,7 +204,7 @@ def _run(config: Config, arguments: Namespace, base: "PreTrainedConfig | None" =
 @contextmanager
 def _permanent_imports() -> Iterator[None]:
     """Context in which the libraries are imported: the garbage collector never scans the 400,000
-    objects that they create, which takes 0.4 s.
+    objects that they create, which would take 0.4 s.
     """
     is_first = "torch" not in sys.modules
     gc.disable()
@@ -203,7 +212,8 @@ def _permanent_imports() -> Iterator[None]:
         yield
     finally:
         gc.enable()
-    if is_first:  # else this process has objects that do not live to its end
+    # If torch was imported before, this process may have objects that it will not need to its end.
+    if is_first:
         gc.freeze()
 
 
@@ -221,22 +231,27 @@ def _dry_run(config: Config, arguments: Namespace, base: "PreTrainedConfig | Non
     if mesh.world_size > 1:
         from nanogpt_hf.distributed.accelerate_config import check_launch
 
+        # A stage may change a knob that does not combine with the layout.
         for stage in stages_of(config):
             with naming(stage):
                 check_launch(stage.config, mesh)
+    # Of a model to fine-tune: how many of its parameters are trained.
     if base is not None:
         show(f"{config.finetune.model}: {describe_trainable(meta_model(config, base), config)}\n")
     try:
         vocab_size, source = known_vocab_size(config.data, find_manifest(config.data))
-        # a mistake in it ends the command here
+        # Building the configuration finds mistakes in the sizes of the model.
         parameters = count_parameters(model_of_run(config, vocab_size).config)
         sizes = [f"parameters: {parameters:,}", f"vocabulary: {vocab_size:,} tokens, {source}"]
     except DataError as error:
+        # The vocabulary of a text's own tokenizer is known when the text has been read.
         sizes = [f"parameters: not known before `prepare`: {error}"]
     show(config_to_yaml(config))
-    tokens, steps = config.train.tokens_per_step, config.train.max_steps
+    tokens = config.train.tokens_per_step
+    steps = config.train.max_steps
     total = planned_tokens(config)
     sizes.append(f"tokens per step: {tokens:,}; tokens in {steps:,} steps: {total:,}")
+    # What a resume would refuse, it is better to know before a job is queued.
     if (arguments.resume or arguments.auto_resume) and mesh.is_main:
         from nanogpt_hf.training.start import check_resume
 
@@ -268,13 +283,21 @@ def run_sweep(arguments: Namespace, overrides: Overrides) -> int:
     """
     from nanogpt_hf.training import sweep as grid
 
+    # The knobs with several values name the folder: another grid gets another one.
     runs = grid.build_grid(arguments.recipe, overrides)
     swept = dict.fromkeys(key for run in runs for key in run.values)
     knobs = "-".join(key.rpartition(".")[2] for key in swept)
     folder = Path(arguments.sweep_dir or Path("runs") / f"{runs[0].config.name}-{knobs}")
-    options = {"overwrite": arguments.overwrite, "log_level": arguments.log_level}
-    machine = arguments.config_file
-    sweep, exit_status = grid.Sweep(arguments.recipe, runs, folder, machine, **options), 0
+    sweep = grid.Sweep(
+        arguments.recipe,
+        runs,
+        folder,
+        arguments.config_file,
+        overwrite=arguments.overwrite,
+        log_level=arguments.log_level,
+    )
+    exit_status = 0
+    # All runs are checked before the first one is trained, which may take hours.
     grid.check_runs(sweep)
     if arguments.dry_run:
         rows = sweep.planned()

@@ -32,13 +32,15 @@ from nanogpt_hf.runs.provenance import describe_host, fingerprint, versions
 
 PATIENCE = 60  # seconds that processes wait for each other
 _MIN_DISK = 5e9  # bytes, enough for caches, compiled kernels and a small run
+# Bytes of the tensors that are summed. Small ones measure the latency of a link, large ones its
+# bandwidth; the largest would take minutes over the network of CPU machines.
 _SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 24, 1 << 26)
 _SIZES_ON_GPUS = (1 << 28, 1 << 30)
 _SAME_LAUNCH = (
     "check that all machines run it with the same num_processes, main_process_ip and "
     "main_process_port, and try on every machine:"
 )
-# environment variables, and what they mean
+# Environment variables that repair most faults of communication, each with its meaning.
 SETTINGS = (
     "NCCL_DEBUG=INFO           NCCL logs which network and links it uses, and what failed",
     "NCCL_SOCKET_IFNAME=eth0   the interface to the other machines, if NCCL uses docker0 or a VPN",
@@ -50,14 +52,15 @@ SETTINGS = (
 
 
 class Report:
-    """The findings, printed one by one as they are made, so that a hang shows where.
+    """The findings, printed one by one as they are made: after a hang, the last line tells where.
 
     Only the main process prints. A finding is ok, a warning or a fault, has a topic and a text,
     and may have more lines.
     """
 
     def __init__(self, show: Callable[[str], None], mesh: Mesh):
-        self._show, self._mesh = show, mesh
+        self._show = show
+        self._mesh = mesh
         self._counts: Counter[str] = Counter()
 
     def add(self, level: str, topic: str, *lines: str) -> None:
@@ -69,9 +72,10 @@ class Report:
         """Print the counts; return the exit status of the main process, and 0 on the others: the
         first that fails would end the job.
         """
-        ok, warnings, faults = (self._counts[level] for level in ("ok", "warning", "fault"))
+        faults = self._counts["fault"]
         if self._mesh.is_main:
-            self._show(f"{ok} ok, {plural(warnings, 'warning')}, {plural(faults, 'fault')}")
+            warnings = plural(self._counts["warning"], "warning")
+            self._show(f"{self._counts['ok']} ok, {warnings}, {plural(faults, 'fault')}")
         return 1 if faults and self._mesh.is_main else 0
 
     def _give_up(self, topic: str, text: str) -> None:
@@ -84,8 +88,8 @@ class Report:
 
     @contextmanager
     def together(self, topic: str) -> Iterator[None]:
-        """Around communication: a failure or a hang becomes a fault with advice, and the process
-        exits.
+        """Context for communication: a failure or a hang becomes a fault with advice, and the
+        process exits.
 
         It has its own timer, because NCCL's timeout kills the process without a report. The
         other processes' timer is longer than the main process's: the first process that exits
@@ -98,7 +102,8 @@ class Report:
         clock.start()
         try:
             yield
-        except RuntimeError as error:  # from gloo and NCCL
+        except RuntimeError as error:
+            # gloo and NCCL raise it, without a class of their own.
             text = f"communication between the processes failed: {one_line(error)}"
             self._give_up(topic, text)
         finally:
@@ -107,7 +112,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Process:
-    """What one process of the launch has found."""
+    """The facts that one process of the launch has found."""
 
     host: str
     line: str
@@ -116,11 +121,15 @@ class Process:
 
 
 def diagnose(recipe: Config | None, run_dir: str | None, report: Report, mesh: Mesh) -> int:
-    """Report on this machine, without a recipe for a small model; return the exit status."""
+    """Report on this machine for a recipe, or without one for a small model. Return the exit
+    status.
+    """
+    # Everything that needs no other process comes first, since communication may hang.
     config = recipe or small_config("doctor", mesh.world_size)
     folder = RunFolder(run_dir or (Path("runs") / config.name if recipe else "runs"))
     report.add("ok", "versions", _listed(versions()))
     report.add("ok", "machine", describe_host())
+    # The accelerator that a run would have: its process group, devices and precision.
     try:
         with report.together("launch"):
             accelerator = build_accelerator(config, folder, mesh)
@@ -140,9 +149,12 @@ def diagnose(recipe: Config | None, run_dir: str | None, report: Report, mesh: M
     else:
         with report.together("all-reduce"):
             lines, equal = time_all_reduce(accelerator.device)
-        level, text = "ok", "sums equal on all processes"
+        level = "ok"
+        text = "sums equal on all processes"
+        # Faulty memory or links: the processes of a run would train different models.
         if not equal:
-            level, text = "fault", "the processes get different sums"
+            level = "fault"
+            text = "the processes get different sums"
         advice = "if your link is much faster than this, try:"
         report.add(level, "all-reduce", text, *lines, advice, *SETTINGS)
     accelerator.end_training()
@@ -154,10 +166,14 @@ def _listed(facts: dict[str, str]) -> str:
 
 
 def this_process(accelerator: Accelerator, folders: dict[str, Path | str]) -> Process:
-    """The process, its device, and the disk of each folder (what it is -> its path)."""
-    device, ram = accelerator.device, psutil.virtual_memory()
-    name, free, memory = str(device), ram.available, ram.total
+    """Describe this process, its device, and the disk of each folder (its meaning -> its path)."""
+    device = accelerator.device
+    name = str(device)
+    ram = psutil.virtual_memory()
+    free = ram.available
+    memory = ram.total
     if device.type == "cuda":
+        # Other programs may use the GPU: free is less than its memory then.
         name = f"{device} {torch.cuda.get_device_name(device)}"
         free, memory = torch.cuda.mem_get_info(device)
     host = socket.gethostname()
@@ -171,34 +187,42 @@ def this_process(accelerator: Accelerator, folders: dict[str, Path | str]) -> Pr
 
 
 def judge_disk(what: str, folder: Path) -> tuple[str, str]:
-    """Level and text about the location of `folder`, which need not exist: the free space, and
-    whether a file can be written there.
+    """Judge the place of `folder`, which need not exist: its free space, and whether a file can be
+    written there. Return a level and a text.
     """
     path = folder.expanduser().absolute()
     try:
         path.stat()
     except FileNotFoundError:
         pass
-    except OSError as error:  # such as a name that is too long
+    except OSError as error:
+        # Such as a name that is too long.
         return "fault", f"{what} {folder}: {error.strerror}: choose another folder"
+    # A run makes the folders that are missing in the nearest one that exists.
     while not path.is_dir():
         path = path.parent
     free = shutil.disk_usage(path).free
-    level, more = "ok", ""
+    level = "ok"
+    more = ""
     if free < _MIN_DISK:
-        level, more = "warning", f", less than {format_bytes(_MIN_DISK)}"
+        level = "warning"
+        more = f", less than {format_bytes(_MIN_DISK)}"
     try:
+        # Permissions alone do not tell: a file system may be read-only, or a quota used up.
         tempfile.TemporaryFile(dir=path).close()
     except OSError:
-        level, more = "fault", ", which is not writable: choose another folder"
+        level = "fault"
+        more = ", which is not writable: choose another folder"
     return level, f"{what} {folder}: {format_bytes(free)} free in {path}{more}"
 
 
 def judge_processes(report: Report, processes: list[Process]) -> None:
     """List the processes, and the disks of each host; find versions that differ from rank 0."""
+    # The disks of a host are the same for all its processes, so one of them reports.
     hosts = {process.host: process for process in processes}
     text = f"{plural(len(processes), 'process')} on {plural(len(hosts), 'host')}"
     report.add("ok", "processes", text, *(process.line for process in processes))
+    # Checkpoints and collectives of other versions may differ in form.
     first = processes[0].versions
     for rank, process in enumerate(processes):
         if other := dict(process.versions.items() - first.items()):
@@ -210,20 +234,29 @@ def judge_processes(report: Report, processes: list[Process]) -> None:
 
 
 def time_all_reduce(device: torch.device) -> tuple[list[str], bool]:
-    """A line for each of several sizes, until an all-reduce takes a second, with its time (median
-    of 5, of the slowest process) and bus bandwidth; and whether all processes get the same sums.
+    """Time an all-reduce of several sizes, until one takes a second. Return a line for each size,
+    with time (median of 5 on the slowest process) and bus bandwidth, and whether all processes get
+    the same sums.
 
-    The bus bandwidth is that of nccl-tests (doc/PERFORMANCE.md): size / time × 2(n - 1) / n, the
-    traffic of each process's link, to compare with the hardware for any number of processes.
+    The bus bandwidth is defined as in nccl-tests (doc/PERFORMANCE.md): size / time × 2(n - 1) / n,
+    the traffic of each process's link, to compare with the hardware for any number of processes.
     """
-    lines, equal, processes = [], True, dist.get_world_size()
-    for size in (*_SIZES, *(_SIZES_ON_GPUS if device.type == "cuda" else ())):
+    lines = []
+    equal = True
+    processes = dist.get_world_size()
+    sizes = _SIZES
+    if device.type == "cuda":
+        sizes += _SIZES_ON_GPUS
+    for size in sizes:
+        # Each process adds other numbers, so that a process that is left out shows in the sum.
         random = torch.Generator(device).manual_seed(dist.get_rank())
         tensor = torch.randn(size // 4, device=device, generator=random)
-        dist.all_reduce(tensor)  # opens connections
+        # The first one opens connections and is not timed.
+        dist.all_reduce(tensor)
         sums = hashlib.sha256(tensor.cpu().numpy().tobytes()).hexdigest()
         equal &= len(set(gather_object([sums]))) == 1
         times = [time_of(device, lambda tensor=tensor: dist.all_reduce(tensor)) for _ in range(5)]
+        # A step ends when the slowest process has the sum.
         seconds = max(gather_object([statistics.median(times)]))
         speed = size / seconds * 2 * (processes - 1) / processes / 1e9
         lines.append(f"{size >> 10:>9,} KiB {seconds * 1e3:>10,.2f} ms {speed:>8.2f} GB/s")

@@ -1,4 +1,4 @@
-"""Read what an answer chooses: the letter of a choice, or the number after ####.
+"""Read the choice of an answer: the letter of a choice, or the number after ####.
 
 docs/alignment.md states the rules, tests/tasks/test_answers.py has a table of answers.
 """
@@ -14,12 +14,12 @@ _MATH = re.compile(r"\\[()\[\],;! ]|\$")
 _TAG = re.compile(r"<(/?)answer>", re.IGNORECASE)
 _LINE_MARK = re.compile(r"^[ \t]*(?:[#>]+|[-+•→])[ \t]+", re.MULTILINE)
 
-# A word of one letter. A letter in `B12`, `C++`, `X-ray`, `U.S.` or `B's` is none.
+# A word of one letter. The letters in `B12`, `C++`, `X-ray`, `U.S.` and `B's` are no choices.
 _WORD = r"(?<![\w./\-])(?<!\w['’])([A-Za-z])(?![\w+#^]|['’.\-]\w|\s*=)"
 _OPEN = r"[(\[{'\"‘“]{0,4}"
 _CLOSE = r"[)\]}'\"’”]{0,4}"
 _LETTER = _OPEN + _WORD + _CLOSE
-# What follows the letters A and I, unlike the article and the pronoun.
+# After one of these words, `A` and `I` are letters of a choice, not the article and the pronoun.
 _REASON = r"(?:because|since|as|due|given|for|is|was|which)\b"
 _END = r"(?=\s*(?:[.,;:!?—–-]|$|\n|(?:because|since|as)\b))"
 # Words between `answer` and its letter.
@@ -62,12 +62,14 @@ _SEVERAL = re.compile(
 
 
 def chosen_letter(text: str) -> str | None:
-    """The letter of the choice that an answer makes, in upper case; None if it makes none or names
-    several.
+    """Find the letter of the choice that an answer makes, in upper case; None if it makes none or
+    names several.
 
-    The last statement such as `the answer is B` counts; without one the last of a letter that
-    begins the answer, that is alone on a line, and of a suggestion such as `I think it's B`.
+    The last statement such as `the answer is B` counts. Without one, these are candidates, and the
+    last of them counts: a letter at the beginning of the answer, a letter alone on a line, and a
+    suggestion such as `I think it's B`.
     """
+    # A reasoning model weighs all choices before it answers.
     text = _plain(text.rpartition("</think>")[2])
     text = _BOXED.sub(r" The answer is \1.\n", text)
     text = _TAG.sub(lambda tag: ".\n" if tag[1] else " The answer is ", text).strip()
@@ -79,9 +81,10 @@ def chosen_letter(text: str) -> str | None:
 
 
 def _plain(text: str) -> str:
-    """The text without marks of Markdown and LaTeX, wide characters as plain ones."""
+    """Remove marks of Markdown and LaTeX, and make wide characters plain ones."""
     text = _MATH.sub(" ", unicodedata.normalize("NFKC", text))
     text = _LINE_MARK.sub("", re.sub(r"[*`_~]", "", text))
+    # Commands are nested, as in \textbf{\text{B}}: each round removes the innermost ones.
     while (plain := _STYLE.sub(r"\1", text)) != text:
         text = plain
     return text
@@ -95,7 +98,8 @@ def _statements(patterns: list[re.Pattern[str]], text: str) -> list[re.Match[str
 
 def _is_choice(match: re.Match[str], text: str, *, first: bool = False) -> bool:
     """Whether the letter is one of a choice: no article, no pronoun, not excluded."""
-    letter, after = match[1], text[match.end() :]
+    letter = match[1]
+    after = text[match.end() :]
     if _NEGATED.search(text[max(0, match.start() - 60) : match.start()]):
         return False
     if first and _REJECTED.match(after):
@@ -103,19 +107,24 @@ def _is_choice(match: re.Match[str], text: str, *, first: bool = False) -> bool:
     followed = re.match(r"[ \t]+['\"]?\w", after) and match.end() == match.end(1)
     reason = re.match(rf"[ \t]+{_REASON}", after, re.IGNORECASE)
     several = _SEVERAL.match(after)
+    # Before another word, `A dog` is an article and `I think` a pronoun, and at the beginning of an
+    # answer a small letter is a word of another language.
     if followed and not reason and not several:
         return letter not in "AaIi" and (letter.isupper() or not first)
     return True
 
 
 def _last(statements: list[re.Match[str]], text: str) -> str | None:
+    """The letter of the last statement; None if it names several, or there is none."""
     if not statements:
         return None
     last = max(statements, key=lambda match: match.start(1))
     return None if _SEVERAL.match(text, last.end()) else last[1].upper()
 
 
-_LONGEST = 100  # digits of a number; no answer has more
+# Digits of a number. No answer has more, and a power of ten with a huge exponent would fill the
+# memory.
+_LONGEST = 100
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
 _DIGITS = r"\d+(?:[,_'’]\d+|(?:\{,\}|[ ])\d{3}(?!\d))*"
 _VALUE = rf"(?:{_DIGITS}(?:\.\d+)?|\.\d+)"
@@ -124,14 +133,15 @@ _NUMBER = re.compile(
     r"[\s=(\[{'\"]*([+-]?)\s*(?:[$€£¥₹]|USD|EUR|GBP)?\s*([+-]?)\s*"
     rf"(?:(?:(\d+)\s+)?(\d+)\s*/\s*(\d+)|({_VALUE}){_POWER})"
 )
-# What makes a number a part of a list, an expression, a date or a time.
+# After one of these, a number is a part of a list, an expression, a date or a time.
 _MORE = re.compile(
     r"\s*(?:[,;]+|(?:or|and|to|x)\b|x|[-+*/×^:]|\\times)\s*[$€£¥]?\d|[.](?:\d|[eE]\d)|\s+\d|\d"
 )
 
 
 def final_number(text: str) -> Fraction | None:
-    """The number after the last #### that has one; None if there is none, or several."""
+    """Find the number after the last #### that has one; None if there is none, or several."""
+    # Only the rest of the line counts: a model may write on after its answer.
     for part in reversed(re.split("#{4,}", text)[1:]):
         line = next(iter(part.strip().splitlines()), "")
         number = _NUMBER.match(_plain_number(line))
@@ -141,7 +151,8 @@ def final_number(text: str) -> Fraction | None:
 
 
 def _plain_number(line: str) -> str:
-    """The line without marks of Markdown and LaTeX; what follows its last equals sign."""
+    """Remove marks of Markdown and LaTeX, and everything up to the last equals sign."""
+    # 10² is 10^2, and 2½ is 2 1/2, before NFKC makes 102 and 21/2 of them.
     line = re.sub(r"[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+", lambda m: f"^{m[0].translate(_SUPERSCRIPTS)}", line)
     line = re.sub("[¼-¾⅐-⅞]", r" \g<0>", line)
     line = unicodedata.normalize("NFKC", line)
@@ -156,6 +167,8 @@ def _plain_number(line: str) -> str:
 
 
 def _value(number: re.Match[str]) -> Fraction | None:
+    """The exact value of a number; None if it is too long, or a part of something larger."""
+    # Either a fraction (whole, numerator, denominator), or a decimal with a power of ten.
     sign, second, whole, numerator, denominator, value, exponent, power = number.groups()
     if len(number[0]) > _LONGEST or _MORE.match(number.string, number.end()):
         return None

@@ -34,14 +34,16 @@ from nanogpt_hf.tasks.task import (
     reference_problem,
 )
 
-GENERATED_QUESTIONS = 1_000_000  # in a generated task; each split has as many
-# items of reasoning-gym searched for one question of a split; more if none of them is in the split
+# The length of each split of a generated task. There is no last question, but a sequence needs one.
+GENERATED_QUESTIONS = 1_000_000
+# Items of reasoning-gym per question of a split, to find one in which an item belongs to the split.
+# One in ten is held out, so a window without one is rare, and then the next ones are searched.
 _WINDOW = 64
 
 
 @dataclass(frozen=True)
 class Generated(Sequence[Question]):
-    """Questions that are generated from their index: of its candidates the first that fits."""
+    """Questions that are generated from their index: the first candidate that fits."""
 
     task: str
     candidates: Callable[[int], Iterator[Question]]
@@ -74,8 +76,8 @@ def load_task(
     hold_out_all: bool = False,
     encode: Callable[[Question], object] = lambda question: None,
 ) -> Task:
-    """The task `name`: arithmetic, reasoning_gym:NAME with `options`, or one of `SCORES` on the
-    rows of `data.source`.
+    """Load the task `name`: arithmetic, reasoning_gym:NAME with `options`, or one of `SCORES` on
+    the rows of `data.source`.
 
     `reward`, such as my_reward.py:score, replaces the task's own score. With `hold_out_all`
     every row of a source is a held-out question. A row that `encode` refuses by a UserError, as
@@ -88,6 +90,7 @@ def load_task(
     elif name.startswith(GYM):
         task = _reasoning_gym(name.removeprefix(GYM), options or {}, seed, where)
     else:
+        # A user's reward may compare with reference answers that the task itself could not read.
         compare = name if reward is None else None
         question_of = partial(_question, compare=compare, encode=encode)
         task = _from_source(name, data, question_of, hold_out_all=hold_out_all)
@@ -98,6 +101,7 @@ def load_task(
         )
     if reward is None:
         return task
+    # Another file of the same name is another task, which a resume must notice.
     score, digest = load_reward(reward)
     return dataclasses.replace(task, score=score, revision=f"{task.revision}, {reward} {digest}")
 
@@ -109,6 +113,7 @@ def _user(text: str) -> list[Message]:
 def _arithmetic(seed: int) -> Task:
     def questions(held_out: bool) -> Generated:
         def candidates(index: int) -> Iterator[Question]:
+            # A question that does not fit is replaced by one of the next hundred.
             for number in range(index, index + 100):
                 question, answer = arithmetic_question(seed, number, held_out=held_out)
                 yield Question(_user(question), answer)
@@ -121,15 +126,17 @@ def _arithmetic(seed: int) -> Task:
 def _from_source(
     name: str, data: DataSection, question_of: Callable[[Any], Question], *, hold_out_all: bool
 ) -> Task:
-    """The rows of `data.source` as questions, split as for training."""
+    """Make questions of the rows of `data.source`, split as for training."""
     if is_mixture(data):
         raise DataError("data.source: questions come from one source; a list is not supported")
     if not data.source:
         raise DataError(
             f"data.source: {name} has no questions of its own; name a file or data set of them"
         )
+    # Files from a URL are downloaded to this folder; the questions stay in memory.
     with tempfile.TemporaryDirectory() as scratch:
         documents = load_documents(data, Path(scratch), lambda row, _: question_of(row))
+        # `evaluate` asks all rows, training keeps some for its own evaluations.
         splits = ([], documents.read()) if hold_out_all else split_documents(documents, data)
     if not splits[1]:
         raise DataError(f"data.source: {data.source}: holds no questions")
@@ -137,9 +144,10 @@ def _from_source(
 
 
 def _question(row: Any, compare: str | None, encode: Callable[[Question], object]) -> Question:
-    """A row's conversation as a question, with an answer that the task `compare`, if it is given,
-    can compare with. Raises ValueError or UserError if it is none.
+    """Make a question of a row's conversation. Raises ValueError or UserError if it is none, or if
+    the task `compare`, where it is given, cannot compare with its answer.
     """
+    # The last message is the reference answer.
     messages, tools, unlearned = conversation_of(row)
     *asked, answer = messages
     if "tool_calls" in answer or len(asked) in unlearned:
@@ -171,6 +179,8 @@ def _reasoning_gym(name: str, options: dict[str, Any], seed: int, where: str) ->
         )
     size = GENERATED_QUESTIONS * _WINDOW
 
+    # Two seeds give other questions, but small tasks have the same ones under both. So the text of
+    # a question decides to which split it belongs, and no held-out question is trained on.
     def split(held_out: bool) -> tuple[Any, Generated]:
         seed_of_split = derive_seed(seed, "questions", int(held_out)) % 2**31
         dataset = reasoning_gym.create_dataset(name, size=size, seed=seed_of_split, **options)
@@ -184,9 +194,11 @@ def _reasoning_gym(name: str, options: dict[str, Any], seed: int, where: str) ->
         return dataset, Generated(f"{GYM}{name}", candidates)
 
     try:
-        (dataset, train), (_, held_out) = split(False), split(True)
+        dataset, train = split(False)
+        _, held_out = split(True)
+        # The task's own checks of its options raise errors of any type, some at the first question.
         train[0]
-    except Exception as error:  # from the task's own checks
+    except Exception as error:
         raise UserError(
             f"rl.options: {GYM}{name}: {type(error).__name__}: {one_line(error)}"
         ) from None

@@ -1,5 +1,5 @@
-"""Rewards of completions: a task's score or a user's Python function, with a time limit and
-errors counted.
+"""Rewards of completions: a task's score or a user's Python function, with a time limit. Errors are
+counted.
 """
 
 import hashlib
@@ -18,9 +18,11 @@ from nanogpt_hf.errors import UserError, one_line
 from nanogpt_hf.tasks.task import Question, Score
 from nanogpt_hf.time_limit import TimeUpError, time_limit
 
-_IMPORT_SECONDS = 300.0  # to import a reward file, which may load a model
-_LARGEST = 1e15  # reward; float32 holds the sums and squares of more than a million such
-# Settings of the whole process that reward models change, on which the numbers of training depend.
+_IMPORT_SECONDS = 300.0  # the limit for importing a reward file, which may load a model
+# The largest reward. float32 holds the sums and squares of more than a million of them.
+_LARGEST = 1e15
+# Settings of the whole process that reward models change, and on which the numbers of training
+# depend: a getter and a setter each.
 _SETTINGS: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
     (torch.is_grad_enabled, torch.set_grad_enabled),
     (torch.get_default_dtype, torch.set_default_dtype),
@@ -33,14 +35,14 @@ _SETTINGS: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
 
 
 class _UserCodeError(Exception):
-    """What a user's code did wrong, in words."""
+    """A user's code has failed; the message continues a sentence about it: `raises ...`."""
 
 
 @contextmanager
 def _user_code(seconds: float) -> Iterator[None]:
     """Context for a user's code: its errors and a time limit raise _UserCodeError.
 
-    Its end restores the current folder, and torch's settings.
+    The end of the context restores the current folder, and torch's settings.
     """
     before = [get() for get, _ in _SETTINGS]
     try:
@@ -50,18 +52,20 @@ def _user_code(seconds: float) -> Iterator[None]:
         raise
     except TimeUpError:
         raise _UserCodeError(f"takes more than {seconds:g} seconds") from None
-    except BaseException as error:  # sys.exit() too
-        what = traceback.format_exception_only(error)[-1]  # str(error) may raise
+    except BaseException as error:
+        # Also sys.exit(). Not str(error), which is the user's code, too, and may raise.
+        what = traceback.format_exception_only(error)[-1]
         raise _UserCodeError(f"raises {one_line(what, 150)}") from None
     finally:
         for (get, set_again), value in zip(_SETTINGS, before, strict=True):
+            # Setting a device again, even the same one, would slow down every call of torch.
             if get() != value:
                 set_again(value)
 
 
 def load_reward(spec: str) -> tuple[Score, str]:
-    """The function of `FILE.py:NAME`, called as NAME(prompt, completion, answer), and the sha256 of
-    the file.
+    """Load the function of `FILE.py:NAME`, called as NAME(prompt, completion, answer). Return it
+    with the sha256 of the file.
 
     The file is Python code of the user's own, never read from the Hub. Raises UserError if there is
     no such file or function.
@@ -92,8 +96,8 @@ def load_reward(spec: str) -> tuple[Score, str]:
 
 @dataclass(frozen=True)
 class Rewards:
-    """Rewards of completions in order, and the errors of those whose score failed: their reward
-    is 0.
+    """Rewards of completions in their order, and the errors of the ones whose score failed: their
+    reward is 0.
     """
 
     values: list[float]
@@ -104,7 +108,7 @@ class Rewards:
 class RewardFunction:
     """A score that may raise, hang or return something else than a number.
 
-    `on_error` decides what happens then: `stop` ends the run with one line, `zero` counts the
+    `on_error` decides what follows: `stop` ends the run with one line, `zero` counts the
     error and gives reward 0.
     """
 
@@ -113,8 +117,11 @@ class RewardFunction:
     on_error: Literal["stop", "zero"]
 
     def rewards(self, completions: Sequence[str], questions: Sequence[Question]) -> Rewards:
-        """The reward of each completion. Does not raise; `check` does."""
-        values, errors = [], []
+        """Compute the reward of each completion. Does not raise; `check` does, after the errors of
+        all processes were collected: one process that ended alone would let the others wait.
+        """
+        values = []
+        errors = []
         for completion, question in zip(completions, questions, strict=True):
             value, error = self._reward(completion, question)
             values.append(value)
@@ -138,6 +145,7 @@ class RewardFunction:
                 value = float(self.score(completion, question))
         except _UserCodeError as error:
             return 0.0, str(error)
+        # Written so that it holds for nan, too, which no comparison is true of.
         if not abs(value) <= _LARGEST:
             return 0.0, f"returns {value:g}, which is no number up to {_LARGEST:g}"
         return value, None

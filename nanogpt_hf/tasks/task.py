@@ -1,5 +1,5 @@
-"""Tasks with verifiable answers: questions, their reference answers, and scores of a completion: 1
-for a right answer, 0 for any other.
+"""Tasks with verifiable answers: questions, their reference answers, and the score of a completion:
+1 for a right answer, 0 for any other.
 """
 
 import re
@@ -18,16 +18,16 @@ PASSED = 1.0  # the reward of a right answer
 
 @dataclass(frozen=True)
 class Question:
-    """A question and its reference answer; of `regex`, the pattern of right answers."""
+    """A question and its reference answer; for the task `regex`, the pattern of right answers."""
 
     messages: list[Message]  # all before the answer
     answer: str
-    entry: Any = None  # of reasoning-gym, which its score needs
+    entry: Any = None  # the whole entry of reasoning-gym, which its score needs
     tools: list[Any] | None = None
 
     @property
     def prompt(self) -> str:
-        """The last message, the user's or that of a tool."""
+        """The last message: the user's, or a tool's result."""
         return self.messages[-1]["content"]
 
 
@@ -50,11 +50,14 @@ class Task:
 
 
 def _gsm8k(completion: str, question: Question) -> float:
+    """Compare the numbers after ####, in which GSM8K writes its answers."""
+    # None is no right answer, not even to a reference without a number.
     number = final_number(completion)
     return float(number is not None and number == final_number(question.answer))
 
 
 def _multiple_choice(completion: str, question: Question) -> float:
+    """Compare the letters that completion and reference choose."""
     letter = chosen_letter(completion)
     return float(letter is not None and letter == chosen_letter(question.answer))
 
@@ -89,7 +92,8 @@ def check_name(task: str, where: str = "rl.task") -> None:
 
 
 def reference_problem(task: str, answer: str) -> str | None:
-    """Why a reference answer cannot be compared with, if so."""
+    """State why a reference answer cannot be compared with; None if it can."""
+    # Such a question would give reward 0 to every answer, without a word.
     if task == "gsm8k" and final_number(answer) is None:
         return "has no number after ####"
     if task == "multiple_choice" and chosen_letter(answer) is None:
