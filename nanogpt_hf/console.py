@@ -16,10 +16,19 @@ from typing import IO, Any
 
 from nanogpt_hf.runs.files import redact_urls
 
-# Loggers whose warnings are wrong or useless here: torchao's of kernels that this machine lacks, a
-# CPU where accelerate imports DeepSpeed, reports that our own errors state in a line, cut texts.
-_NOISY = ("torchao", "torchao.kernel.intmm", "torch.utils._pytree", "DeepSpeed")
-_NOISY += ("transformers.modeling_utils", "transformers.tokenization_utils_base")
+# Loggers whose warnings are wrong or useless here.
+_NOISY = (
+    # kernels that this machine lacks
+    "torchao",
+    "torchao.kernel.intmm",
+    "torch.utils._pytree",
+    # accelerate imports it, also on a CPU
+    "DeepSpeed",
+    # tables of missing weights, which our own errors state in a line
+    "transformers.modeling_utils",
+    # texts that are longer than the model, which are cut on purpose
+    "transformers.tokenization_utils_base",
+)
 _CONTROLS = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]|\r(?!\n)")  # not tabs and line ends
 
 
@@ -28,7 +37,8 @@ def escape_controls(text: str) -> str:
     return _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
-_failed_writes: list[OSError] = []  # of stdout, since it was last looked at
+# Failed writes to stdout since this list was last looked at.
+_failed_writes: list[OSError] = []
 
 
 def show_text(text: str, end: str = "", file: IO[str] | None = None) -> None:
@@ -66,11 +76,13 @@ def survive_closed_streams() -> None:
     """Let stdout and stderr survive the end of their reader, and escape what an encoding lacks."""
     for number, name in enumerate(("stdout", "stderr"), 1):
         stream = getattr(sys, name)
-        if stream is None:  # closed (`>&-`)
+        # Closed, by `>&-` in a shell.
+        if stream is None:
             replaced = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
         else:
             raw = io.BufferedWriter(_Output(number, "w", closefd=False))
             options = {key: getattr(stream, key) for key in ("encoding", "line_buffering")}
+            # A terminal in another encoding shows an escape, and no command ends by an error.
             replaced = io.TextIOWrapper(raw, errors="backslashreplace", **options)
         setattr(sys, name, replaced)
 
@@ -79,9 +91,10 @@ class _Console(logging.Handler):
     """Writes to the current sys.stdout and sys.stderr, above a progress bar."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        from tqdm import tqdm  # --help does without
+        # Here, since --help does without.
+        from tqdm import tqdm
 
-        # `to_stderr`: for lines of a command whose stdout is a model's text
+        # `to_stderr` marks lines of a command whose stdout is a model's text.
         on_stderr = record.levelno >= logging.WARNING or getattr(record, "to_stderr", False)
         stream = sys.stderr if on_stderr else sys.stdout
         with tqdm.external_write_mode(stream):
@@ -100,9 +113,11 @@ def configure_logging(log_level: str | None, rank: int = 0) -> Iterator[None]:
     """
     lowest = logging.WARNING if rank else logging.DEBUG
     level = max(lowest, getattr(logging, (log_level or "info").upper()))
-    for name in _NOISY:  # a level would not do: some of them set it when they are imported
+    # A filter and not a level: some libraries set the level when they are imported.
+    for name in _NOISY:
         logging.getLogger(name).addFilter(_is_error)
-    package, handler = logging.getLogger("nanogpt_hf"), _Console()
+    package = logging.getLogger("nanogpt_hf")
+    handler = _Console()
     handler.setFormatter(logging.Formatter(f"[rank {rank}] %(message)s" if rank else None))
     before = package.level
     package.setLevel(level)

@@ -1,4 +1,4 @@
-"""What this process has of the CPU: cores, threads, spin limit, bfloat16 instructions."""
+"""The CPU as this process may use it: cores, threads, spin limit, bfloat16 instructions."""
 
 import os
 from contextlib import suppress
@@ -21,14 +21,17 @@ def limit_spinning() -> None:
 
 def allowed_cores() -> int:
     """CPU cores that this process may use, by its affinity and its cgroup's quota; at least 1."""
-    affinity = getattr(os, "sched_getaffinity", None)  # not on macOS
+    # macOS has no affinity.
+    affinity = getattr(os, "sched_getaffinity", None)
     cores = len(affinity(0)) if affinity else os.cpu_count() or 1
     return max(1, min(cores, cgroup_quota() or cores))
 
 
 def cgroup_quota(path: Path = Path("/sys/fs/cgroup/cpu.max")) -> int | None:
     """Cores that the quota of this process's cgroup is worth, rounded up; None without a quota."""
-    with suppress(OSError, ValueError, ZeroDivisionError):  # `max` is no number
+    # The file holds a quota and a period in microseconds; without a quota it holds `max`, which is
+    # no number.
+    with suppress(OSError, ValueError, ZeroDivisionError):
         quota, period = map(int, path.read_text().split())
         return -(-quota // period)
     return None
@@ -44,10 +47,9 @@ def stated_threads(local_world_size: int = 1) -> int | None:
     stated = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     if not stated.isdecimal():
         return None
-    if (
-        "ACCELERATE_MIXED_PRECISION" in os.environ
-        and os.environ.get("OMP_DYNAMIC", "").lower() != "false"
-    ):
+    # This variable tells a process that was started by `accelerate launch`.
+    is_launched = "ACCELERATE_MIXED_PRECISION" in os.environ
+    if is_launched and os.environ.get("OMP_DYNAMIC", "").lower() != "false":
         import psutil
 
         if int(stated) == max(1, (psutil.cpu_count(logical=False) or 1) // local_world_size):
@@ -59,7 +61,7 @@ def share_threads(local_world_size: int) -> None:
     """Give each of a machine's processes its share of the allowed cores, at most torch's default,
     unless the user has set a number.
 
-    torch's default counts the machine's cores, not those of a container.
+    torch's default counts the cores of the machine, also in a container that may use a few of them.
     """
     import torch
 

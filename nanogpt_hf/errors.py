@@ -85,14 +85,15 @@ def explain(error: BaseException) -> str | None:
         return str(error)
     if is_out_of_memory(error):
         return "out of memory: use a smaller model, batch or block size, or free some memory"
-    # the reader of the output is gone, and would not read the line
+    # The reader of the output is gone, and would not read the line.
     if isinstance(error, BrokenPipeError):
         return None
     if isinstance(error, OSError):
+        # Of two paths, as in a rename, the second is the one that was to be written.
         path = error.filename2 or error.filename
         reason = error.strerror or one_line(error) or type(error).__name__
         return f"{os.fsdecode(path)}: {reason}" if isinstance(path, str | bytes) else reason
-    # Path.resolve, before Python 3.13
+    # Path.resolve raises it before Python 3.13.
     if isinstance(error, RuntimeError) and str(error).startswith("Symlink loop"):
         return f"{one_line(error).partition(' from ')[2].strip(chr(39))}: is a link to itself"
     if isinstance(error, RuntimeError) and "deterministic" in str(error):
@@ -100,6 +101,7 @@ def explain(error: BaseException) -> str | None:
             "train.deterministic, which train.gradient_groups implies, needs kernels that sum in a "
             f"fixed order, and torch has none on this device: {one_line(error)}; leave both out"
         )
+    # By name, since importing these libraries takes time.
     names = {f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in type(error).__mro__}
     if "safetensors.SafetensorError" in names:
         return f"a safetensors file cannot be read or written: {one_line(error)}"

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 
 def format_number(value: float, digits: int) -> str:
-    """A number with `digits` decimals: 3.1416; 1e+300 for one that would fill a line."""
+    """A number with `digits` decimals: 3.1416. One that would fill a line is 1e+300."""
     return f"{value:.{digits}f}" if abs(value) < 1e9 else f"{value:.3g}"
 
 
@@ -23,6 +23,7 @@ def format_duration(seconds: float) -> str:
 
 def format_bytes(size: float) -> str:
     """2.5e9 -> 2.5 GB, 3e6 -> 3.0 MB"""
+    # SI prefixes, powers of ten: so a disk of 1 TB has 1,000 GB.
     return f"{size / 1e9:,.1f} GB" if size >= 1e9 else f"{size / 1e6:,.1f} MB"
 
 
@@ -34,17 +35,19 @@ def plural(count: int, noun: str) -> str:
 
 
 def align(rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> str:
-    """Rows of cells as lines of text with aligned columns; those at `right` to the right."""
+    """Lay out rows of cells as lines of text with aligned columns; the columns numbered in `right`
+    are aligned to the right.
+    """
     widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
     right = set(right)
-    lines = (
-        "  ".join(
-            cell.rjust(width) if i in right else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    )
-    return "\n".join(line.rstrip() for line in lines)
+    lines = []
+    for row in rows:
+        cells = []
+        for number, (cell, width) in enumerate(zip(row, widths, strict=True)):
+            cells.append(cell.rjust(width) if number in right else cell.ljust(width))
+        # Without spaces at the end, which a narrow terminal would wrap.
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
 
 
 def shows_bars() -> bool:

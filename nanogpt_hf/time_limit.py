@@ -9,7 +9,8 @@ from collections.abc import Iterator
 
 from nanogpt_hf.errors import EXIT_USER_ERROR
 
-_REMINDERS = 3  # to code that catches every exception, before this process ends
+# Errors that are raised in code that catches every exception, before this process ends.
+_REMINDERS = 3
 
 
 class TimeUpError(BaseException):
@@ -21,9 +22,10 @@ def time_limit(seconds: float) -> Iterator[None]:
     """Raise TimeUpError in the block after `seconds`; a block that keeps catching it ends the
     process.
 
-    Unlike that of the main thread, the limit of another does not end a call of the system or of C
-    before it returns. On Windows there is none.
+    In the main thread, it ends calls of the system, too. In another thread, such a call, or one of
+    C code, ends only when it returns. On Windows there is no limit.
     """
+    # Only the main thread receives signals.
     if not hasattr(signal, "setitimer"):
         yield
     elif threading.current_thread() is threading.main_thread():
@@ -42,7 +44,7 @@ def _end_process(seconds: float) -> None:
 
 @contextlib.contextmanager
 def _alarms(seconds: float) -> Iterator[None]:
-    """The limit of the main thread, by a signal."""
+    """Limit the main thread by a signal."""
     alarms = 0
 
     def give_up(*_: object) -> None:
@@ -54,7 +56,8 @@ def _alarms(seconds: float) -> Iterator[None]:
 
     before = signal.signal(signal.SIGALRM, give_up)
     try:
-        signal.setitimer(signal.ITIMER_REAL, seconds, seconds + 1)  # after the cleanup of the first
+        # Further alarms are a second further apart, for the cleanup after the first.
+        signal.setitimer(signal.ITIMER_REAL, seconds, seconds + 1)
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -63,8 +66,11 @@ def _alarms(seconds: float) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _thread_alarms(seconds: float) -> Iterator[None]:
-    """The limit of another thread, by a second one that raises the error in it."""
-    limited, lock, over = ctypes.c_ulong(threading.get_ident()), threading.Lock(), threading.Event()
+    """Limit this thread, which is not the main one, by a second one that raises the error in it."""
+    limited = ctypes.c_ulong(threading.get_ident())
+    over = threading.Event()
+    # Held while the error is raised, so that it cannot come after the end of the block.
+    lock = threading.Lock()
     raise_in = ctypes.pythonapi.PyThreadState_SetAsyncExc
 
     def remind() -> None:
@@ -85,4 +91,5 @@ def _thread_alarms(seconds: float) -> Iterator[None]:
     finally:
         with lock:
             over.set()
-            raise_in(limited, None)  # one that was not raised yet
+            # Take back an error that was set and not raised yet.
+            raise_in(limited, None)
