@@ -1,6 +1,7 @@
 """The `export` command; the folders open without this package."""
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -130,11 +131,31 @@ def test_failed_export_leaves_no_new_parent(model, tmp_path, refused):
     assert "file/a: cannot be written: Not a directory" in refused("export", "model", "file/a")
 
 
+@pytest.fixture(scope="module")
+def convert_once(tmp_path_factory):
+    """A function like `export_onnx` that converts the model once, and later copies the files."""
+    from nanogpt_hf.export.onnx import export_onnx
+
+    converted = tmp_path_factory.mktemp("onnx")
+    differences = []
+
+    def convert(folder, model, tokenizer):
+        if not differences:
+            differences.append(export_onnx(converted, model, tokenizer))
+        shutil.copytree(converted, folder, dirs_exist_ok=True)
+        return differences[0]
+
+    return convert
+
+
 @pytest.mark.parametrize("kind", ["safetensors", "gguf", "onnx"])
 @pytest.mark.parametrize("card", [None, "the card", "of a run", "of an adapter"])
-def test_every_export_has_a_card(model, capsys, kind, card):
+def test_every_export_has_a_card(model, capsys, monkeypatch, request, kind, card):
     for package in {"gguf": ["gguf"], "onnx": ["onnx", "onnxscript", "onnxruntime"]}.get(kind, []):
         pytest.importorskip(package, reason=f"the package {package} is not installed")
+    if kind == "onnx":
+        convert = request.getfixturevalue("convert_once")
+        monkeypatch.setattr("nanogpt_hf.export.onnx.export_onnx", convert)
     path = Path("model/README.md")
     path.unlink()
     if card and card.startswith("of"):

@@ -20,17 +20,6 @@ GOOD = '{"text": "good"}'
 TURNS = {"prompt": "a", "completion": "b"}
 
 
-@pytest.fixture
-def write(tmp_path):
-    def write(name, data):
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(data if isinstance(data, bytes) else data.encode())
-        return path
-
-    return write
-
-
 def lines(*rows):
     return "".join(f"{json.dumps(row)}\n" for row in rows)
 

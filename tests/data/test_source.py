@@ -81,17 +81,6 @@ FORMATS = (".txt", ".md", ".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parque
 
 
 @pytest.fixture
-def write(tmp_path):
-    def write(name, data):
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(data if isinstance(data, bytes) else data.encode())
-        return path
-
-    return write
-
-
-@pytest.fixture
 def texts_in(write, tmp_path):
     """A function that writes a file and gives its documents."""
     return lambda name, data: texts_of(write(name, data), tmp_path)

@@ -113,6 +113,7 @@ def whole_gradient_bytes(model) -> int:
 
 def on_rank(rank: int, port: int, kind: str, file: Path) -> None:
     torch.set_num_threads(1)
+    gc.freeze()  # else each collection below would search what the parent has
     # accelerate slices its mesh in a way that torch will not support for ever
     warnings.simplefilter("ignore")
     os.environ.update(Mesh.of(LAYOUTS[kind], rank).environment(), MASTER_PORT=str(port))

@@ -14,23 +14,17 @@ HOSTILE = "<img src=x onerror='window.hit = 1'><script>window.hit = 1</script>"
 ENTER, ESCAPE, TAB = "\ue007", "\ue00c", "\ue004"
 
 
-@pytest.fixture(scope="module")
-def server(chat_model, running):
-    with running(chat_model, "parrot") as server:
-        yield server
-
-
 @pytest.fixture
-def answers(monkeypatch, server):
+def answers(monkeypatch, chat_server):
     """Scripted answers, each a text or (text, seconds per token); returns the requests: prompt
     and options.
     """
     asked, answers = [], []
 
     def generate(model, ids, **options):
-        asked.append({"prompt": server.served.tokenizer.decode(ids), **options})
+        asked.append({"prompt": chat_server.served.tokenizer.decode(ids), **options})
         text, seconds = answers.pop(0)
-        for token in server.served.tokenizer(text, add_special_tokens=False)["input_ids"]:
+        for token in chat_server.served.tokenizer(text, add_special_tokens=False)["input_ids"]:
             time.sleep(seconds)
             yield [token]
 
@@ -39,10 +33,10 @@ def answers(monkeypatch, server):
 
 
 @pytest.fixture
-def page(browser, server):
+def page(browser, chat_server):
     browser.requests()
     browser.errors()
-    browser.ask("/url", {"url": f"http://127.0.0.1:{server.port}/"})
+    browser.ask("/url", {"url": f"http://127.0.0.1:{chat_server.port}/"})
     wait_for(browser, "document.title === 'Chat with parrot'")
     return browser
 
@@ -64,7 +58,7 @@ def texts(page):
     return page.run("return [...document.querySelectorAll('#log .text')].map(p => p.textContent)")
 
 
-def test_an_answer_is_shown_as_text_and_nothing_else_is_requested(page, server, answers):
+def test_an_answer_is_shown_as_text_and_nothing_else_is_requested(page, chat_server, answers):
     answers[0].append((f"Hi {HOSTILE}", 0))
     ask(page, f"Say {HOSTILE}")
     assert texts(page) == [f"Say {HOSTILE}", f"Hi {HOSTILE}"]
@@ -73,7 +67,7 @@ def test_an_answer_is_shown_as_text_and_nothing_else_is_requested(page, server, 
         "script').length === 0"
     )
     own = [
-        f"http://127.0.0.1:{server.port}{path}"
+        f"http://127.0.0.1:{chat_server.port}{path}"
         for path in ("/", "/v1/models", "/v1/chat/completions")
     ]
     # the first tab

@@ -32,19 +32,13 @@ SILENT = {
 }
 
 
-@pytest.fixture(scope="module")
-def server(letter_model, running):
-    with running(letter_model, "letters") as server:
-        yield server
-
-
 @contextmanager
-def sent(server, data, buffer=None):
+def sent(base_server, data, buffer=None):
     with socket.socket() as connection:
         if buffer:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
         connection.settimeout(30)
-        connection.connect(("127.0.0.1", server.port))
+        connection.connect(("127.0.0.1", base_server.port))
         connection.sendall(data)
         if data == WHOLE:  # the rest comes later: uvicorn's own limit ends with its first byte
             answer = b""
@@ -67,10 +61,10 @@ def received(connection):
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", SILENT)
-def test_a_silent_client_is_disconnected(server, monkeypatch, kind):
+def test_a_silent_client_is_disconnected(base_server, monkeypatch, kind):
     monkeypatch.setattr("nanogpt_hf.serving.server.CLIENT_SECONDS", 0.5)
     monkeypatch.setattr(app, "BODY_SECONDS", 0.2)
-    with sent(server, SILENT[kind]) as connection:
+    with sent(base_server, SILENT[kind]) as connection:
         answer = received(connection)
     if kind in ("half a body", "half a chunk"):
         head, _, body = answer.partition(b"\r\n\r\n")
@@ -78,16 +72,16 @@ def test_a_silent_client_is_disconnected(server, monkeypatch, kind):
         error = json.loads(body)["error"]
         assert "0.2 seconds" in error["message"]
         assert error["type"] == "invalid_request_error"
-    wait_until(lambda: not server.server_state.connections)
+    wait_until(lambda: not base_server.server_state.connections)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["header", "body"])
-def test_a_client_that_sends_a_byte_now_and_then_is_disconnected(server, monkeypatch, kind):
+def test_a_client_that_sends_a_byte_now_and_then_is_disconnected(base_server, monkeypatch, kind):
     monkeypatch.setattr("nanogpt_hf.serving.server.CLIENT_SECONDS", 0.5)
     monkeypatch.setattr(app, "BODY_SECONDS", 0.2)
     start = HEADER + (b"Content-Length: 9999\r\n\r\n" if kind == "body" else b"X-Slow: ")
-    with sent(server, start) as connection:
+    with sent(base_server, start) as connection:
         for _ in range(2000):
             try:
                 connection.sendall(b" ")
@@ -98,22 +92,22 @@ def test_a_client_that_sends_a_byte_now_and_then_is_disconnected(server, monkeyp
 
 
 @pytest.mark.parametrize("kind", SILENT)
-def test_silent_clients_leave_a_place_for_others(server, monkeypatch, kind):
+def test_silent_clients_leave_a_place_for_others(base_server, monkeypatch, kind):
     monkeypatch.setattr("nanogpt_hf.serving.server.MAX_CONNECTIONS", 4)
     with ExitStack() as stack:
         for _ in range(8):
-            stack.enter_context(sent(server, SILENT[kind]))
+            stack.enter_context(sent(base_server, SILENT[kind]))
         for _ in range(4):
-            assert post(server, "/v1/models", None, method="GET")[0] == 200
-            assert post(server, PATH, b'{"prompt": "abc"}')[0] == 200
-        assert len(server.server_state.connections) <= 5
-    wait_until(lambda: not server.server_state.connections)
+            assert post(base_server, "/v1/models", None, method="GET")[0] == 200
+            assert post(base_server, PATH, b'{"prompt": "abc"}')[0] == 200
+        assert len(base_server.server_state.connections) <= 5
+    wait_until(lambda: not base_server.server_state.connections)
 
 
 @pytest.fixture
-def small_buffers(server):
+def small_buffers(base_server):
     """Connections whose other side must read; the system buffers megabytes else."""
-    listener = server.servers[0].sockets[0]
+    listener = base_server.servers[0].sockets[0]
     size = listener.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     yield
@@ -121,31 +115,31 @@ def small_buffers(server):
 
 
 @pytest.mark.long
-def test_streams_that_nobody_reads_keep_no_turn(server, monkeypatch, small_buffers):
+def test_streams_that_nobody_reads_keep_no_turn(base_server, monkeypatch, small_buffers):
     monkeypatch.setattr(generation, "generate_tokens", lambda *_, **__: iter([[0]] * 300))
     monkeypatch.setattr("nanogpt_hf.serving.server.CLIENT_SECONDS", 60)
-    connections = server.server_state.connections
+    connections = base_server.server_state.connections
     with ExitStack() as stack:
         for _ in range(generation.ACTIVE):
-            stack.enter_context(sent(server, STREAM, buffer=2048))
+            stack.enter_context(sent(base_server, STREAM, buffer=2048))
 
         def unread() -> int:
             return sum(one._unread_since < math.inf for one in connections)
 
         wait_until(lambda: unread() == generation.ACTIVE)
-        status, answer = post(server, PATH, b'{"prompt": "abc"}')
+        status, answer = post(base_server, PATH, b'{"prompt": "abc"}')
         assert (status, json.loads(answer)["usage"]["completion_tokens"]) == (200, 300)
         assert unread() == generation.ACTIVE
         monkeypatch.setattr("nanogpt_hf.serving.server.CLIENT_SECONDS", 0.1)
         wait_until(lambda: not connections)
-    wait_until(lambda: not server.served.requests)
-    assert server.served.turns._value == generation.ACTIVE
+    wait_until(lambda: not base_server.served.requests)
+    assert base_server.served.turns._value == generation.ACTIVE
 
 
 @pytest.mark.long
-def test_a_slow_reader_gets_the_whole_stream(server, monkeypatch, small_buffers):
+def test_a_slow_reader_gets_the_whole_stream(base_server, monkeypatch, small_buffers):
     monkeypatch.setattr(generation, "generate_tokens", lambda *_, **__: iter([[0]] * 300))
-    with sent(server, STREAM, buffer=2048) as connection:
+    with sent(base_server, STREAM, buffer=2048) as connection:
         data = b""
         while b"data: [DONE]" not in data:
             part = connection.recv(4096)
@@ -155,55 +149,37 @@ def test_a_slow_reader_gets_the_whole_stream(server, monkeypatch, small_buffers)
     assert data.count(b'"text": "\\n"') == 300
 
 
-@pytest.fixture
-def endless(monkeypatch):
-    """Generation that never ends; returns the sequences that are being generated."""
-    active = []
-
-    def generate(model, ids, **options):
-        active.append(ids)
-        try:
-            while True:
-                time.sleep(0.002)
-                yield [0]
-        finally:
-            active.remove(ids)
-
-    monkeypatch.setattr(generation, "generate_tokens", generate)
-    return active
-
-
-def test_more_clients_than_places_that_all_work_get_a_503(server, monkeypatch, endless):
+def test_more_clients_than_places_that_all_work_get_a_503(base_server, monkeypatch, endless):
     monkeypatch.setattr("nanogpt_hf.serving.server.MAX_CONNECTIONS", 1)
-    with sent(server, STREAM) as connection:
+    with sent(base_server, STREAM) as connection:
         assert connection.recv(100).startswith(b"HTTP/1.1 200")
-        status, answer = post(server, "/v1/models", None, method="GET")
+        status, answer = post(base_server, "/v1/models", None, method="GET")
         assert (status, json.loads(answer)["error"]["type"]) == (503, "server_error")
     wait_until(lambda: not endless)
 
 
-def test_more_requests_than_can_wait_get_a_503(server, monkeypatch, endless):
+def test_more_requests_than_can_wait_get_a_503(base_server, monkeypatch, endless):
     monkeypatch.setattr(generation, "MAX_REQUESTS", 1)
     for body in (BODY, b'{"prompt": "abc"}'):
-        with sent(server, STREAM) as connection:
+        with sent(base_server, STREAM) as connection:
             assert connection.recv(100).startswith(b"HTTP/1.1 200")
-            status, answer = post(server, PATH, body)
+            status, answer = post(base_server, PATH, body)
             error = json.loads(answer)["error"]
             assert (status, error["code"]) == (503, "server_overloaded")
-            assert post(server, "/v1/models", None, method="GET")[0] == 200
-        wait_until(lambda: not server.served.requests)
+            assert post(base_server, "/v1/models", None, method="GET")[0] == 200
+        wait_until(lambda: not base_server.served.requests)
 
 
-def test_streams_that_end_before_they_begin_leave_no_trace(server, endless):
+def test_streams_that_end_before_they_begin_leave_no_trace(base_server, endless):
     for _ in range(20):
-        with sent(server, STREAM):
+        with sent(base_server, STREAM):
             pass
-    wait_until(lambda: not server.server_state.connections and not server.served.requests)
+    wait_until(lambda: not base_server.server_state.connections and not base_server.served.requests)
     wait_until(lambda: not endless)
-    assert server.served.turns._value == generation.ACTIVE
+    assert base_server.served.turns._value == generation.ACTIVE
 
 
-def test_a_slow_encoding_does_not_stop_other_requests(server, monkeypatch):
+def test_a_slow_encoding_does_not_stop_other_requests(base_server, monkeypatch):
     entered, go_on = threading.Event(), threading.Event()
 
     def encode(tokenizer, prompt):
@@ -213,29 +189,29 @@ def test_a_slow_encoding_does_not_stop_other_requests(server, monkeypatch):
 
     monkeypatch.setattr(generation, "prompt_ids", encode)
     with ThreadPoolExecutor(1) as pool:
-        slow = pool.submit(post, server, PATH, b'{"prompt": "abc"}')
+        slow = pool.submit(post, base_server, PATH, b'{"prompt": "abc"}')
         try:
             assert entered.wait(30)
-            assert post(server, "/v1/models", None, method="GET")[0] == 200
-            assert post(server, PATH, b'{"prompt": 5}')[0] == 400
+            assert post(base_server, "/v1/models", None, method="GET")[0] == 200
+            assert post(base_server, PATH, b'{"prompt": 5}')[0] == 400
         finally:
             go_on.set()
         assert slow.result()[0] == 200
 
 
 @pytest.mark.parametrize("path", [PATH, "/v1/embeddings"])
-def test_a_body_of_tiny_chunks_is_cut_off(server, path):
-    with sent(server, HEADER.replace(PATH.encode(), path.encode())) as connection:
+def test_a_body_of_tiny_chunks_is_cut_off(base_server, path):
+    with sent(base_server, HEADER.replace(PATH.encode(), path.encode())) as connection:
         connection.sendall(b"Transfer-Encoding: chunked\r\n\r\n")
         with suppress(OSError):
             connection.sendall(b"1\r\n \r\n" * (app.MAX_BODY // 4))
         # It has the answer 404 at most, and its end.
         assert received(connection).count(b"HTTP/1.1") <= (path != PATH)
-    wait_until(lambda: not server.server_state.connections)
+    wait_until(lambda: not base_server.server_state.connections)
 
 
-def test_a_body_in_chunks_is_read(server):
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+def test_a_body_in_chunks_is_read(base_server):
+    connection = http.client.HTTPConnection("127.0.0.1", base_server.port, timeout=30)
     chunks = [b'{"prompt": ', b'"abc"}']
     headers = {"Content-Type": "application/json"}
     connection.request("POST", PATH, iter(chunks), headers, encode_chunked=True)
@@ -255,8 +231,8 @@ def test_a_body_in_chunks_is_read(server):
         (415, "POST", "/v1/completions", "Content-Type"),
     ],
 )
-def test_errors_are_objects_of_the_api(server, status, method, path, word):
-    got, answer = post(server, path, b"{}", headers=(), method=method)
+def test_errors_are_objects_of_the_api(base_server, status, method, path, word):
+    got, answer = post(base_server, path, b"{}", headers=(), method=method)
     error = json.loads(answer)["error"]
     assert (got, error["type"]) == (status, "invalid_request_error")
     assert word in error["message"]

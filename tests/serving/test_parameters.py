@@ -17,18 +17,6 @@ if find_spec("openai") is None:
 pytest.importorskip("uvicorn", reason="the extra `serve` is not installed")
 
 
-@pytest.fixture(scope="module")
-def chat_server(chat_model, running):
-    with running(chat_model, "parrot") as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def base_server(letter_model, running):
-    with running(letter_model, "letters") as server:
-        yield server
-
-
 # parameter: (values that are accepted, values that are refused); null is always accepted
 _TOOL = {"type": "function", "function": {"name": "f"}}
 _BOTH: dict[str, tuple[list, list]] = {

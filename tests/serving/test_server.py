@@ -7,7 +7,6 @@ import io
 import json
 import socket
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 
@@ -34,18 +33,6 @@ def imported_client():
     """
     global openai
     import openai
-
-
-@pytest.fixture(scope="module")
-def chat_server(chat_model, running):
-    with running(chat_model, "parrot") as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def base_server(letter_model, running):
-    with running(letter_model, "letters") as server:
-        yield server
 
 
 @pytest.fixture
@@ -279,24 +266,6 @@ def test_many_clients_at_once_lose_nothing(base_server, base):
     expected = [client(seed, stream=False) for seed in range(12)]
     with ThreadPoolExecutor(12) as pool:
         assert list(pool.map(client, range(12), [False, True] * 6)) == expected
-
-
-@pytest.fixture
-def endless(monkeypatch):
-    """Generation that never ends; returns the sequences that are being generated."""
-    active = []
-
-    def generate(model, ids, **options):
-        active.append(ids)
-        try:
-            while True:
-                time.sleep(0.002)
-                yield [0]
-        finally:
-            active.remove(ids)
-
-    monkeypatch.setattr(generation, "generate_tokens", generate)
-    return active
 
 
 def test_a_client_that_disconnects_frees_its_slot(base_server, base, endless):

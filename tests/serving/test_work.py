@@ -21,12 +21,6 @@ def chat(chat_model):
     return ChatFormat(AutoTokenizer.from_pretrained(chat_model))
 
 
-@pytest.fixture(scope="module")
-def served_chat(chat_model, running):
-    with running(chat_model, "parrot") as server:
-        yield server
-
-
 @pytest.fixture
 def encoded(chat, monkeypatch):
     """The number of characters of each call of the tokenizer."""
@@ -176,8 +170,8 @@ LARGE = {
 
 
 @pytest.mark.parametrize("kind", LARGE)
-def test_a_large_request_is_answered_briefly(served_chat, encoded, kind):
-    status, answer = post(served_chat, "/v1/chat/completions", LARGE[kind])
+def test_a_large_request_is_answered_briefly(chat_server, encoded, kind):
+    status, answer = post(chat_server, "/v1/chat/completions", LARGE[kind])
     assert status == (200 if kind in ("metadata", "parts", "truncated messages") else 400)
     assert len(answer) < 2000
     assert sum(encoded) < 2.5 * len(LARGE[kind])
@@ -196,8 +190,8 @@ PROMPTS = {
 
 
 @pytest.mark.parametrize("kind", PROMPTS)
-def test_a_large_prompt_is_refused_briefly(served_chat, encoded, kind):
-    status, answer = post(served_chat, "/v1/completions", PROMPTS[kind])
+def test_a_large_prompt_is_refused_briefly(chat_server, encoded, kind):
+    status, answer = post(chat_server, "/v1/completions", PROMPTS[kind])
     assert status == 400
     assert json.loads(answer)["error"]["param"] == "prompt"
     assert len(answer) < 2000
