@@ -428,21 +428,21 @@ def test_questions_of_evaluate_that_the_template_refuses_are_named(
     from argparse import Namespace
 
     from nanogpt_hf.data.tokenizer import build_tokenizer
-    from nanogpt_hf.evaluation.questions import _load_question_task
+    from nanogpt_hf.evaluation.questions import load_question_task
 
     rows = [of_method("rl", QUESTION | {"content": f"{n}?"}, n) for n in range(5)]
     path = write("rows.jsonl", lines(*rows, of_method("rl", QUESTION | {"content": "raise"})))
     options = {"limit": None, "samples": None, "temperature": None, "max_new_tokens": 8}
 
     def loaded(limit):
-        return _load_question_task(
-            "rl:exact",
-            SimpleNamespace(
-                arguments=Namespace(questions=str(path), batch_size=2, **options),
-                tokenizer=build_tokenizer(str(refusing_tokenizer), ()),
-                knobs={"max_bad_rows": limit},
-                positions=64,
-            ),
+        request = SimpleNamespace(
+            arguments=Namespace(batch_size=2, **options),
+            tokenizer=build_tokenizer(str(refusing_tokenizer), ()),
+            knobs={"max_bad_rows": limit},
+            positions=64,
+        )
+        return load_question_task(
+            "exact", request, title="rl:exact", source=str(path), option="--questions"
         )
 
     assert f"{path}: row 6: the model's chat template fails" in refusal(loaded, 0)
