@@ -144,15 +144,17 @@ def test_tensorboard_continues_and_has_each_step_once(pretrain):
     assert values_by_step == pytest.approx(column(run, "train/loss"))
 
 
-def test_wandb_continues_the_run_without_secrets(tmp_path, write_recipe, monkeypatch):
+def test_wandb_continues_the_run_without_secrets(tmp_path, write_recipe, monkeypatch, text_file):
     # in new processes: wandb keeps a service and settings within a process
     pytest.importorskip("wandb", reason="wandb is not installed")
     monkeypatch.setenv("SOME_TOKEN", "t0ken")
     run = RunFolder(tmp_path / "run")
+    rows = tmp_path / "rows.jsonl"
+    lines = text_file.read_text().splitlines()
+    rows.write_text("".join(json.dumps({SECRET: line}) + "\n" for line in lines))
+    knobs = {"data__source": str(rows), "optim__warmup_steps": 1, "tracking__trackers": ["wandb"]}
     for steps, flags in (2, []), (4, ["--resume"]):
-        recipe = write_recipe(
-            train__max_steps=steps, optim__warmup_steps=1, tracking__trackers=["wandb"]
-        )
+        recipe = write_recipe(train__max_steps=steps, **knobs)
         options = ["--run-dir", run.path, "--data.text_column", SECRET, *flags]
         assert Forked(["pretrain", recipe, *options]).wait(120) == 0
     folders = sorted((run.path / "wandb").glob("offline-run-*"))
