@@ -100,7 +100,7 @@ def test_command_of_one_process_refuses_a_launch_of_several(refused, monkeypatch
     for name, value in launched.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setenv("WORLD_SIZE", "2")
-    several = {"prepare", "pretrain", "finetune", "rl", "align"}
+    several = {"prepare", "pretrain", "finetune", "rl", "align", "resume"}
     several |= {"sample", "evaluate", "verify", "bench", "doctor"}
     line = refused(command, "--nosuch", "1")
     assert line.startswith(f"{command} runs in one process, and a") == (command not in several)
