@@ -49,19 +49,20 @@ def reading(path: Path) -> Iterator[None]:
         is_missing = isinstance(error, FileNotFoundError) and error.strerror
         raise DamagedFileError(f"{path}: {'is missing' if is_missing else reason}") from None
     except RecursionError:
+        # A text of many brackets, which json reads by recursion.
         raise DamagedFileError(f"{path}: is damaged: it is nested too deeply") from None
     except Exception as error:
         raise DamagedFileError(f"{path}: is damaged: {one_line(error)}") from None
 
 
 def read_json(path: Path, kind: Any) -> Any:
-    """The content of a JSON file as the type `kind`; see `as_type`. Raises DamagedFileError."""
+    """Return the content of a JSON file as the type `kind` (`as_type`). Raises DamagedFileError."""
     with reading(path):
         return as_type(json.loads(path.read_bytes().decode("utf-8")), kind)
 
 
 def read_json_lines(path: Path, check: Callable[[Any], bool]) -> list[Any]:
-    """The values in a file of one per line that pass `check`; none if there is no file.
+    """Return the values in a file of one per line that pass `check`; none if there is no file.
 
     Others are skipped with one warning; an incomplete last line, cut by a kill or being written
     now, silently.

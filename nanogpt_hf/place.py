@@ -31,19 +31,19 @@ _caught: list[int] = []
 
 
 def is_vacant(folder: Path) -> bool:
-    """Whether `folder` does not exist, or is empty."""
+    """Return whether `folder` does not exist, or is empty."""
     if not os.path.lexists(folder):
         return True
     return folder.is_dir() and all(path.name in _NO_CONTENT for path in folder.iterdir())
 
 
 def hidden(folder: Path, ending: str = _PARTIAL) -> Path:
-    """The hidden folder or file beside `folder`, such as .best.partial."""
+    """Return the hidden folder or file next to `folder`, such as .best.partial."""
     return folder.with_name(f".{folder.name}{ending}")
 
 
 def partial_of(folder: Path) -> Path:
-    """The hidden folder that `filled_folder` fills."""
+    """Return the hidden folder that `filled_folder` fills."""
     return folder / _PARTIAL if folder.is_dir() else hidden(folder)
 
 
@@ -52,7 +52,7 @@ def old_of(folder: Path) -> Path:
 
 
 def lock_of(folder: Path) -> Path:
-    """The lock file for writing `folder`."""
+    """Return the lock file for writing `folder`."""
     return folder / _LOCK if folder.is_dir() else hidden(folder, _LOCK)
 
 

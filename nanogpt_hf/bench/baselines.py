@@ -58,6 +58,7 @@ def bare_step(work: Workload) -> Callable[[], None]:
     batches = work.run.batches
     optim = work.run.config.optim
     device = accelerator.device
+    # The same start, so that both have the same arithmetic.
     model = start_model(work.run.config, work.run.model_config.vocab_size, None).to(device).train()
     optimizer = build_optimizer(model, optim)
     # It compiles the blocks if the accelerate config does.
@@ -102,7 +103,7 @@ def pairs_with_bare(work: Workload, windows: int, steps: int) -> list[Pair]:
 
 
 class _Rows(torch.utils.data.IterableDataset):
-    """The sequences of our batches, one by one, endlessly."""
+    """Sequences of our batches, one by one, endlessly."""
 
     def __init__(self, work: Workload):
         self.batches = work.run.batches

@@ -1,5 +1,5 @@
-"""The workload of a bench, a training run without a run folder: the time of its steps, and the
-bytes that collectives send, which do not depend on how busy a machine is.
+"""Workload of a bench, a training run without a run folder: the time of its steps, and the bytes
+that collectives send, which do not depend on how busy a machine is.
 """
 
 import time
@@ -74,6 +74,7 @@ Spread = dict[str, float]
 
 def spread(values: list[float]) -> Spread:
     """Median and quartiles of repeated measurements."""
+    # Quartiles, since a busy machine has outliers in one direction.
     median, low, high = np.quantile(values, (0.5, 0.25, 0.75)).tolist()
     return {"median": median, "low": low, "high": high}
 
@@ -158,8 +159,8 @@ def _sent(kind: str, whole: int, size: int) -> float:
 
 
 def _group_size(arguments: list[Any]) -> int:
-    """The size of the process group among the arguments of a collective: an object, or the last
-    string, its name.
+    """Return the size of the process group among the arguments of a collective: an object, or the
+    last string, its name.
     """
     for argument in arguments:
         if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
@@ -191,7 +192,7 @@ class SyntheticData:
 
 
 def small_config(name: str, world_size: int) -> Config:
-    """The recipe if none is given: 0.8 M parameters, one micro-batch per process and step."""
+    """Return a recipe if none is given: 0.8 M parameters, a micro-batch per process and step."""
     return Config(
         name=name,
         model=ModelSection(n_layer=4, n_head=4, n_embd=128, n_positions=128),
@@ -204,6 +205,7 @@ def synthetic_data(config: Config, vocab_size: int | None = None) -> SyntheticDa
     """Enough random tokens for a few steps of `config`, of the prepared data's or its tokenizer's
     vocabulary if none is given.
     """
+    # A run needs a vocabulary, prepared or not, since its size decides the cost of the head.
     vocab_size = vocab_size or known_vocab_size(config.data, find_manifest(config.data))[0]
     # As many as four steps read, and the target of the last token.
     stream = synthetic_tokens(

@@ -69,7 +69,7 @@ _SCALARS = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.equal.def
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What a process of a run needs in a step of `micro_batches`."""
+    """Bytes that a process of a run needs in a step of `micro_batches`."""
 
     # The process that was rehearsed, in words, and the micro-batches of its step.
     process: str
@@ -80,7 +80,7 @@ class Rehearsal:
     waits: dict[str, int]  # lines of code that ask for a value, and how often
 
     def lines(self) -> list[str]:
-        """As text."""
+        """Format as lines of text."""
         sent = [f"{kind} {format_bytes(size)}" for kind, size in self.sent.items()]
         step = f"a step with accumulation {self.micro_batches}"
         memory = f"{format_bytes(self.state)} before it, {format_bytes(self.peak)} at its peak"
@@ -131,7 +131,7 @@ class _Meter(TorchDispatchMode):
 
 
 def _own_line(stack: traceback.StackSummary) -> str:
-    """The innermost line of this package in a stack, and its text."""
+    """Return the innermost line of this package in a stack, and its text."""
     root = os.path.dirname(nanogpt_hf.__file__)
     frame = [
         frame
@@ -181,8 +181,8 @@ class _Replacements(ExitStack):
 
 @contextmanager
 def _faked(launch: Launch, meter: _Meter, rank: int, sent: dict[type, Any]) -> Iterator[None]:
-    """The private interfaces, replaced: process `rank` of a launch without the others. `sent`:
-    the shapes and dtypes of the previous stage's output.
+    """Replace the private interfaces: process `rank` of a launch without the others. `sent`: the
+    shapes and dtypes of the previous stage's output.
     """
     with _Replacements() as replacements:
         _run_on_a_device(replacements, launch)

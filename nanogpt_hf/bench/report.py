@@ -71,7 +71,7 @@ def measure_all(work: Workload, windows: int, log: Callable[[str], None]) -> dic
 
 
 def summary_lines(figures: dict[str, Any]) -> list[str]:
-    """The measurements as lines of text; n/a for what cannot be measured here."""
+    """Return the measurements as lines of text; n/a for what cannot be measured here."""
     # One line per figure, its name in a column of twelve letters.
     windows = (
         f"{plural(figures['windows'], 'window')} of {plural(figures['steps_per_window'], 'step')}"
@@ -113,6 +113,7 @@ def compare_with_baseline(
     ours, theirs = (spread(list(side)) for side in zip(*pairs, strict=True))
     # The ratio of each pair, not of the medians: both sides of a pair had the same machine.
     ratio = spread([ours_seconds / theirs_seconds for ours_seconds, theirs_seconds in pairs])
+    # Median and quartiles of the ratio, since single pairs differ by what else the machine does.
     line = (
         f"against     {baseline}: {ratio['median']:.3f} of its time per step ({ratio['low']:.3f} "
         f"to {ratio['high']:.3f}); ours {ours['median'] * 1e3:,.2f} ms, theirs "

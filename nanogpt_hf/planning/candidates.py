@@ -143,7 +143,7 @@ def _launches(config: Config, model: PreTrainedModel, cluster: Cluster) -> Itera
 def _costed(
     config: Config, model: PreTrainedModel, cluster: Cluster, launch: Launch, compute: float
 ) -> Iterator[Candidate]:
-    """The layouts of a launch: with the largest micro-batch that fits, or 1; in a pipeline
+    """Return the layouts of a launch: with the largest micro-batch that fits, or 1; in a pipeline
     with all that fit.
     """
     block_size = config.data.block_size
@@ -165,8 +165,8 @@ def _costed(
 
 
 def _slowest_stage(model: PreTrainedModel, stages: int) -> float:
-    """How long the slowest stage of a pipeline computes, which sets the pace, as a multiple of
-    the mean.
+    """Measure how long the slowest stage of a pipeline computes, which sets the pace, as a multiple
+    of the mean.
     """
     blocks = model.config.num_hidden_layers
     # The head takes as long as so many blocks.
@@ -199,7 +199,7 @@ def waiting_seconds(
 
 @dataclass(frozen=True)
 class Proposal:
-    """The proposed layout, and the best of each family: the fastest that fits, or the smallest."""
+    """Proposed layout, and the best of each family: the fastest that fits, or the smallest."""
 
     cluster: Cluster
     layout: Candidate
@@ -207,8 +207,8 @@ class Proposal:
 
 
 def propose(config: Config, model: PreTrainedModel, cluster: Cluster, mfu: float) -> Proposal:
-    """The fastest layout that fits for a run of `config`, or the simplest of those that are
-    nearly as fast. Raises UserError if none fits.
+    """Return the fastest layout that fits for a run of `config`, or the simplest of the layouts
+    that are nearly as fast. Raises UserError if none fits.
     """
     found = candidates(config, model, cluster, mfu)
     by_cost = sorted(found, key=lambda one: (cluster.lacks(one), one.step_seconds), reverse=True)
@@ -241,6 +241,7 @@ def _misfit(config: Config, cluster: Cluster, found: list[Candidate]) -> str:
             f"{cluster.gpus:,} GPUs; make it a multiple of {cluster.gpus:,} × data.block_size "
             f"{size:,} = {cluster.gpus * size:,}, or use fewer GPUs"
         )
+    # What lacks the least memory shows how far the cluster is from it.
     smallest = min(found, key=lambda candidate: candidate.memory.peak)
     return (
         f"no layout over {cluster.gpus} × {cluster.name} fits: the smallest, "

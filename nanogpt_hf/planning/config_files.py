@@ -19,7 +19,7 @@ class NotEstimated(UserError):  # noqa: N818  (not an error of every command)
 
 
 def read_launch(path: str) -> Launch:
-    """The launch of an accelerate config file.
+    """Return the launch of an accelerate config file.
 
     Raises UserError if it is no such file, and NotEstimated for settings that are not estimated.
     """
@@ -38,7 +38,7 @@ def read_launch(path: str) -> Launch:
 
 
 def _launch_of(path: str, config: Any) -> Launch:
-    """The launch of a config that accelerate has loaded."""
+    """Return the launch of a config that accelerate has loaded."""
     kind = str(config.distributed_type)
     is_fsdp = "FSDP" in kind
     processes = config.num_processes
@@ -151,7 +151,7 @@ parallelism_config:
 
 
 def config_text(launch: Launch) -> str:
-    """The accelerate config of a launch, as YAML."""
+    """Return the accelerate config of a launch, as YAML."""
     machines = max(1, launch.world_size // launch.local_world_size)
     is_fsdp = launch.sharding == "fsdp"
     # accelerate's name of one process is NO, which YAML would read as false.

@@ -30,7 +30,9 @@ from nanogpt_hf.model.recompute import is_kept
 
 @dataclass(frozen=True)
 class StageShare:
-    """What one pipeline stage holds; without pipeline parallelism the whole model."""
+    """Share of the model that one pipeline stage holds; without pipeline parallelism the whole
+    model.
+    """
 
     blocks: int
     has_embedding: bool = True
@@ -40,12 +42,13 @@ class StageShare:
 
 
 def stages_of(model: PreTrainedModel, launch: Launch) -> list[StageShare]:
-    """The first, one of the largest in the middle, and the last stage, if there are as many.
+    """Return the first, one of the largest in the middle, and the last stage, if there are as many.
 
     Under 1F1B the first holds the most activations, and the last the loss.
     1F1B (arXiv:2104.04473, section 2.2): a stage has as many micro-batches in flight as there
     are stages from it on.
     """
+    # Stages in the middle are alike, so one of them stands for all.
     blocks = model.config.num_hidden_layers
     if launch.pp_size == 1:
         return [StageShare(blocks)]
@@ -81,8 +84,8 @@ class Counts:
     def of(
         cls, model: PreTrainedModel, tp: int = 1, stage: StageShare | None = None, ep: int = 1
     ) -> "Counts":
-        """The counts of `model`, which may be on the meta device; with tensor or expert parallelism
-        those of one rank.
+        """Count the parameters of `model`, which may be on the meta device; with tensor or expert
+        parallelism those of one rank.
 
         Tensor parallelism splits the matrices of the blocks, the embedding of tokens and the
         head. A stage of a pipeline has some of the blocks; the first has the embeddings, the
@@ -90,6 +93,7 @@ class Counts:
         """
         model = one_rank_of(model, tp, ep)
         sizes = _walk(model)
+        # Without a pipeline the stage is the whole model.
         stage = stage or StageShare(sizes.blocks)
         block = sizes.in_blocks // sizes.blocks
         outside = sizes.below_only * stage.has_embedding + sizes.above * stage.has_head

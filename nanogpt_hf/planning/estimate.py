@@ -87,12 +87,11 @@ def estimate(
     manifest = find_manifest(config.data)
     model, vocabulary = _meta_model(config, base, manifest)
     check_balance(config, model.config)
-    tokens = planned_tokens(config)
     micro = config.train.min_micro_batch_size
     # Sequences of a process in a step, which any micro-batch size divides.
     sequences = micro * accumulation
     flops_per_token = _flops_per_token(config, model)
-    flops = tokens * flops_per_token
+    flops = planned_tokens(config) * flops_per_token
     step: dict[str, Any] = {"block_size": config.data.block_size, "optim": config.optim}
 
     # Micro-batches of several devices are of the same sizes, so estimates are kept.
@@ -124,7 +123,7 @@ def estimate(
         flops=flops + kind_of(config.optim).update_flops(model) * config.train.max_steps,
         mfu=mfu,
         devices=_devices(footprint_of, sequences, launch, memory, flops, mfu),
-        tokens=tokens,
+        tokens=planned_tokens(config),
         chinchilla_tokens=CHINCHILLA * active,
         epochs=_epochs(config, manifest),
         data_bytes=_data_bytes(config) if manifest else None,
@@ -140,7 +139,9 @@ def _devices(
     flops: float,
     mfu: float,
 ) -> list[Device]:
-    """The user's device with `memory`, and each known GPU, which computes at `mfu` of its peak."""
+    """Return the user's device with `memory`, and each known GPU, which computes at `mfu` of its
+    peak.
+    """
 
     # Sizes that divide the sequences of a step: accumulation makes up for the rest.
     def largest(memory: float, launch: Launch) -> int | None:
@@ -159,7 +160,7 @@ def _devices(
 
 
 def _flops_per_token(config: Config, model: PreTrainedModel) -> float:
-    """The mean over the tokens of all stages, whose sequences may have other lengths."""
+    """Return the mean over the tokens of all stages, whose sequences may have other lengths."""
     tokens = planned_tokens(config)
     mean = 0.0
     for stage in stages_of(config):
@@ -176,7 +177,7 @@ def _saved_state_bytes(config: Config, model: PreTrainedModel) -> float:
 
 
 def _trainable(model: PreTrainedModel, padding: int) -> int:
-    """The number of trainable parameters, without those of the vocabulary's padding."""
+    """Count the trainable parameters, without the padding of the vocabulary."""
     trainable = model.num_parameters(only_trainable=True)
     embedding = next(model.get_input_embeddings().parameters())
     return trainable - padding if embedding.requires_grad else trainable
@@ -192,7 +193,7 @@ def _parameters_by_part(model: PreTrainedModel, padding: int) -> dict[str, int]:
 
 
 def planned_model(config: Config, base: PreTrainedConfig | None = None) -> PreTrainedModel:
-    """The model of a run of `config`, on the meta device.
+    """Return the model of a run of `config`, on the meta device.
 
     Raises UserError if its vocabulary is unknown.
     """
@@ -200,7 +201,7 @@ def planned_model(config: Config, base: PreTrainedConfig | None = None) -> PreTr
 
 
 def _epochs(config: Config, manifest: Manifest | None) -> dict[str, float]:
-    """How often each source is read; empty if the data is not prepared."""
+    """Count how often each source is read; empty if the data is not prepared."""
     if manifest is None:
         return {}
     tokens = tokens_by_source(config)
@@ -216,15 +217,17 @@ def run_bytes(parameters: int, optimizer_state: float, keep: int) -> int:
     `keep` 1 keeps 2: the newest, and the last one before it with finite gradients. A checkpoint
     has float32 weights and `optimizer_state` bytes.
     """
+    # float32 weights are 4 bytes; best/ is there twice while it is replaced.
     return int((4 * parameters + optimizer_state) * (max(keep, 2) + 1) + 4 * parameters * 3)
 
 
 def _meta_model(
     config: Config, base: PreTrainedConfig | None, manifest: Manifest | None
 ) -> tuple[PreTrainedModel, str]:
-    """The model on the meta device, with the trainable parameters of the last step, the maximum;
-    its vocabulary.
+    """Return the model on the meta device, with the trainable parameters of the last step, the
+    maximum; its vocabulary.
     """
+    # The vocabulary of a model to fine-tune is in its config; others follow from the tokenizer.
     if base is not None:
         model = meta_model(config, base, step=config.train.max_steps - 1)
         return model, f"{base.vocab_size:,}, of {config.finetune.model}"

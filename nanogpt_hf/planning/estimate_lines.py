@@ -1,4 +1,6 @@
-"""What `estimate` prints and writes as JSON: the proposed layout, memory, time, tokens, disk."""
+"""Lines that `estimate` prints and figures that it writes as JSON: the proposed layout, memory,
+time, tokens, disk.
+"""
 
 import dataclasses
 
@@ -10,7 +12,7 @@ from nanogpt_hf.planning.estimate import Estimate
 
 
 def layout_lines(proposal: Proposal, config: Config) -> list[str]:
-    """The proposed layout, and what others would cost."""
+    """Return the proposed layout, and what others would cost."""
     cluster = proposal.cluster
     layout = proposal.layout
     rates = (
@@ -22,6 +24,7 @@ def layout_lines(proposal: Proposal, config: Config) -> list[str]:
         machines = f" in {cluster.gpus // cluster.per_machine} machines"
         rates += f", {cluster.network / 1e9:,.4g} GB/s between machines"
     step = f"{layout.accumulation} per step" if layout.accumulation > 1 else "one per step"
+    # Bytes and seconds of one GPU and step.
     header = "micro-batch|memory|sent inside|between machines|computes|waits|bubble|step"
     # One row per kind of parallelism; the proposed layout is marked.
     rows = [["", *header.split("|")]]

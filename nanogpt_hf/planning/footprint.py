@@ -46,7 +46,7 @@ class Footprint:
 
     @property
     def peak_phase(self) -> str:
-        """The phase with the most bytes."""
+        """Return the phase with the most bytes."""
         return max(self.phases, key=lambda phase: sum(self.phases[phase].values()))
 
     @property
@@ -63,7 +63,7 @@ def footprint(
     accumulation: int,
     optim: OptimSection | None = None,
 ) -> Footprint:
-    """The footprint of a training step; `model` may be on the meta device.
+    """Estimate the memory of a training step; `model` may be on the meta device.
 
     With accumulation, gradients stay allocated after the first micro-batch. `optim`: that of the
     recipe; without it AdamW with float32 state. Of a pipeline it is the stage with the highest
@@ -136,7 +136,7 @@ class Memory:
 
     @property
     def ep(self) -> int:
-        """How many processes share the experts that this device keeps between steps."""
+        """Return how many processes share the experts that this device keeps between steps."""
         # FSDP2 shards the copies of experts instead.
         return 1 if self.launch.sharding == "fsdp" else self.launch.ep_size
 
@@ -233,7 +233,7 @@ class Memory:
         return self.rows * _kept_bytes(self.model, self.block_size, self.launch)
 
     def again(self, blocks: int) -> int:
-        """How many of the lowest `blocks` that have a backward pass are computed again."""
+        """Count how many of the lowest `blocks` that have a backward pass are computed again."""
         if not self.launch.checkpointing:
             return 0
         frozen = 0
@@ -292,7 +292,7 @@ class Memory:
         }
 
     def in_a_block(self, done: int) -> dict[str, float]:
-        """The backward pass of a block, after that of `done` blocks above it."""
+        """Return the parts in the backward pass of a block after `done` blocks above it."""
         left = self.counts.backward_blocks - done
         is_again = self.again(left) - self.again(left - 1)
         computed_again = is_again * (self.residual + self.full_block - self.kept_block)

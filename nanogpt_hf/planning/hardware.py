@@ -49,12 +49,12 @@ GPUS = {
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """The device's bf16 peak in FLOP/s; None if it is not known."""
+    """Return the device's bf16 peak in FLOP/s; None if it is not known."""
     return bf16_peak(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
 def bf16_peak(name: str) -> float | None:
-    """The bf16 peak of a device by its name; None for a GPU that is not in the table, or its
+    """Return the bf16 peak of a device by its name; None for a GPU that is not in the table, or its
     laptop version.
     """
     if "Laptop" in name:

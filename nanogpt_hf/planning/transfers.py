@@ -62,7 +62,7 @@ class Step:
 
     @cached_property
     def counts(self) -> Counts:
-        """The parameters of the largest pipeline stage, on one device."""
+        """Return the parameters of the largest pipeline stage, on one device."""
         launch = self.launch
         stages = stages_of(self.model, launch)
         shares = [Counts.of(self.model, launch.tp_size, each, launch.ep_size) for each in stages]
@@ -245,7 +245,7 @@ def transfers(
     block_size: int,
     accumulation: int,
 ) -> list[Transfer]:
-    """What one device sends per step. In a pipeline it is a stage in the middle with as many
+    """List what one device sends per step. In a pipeline it is a stage in the middle with as many
     parameters as the largest.
     """
     step = Step(model, launch, micro_batch_size, block_size, accumulation)

@@ -1,4 +1,4 @@
-"""The run folder: names of its files, start, resume, lock, and removal of old checkpoints; the run
+"""Names of the files in a run folder, start, resume, lock, and removal of old checkpoints; the run
 or model that a name on the command line means.
 """
 
@@ -34,7 +34,7 @@ _MODEL_FILES = {"config.json", "adapter_config.json"}
 
 
 def step_of(checkpoint: Path) -> int:
-    """The step of a checkpoint, by its name."""
+    """Return the step of a checkpoint, by its name."""
     return int(checkpoint.name.removeprefix("step_"))
 
 
@@ -104,7 +104,9 @@ class RunFolder:
         return False
 
     def _may_precede_a_run(self, path: Path) -> bool:
-        """Whether `path` may be in a folder without a run: empty, or left by a killed `start`."""
+        """Return whether `path` may be in a folder without a run: empty, or left by a killed
+        `start`.
+        """
         if path in (self.checkpoints, self.best, self.final):
             return set(os.listdir(path)) <= {_NONE_YET}
         return path.name in (".lock", "lost+found")
@@ -129,8 +131,8 @@ class RunFolder:
                 )
 
     def read_recipe(self, overrides: Sequence[tuple[str, str]] = ()) -> Config:
-        """The run's recipe, with other knobs. Raises RunFolderError, with the remedy, if the file
-        is missing or damaged.
+        """Return the run's recipe, with other knobs. Raises RunFolderError, with the remedy, if the
+        file is missing or damaged.
         """
         try:
             # A file that was cut is still a recipe, but lacks a section: all are written.
@@ -148,8 +150,8 @@ class RunFolder:
         return load_config(self.recipe, overrides) if overrides else config
 
     def known_recipe(self) -> Config | None:
-        """The recipe of a run that is resumed; None, with a warning, if it is missing or damaged:
-        its checkpoints have all that may not change.
+        """Return the recipe of a run that is resumed; None, with a warning, if it is missing or
+        damaged: its checkpoints have all that may not change.
         """
         try:
             return self.read_recipe()
@@ -318,7 +320,7 @@ class RunFolder:
 
 
 def find_run(name: str) -> RunFolder:
-    """The run folder of that name.
+    """Return the run folder of that name.
 
     Raises RunFolderError, with the nearest run's folder, if there is none.
     """
@@ -338,8 +340,8 @@ def find_run(name: str) -> RunFolder:
 
 
 def find_model(name: str) -> str:
-    """The model folder that MODEL means: a run folder's best/ (else final/), any other folder or
-    Hub id as it is.
+    """Return the model folder that MODEL means: a run folder's best/ (else final/), any other
+    folder or Hub id as it is.
 
     Raises RunFolderError for a run folder without a model, and UserError for a path that does
     not exist.

@@ -14,12 +14,12 @@ AXES = ("step", "tokens", "seconds")
 
 
 def read_metrics(run: RunFolder) -> list[Event]:
-    """The events of a run, without damaged ones: training needs none of them."""
+    """Return the events of a run, without damaged ones: training needs none of them."""
     return read_json_lines(run.metrics, _is_event)
 
 
 def _is_event(value: Any) -> bool:
-    """Whether a line has a step, and every other value is a number or null, but for samples."""
+    """Return whether a line has a step, and every other value but samples is a number or null."""
     if not isinstance(value, dict) or not _is_count(value.get("step")):
         return False
     return all(
@@ -40,12 +40,12 @@ def _are_samples(value: Any) -> bool:
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a finite number, which a plot can show."""
+    """Return whether it is a finite number, which a plot can show."""
     return isinstance(value, int | float) and abs(value) <= sys.float_info.max
 
 
 def column(events: list[Event], name: str, by: str = "step") -> tuple[np.ndarray, np.ndarray]:
-    """The x and y values of a metric, in float64, without those that were not finite (null)."""
+    """Return the x and y values of a metric in float64, without null (values not finite)."""
     # An event has the metrics of a step, or of an evaluation, so most columns have gaps.
     rows = [
         (event[by], event[name])
@@ -57,14 +57,14 @@ def column(events: list[Event], name: str, by: str = "step") -> tuple[np.ndarray
 
 
 def last_value(events: list[Event], name: str) -> float | None:
-    """The last value of a metric; None without any, and if the last was not finite (null)."""
+    """Return the last value of a metric; None if there is none, or if it is null (not finite)."""
     # An event without the metric is one of another kind, not one without a value.
     value = next((event[name] for event in reversed(events) if name in event), None)
     return float(value) if value is not None and is_number(value) else None
 
 
 def names(events: list[Event]) -> list[str]:
-    """The names of all numeric metrics, in order of first appearance."""
+    """Return the names of all numeric metrics, in order of first appearance."""
     ordered = {
         name: None
         for event in events

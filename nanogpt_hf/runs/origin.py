@@ -1,5 +1,5 @@
-"""What a run reads again when it resumes, besides its data and its checkpoint: the model that it
-starts from, and that model's tokenizer; as digests of their files.
+"""Digests of what a run reads again when it resumes, besides its data and its checkpoint: the model
+that it starts from, and that model's tokenizer; as digests of their files.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ _TOKENIZER = ("tokenizer*", "chat_template*", "vocab.*", "merges.txt", "special_
 
 
 def origin_of(config: Config, *, resumes: bool) -> dict[str, str]:
-    """The digests that a resumed run must find again, by name.
+    """Return the digests that a resumed run must find again, by name.
 
     A checkpoint has all weights, so those of `finetune.model` decide a resumed run only if they are
     its reference, or if adapters are saved that refer to them. Preference training reads them
@@ -42,7 +42,7 @@ def origin_of(config: Config, *, resumes: bool) -> dict[str, str]:
 
 
 def needed_at_resume(config: Config, origin: dict[str, str]) -> dict[str, str]:
-    """The digests of `origin_of` for a start that also a resumed run must find again."""
+    """Return the digests of `origin_of` for a start that also a resumed run must find again."""
     return {
         name: digest
         for name, digest in origin.items()
@@ -51,12 +51,13 @@ def needed_at_resume(config: Config, origin: dict[str, str]) -> dict[str, str]:
 
 
 def _reads_weights(config: Config) -> bool:
-    """Whether a resumed run reads the weights of its start model again in any case."""
+    """Return whether a resumed run reads the weights of its start model again in any case."""
     return bool(config.lora.rank or (config.rl.task and config.rl.kl))
 
 
 def weights_of(model: str) -> dict[str, str]:
-    """The digest of the weights in a model folder, by name; none of a model on the Hub."""
+    """Return the digest of the weights in a model folder, by name; none of a model on the Hub."""
+    # Of a model on the Hub the recipe has the commit, which decides its files.
     folder = Path(model)
     if not folder.is_dir():
         return {}
@@ -80,7 +81,7 @@ def short_digests(text: str) -> str:
 
 
 def config_digest(path: Path) -> str:
-    """The digest of the fields of a config.json that decide numbers of the model."""
+    """Return the digest of the fields of a config.json that decide numbers of the model."""
     facts = read_json(path, dict[str, Any])
     # Sorted, since two versions of transformers may write the fields in another order.
     deciding = {name: value for name, value in facts.items() if name not in _NAMES}

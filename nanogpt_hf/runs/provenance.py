@@ -1,5 +1,5 @@
-"""Where a run was made: versions of the software, the hardware of this host, and machine.json, one
-entry per start of the run.
+"""Record where a run was made: versions of the software, the hardware of this host, and
+machine.json, one entry per start of the run.
 """
 
 import functools
@@ -47,8 +47,8 @@ def versions() -> dict[str, str]:
 
 
 def fingerprint(device: torch.device) -> dict[str, str]:
-    """What decides the last bits of a sum, under a short id: the kind of CPU or GPU, the versions
-    of libraries, and the threads of a process.
+    """Return what decides the last bits of a sum, under a short id: the kind of CPU or GPU, the
+    versions of libraries, and the threads of a process.
     """
     if device.type == "cuda":
         kind = torch.cuda.get_device_name(device)
@@ -99,12 +99,13 @@ def describe_host() -> str:
 
 
 def now() -> str:
-    """The time in UTC."""
+    """Return the time in UTC."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def describe_start(device: torch.device) -> dict[str, Any]:
-    """What the entry of machine.json for a start or resume has of this machine and command.
+    """Return the part of machine.json's entry for a start or resume that describes machine and
+    command.
 
     It has no environment variables, and no secrets from URLs on the command line.
     """
@@ -119,7 +120,7 @@ def describe_start(device: torch.device) -> dict[str, Any]:
 
 
 class Start(TypedDict, total=False):
-    """What the package reads of an entry of machine.json; a field may be unknown."""
+    """Fields that the package reads of an entry of machine.json; a field may be unknown."""
 
     step: int
     processes: int
@@ -129,7 +130,7 @@ class Start(TypedDict, total=False):
 
 
 def read_starts(run: RunFolder) -> list[dict[str, Any]]:
-    """The starts of a run, oldest first; none if machine.json is missing.
+    """Return the starts of a run, oldest first; none if machine.json is missing.
 
     Damaged ones are left out with one warning: no run needs them to resume.
     """
@@ -162,8 +163,8 @@ def _checked(start: Any) -> dict[str, Any]:
 
 
 def branched_at(run: RunFolder) -> tuple[int, str]:
-    """The step at which the run began, and the folder of the run that it is a branch of; 0 and ""
-    if it is none.
+    """Return the step at which the run began, and the folder of the run that it is a branch of; 0
+    and "" if it is none.
     """
     # The first start of a branch names the run; later ones are its resumes.
     first = next((start for start in read_starts(run) if start.get("branch_of")), {})
@@ -180,7 +181,7 @@ class Verification(TypedDict):
 
 
 def read_verifications(run: RunFolder) -> list[dict[str, Any]]:
-    """The results that `verify` has added to verified.jsonl, without damaged lines."""
+    """Return the results that `verify` has added to verified.jsonl, without damaged lines."""
     return read_json_lines(run.verified, lambda value: bool(as_type(value, Verification)))
 
 

@@ -74,8 +74,8 @@ class TrainState:
 
     @property
     def last_score(self) -> float | None:
-        """The score of the last evaluation. Older checkpoints have none: it is that of the
-        validation data, or of best/ if that was saved at the last evaluation.
+        """Return the score of the last evaluation. Older checkpoints have none: it is the score of
+        the validation data, or of best/ if that was saved at the last evaluation.
         """
         if self.score is None and self.evaluation is not None:
             return self.evaluation.loss
@@ -85,12 +85,12 @@ class TrainState:
 
     @property
     def has_diverged(self) -> bool:
-        """Whether the last evaluation is not finite."""
+        """Return whether the last evaluation is not finite."""
         return self.last_score is not None and not math.isfinite(self.last_score)
 
     def out_of_patience(self, eval_section: EvalSection) -> bool:
-        """Whether `eval.patience` evaluations in a row, including that of this step, were not
-        the best.
+        """Return whether `eval.patience` evaluations in a row, including this step's, were not the
+        best.
         """
         patience = eval_section.patience
         best = self.best_step
@@ -106,8 +106,8 @@ class _Identity(TypedDict):
 
 
 def read_state(facts: dict[str, Any]) -> TrainState:
-    """The state of `dataclasses.asdict`. Raises ValueError for a field of another type, and for a
-    count that is negative.
+    """Return the state of `dataclasses.asdict`. Raises ValueError for a field of another type, and
+    for a count that is negative.
     """
     state = as_type(facts, TrainState)
     if state.identity is not None:
@@ -153,15 +153,15 @@ _SHOWN = {
 
 
 def is_fixed(key: str) -> bool:
-    """Whether a resumed run must have the knob's first value: those of model, data, order,
+    """Return whether a resumed run must have the knob's first value: knobs of model, data, order,
     optimizer, step and seed.
     """
     return key.startswith(_FIXED) and not key.startswith(_FREE)
 
 
 def changing_knobs(config: Config) -> dict[str, Any]:
-    """The knobs that may change at a resume and decide what a step, its metrics or its evaluation
-    are.
+    """Return the knobs that may change at a resume and decide what a step, its metrics or its
+    evaluation are.
     """
     return {
         key: value
@@ -181,7 +181,7 @@ def record_knobs(state: TrainState, config: Config) -> None:
 
 
 def knobs_at(history: list[KnobChange], step: int) -> dict[str, Any]:
-    """The knobs that held after `step` steps; none of a run that recorded none."""
+    """Return the knobs that held after `step` steps; none of a run that recorded none."""
     found: dict[str, Any] = {}
     for entry in history:
         if entry["step"] <= step:
@@ -190,7 +190,7 @@ def knobs_at(history: list[KnobChange], step: int) -> dict[str, Any]:
 
 
 def run_identity(config: Config, manifest: Manifest, origin: dict[str, str]) -> dict[str, Any]:
-    """The fixed knobs and the data of a run, and what it starts from (`origin_of`).
+    """Return the fixed knobs and the data of a run, and what it starts from (`origin_of`).
 
     What nothing reads is no part of it. The tokens count, not the path of the text or of the
     prepared data.

@@ -97,7 +97,7 @@ def layout_lines(kind: str, layout: Layout) -> set[str]:
 
 
 def layout_digest(lines: Iterable[str]) -> str:
-    """The sha256 of `layout_lines`, in any order."""
+    """Return the sha256 of `layout_lines`, in any order."""
     return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()
 
 
@@ -130,7 +130,7 @@ def _overlap(one: Box, other: Box) -> bool:
 
 
 class TensorFiles(Mapping[str, Tensor]):
-    """The tensors of one or several files by name; each is read when it is asked for.
+    """Tensors of one or several files by name; each is read when it is asked for.
 
     Raises ValueError if the parts of a tensor in the files do not make the whole of it.
     """

@@ -58,7 +58,9 @@ def choose_micro_batch(run: Run, *, resume: bool) -> None:
 
 
 def _size_before(run: Run) -> int | None:
-    """The size in the recipe of the run folder, the same on all processes; None if it is lost."""
+    """Return the size in the recipe of the run folder, the same on all processes; None if it is
+    lost.
+    """
     # The main process alone reads the folder, which others may not see.
     found: list[int | None] = [None]
     if run.mesh.is_main and (recipe := run.folder.known_recipe()):
@@ -85,6 +87,7 @@ def _estimate_of(run: Run) -> Callable[[int], float]:
 
     A sharded model is taken as whole, so that the first trial is rather too small.
     """
+    # Sizes of one launch differ by activations only, so the model is built once.
     launch = launch_of_one(run.accelerator)
     model = model_of_run(run.config, run.data.vocab_size)
     step = one_micro_batch(run.config)
@@ -103,7 +106,7 @@ def largest_micro_batch(
     estimated: Callable[[int], float],
     reserved: int = 0,
 ) -> int:
-    """The largest of `sizes`, smallest first, for which `dry_run` fits in memory.
+    """Return the largest of `sizes`, smallest first, for which `dry_run` fits in memory.
 
     All processes call it and get the same answer: the one with the least memory decides. On one
     GPU an out-of-memory error is caught and a smaller size tried; several processes could hang,
@@ -116,6 +119,7 @@ def largest_micro_batch(
     def available() -> int:
         return min(gather_counts(accelerator, available_memory(accelerator) - reserved))
 
+    # The process that needs the most decides.
     def measure(size: int) -> int | None:
         reset_peak_memory(accelerator)
         try:
@@ -140,8 +144,8 @@ def find_size(
     estimated: Callable[[int], float],
     share: float,
 ) -> int | None:
-    """The largest of `sizes`, smallest first, that was measured to fit, by at most MAX_TRIALS
-    trials, each with a line in the log; None if none did.
+    """Return the largest of `sizes`, smallest first, that was measured to fit, by at most
+    MAX_TRIALS trials, each with a line in the log; None if none did.
 
     `available` are the bytes that a step may take now. `measure` returns the bytes that a step
     of a size took, or None if it did not fit. `next_size` explains the rest.
@@ -174,7 +178,7 @@ def next_size(
     estimated: Callable[[int], float],
     share: float = 1.0,
 ) -> int | None:
-    """The next micro-batch size to try; None if no larger one would fit.
+    """Return the next micro-batch size to try; None if no larger one would fit.
 
     `needed` are the measured bytes of sizes that fitted, `failed` the sizes that did not. The
     first size is the largest that takes `share` of the available memory by its estimate.
@@ -202,6 +206,7 @@ def next_size(
         error = needed[best] / estimated(best)
         return needed[best] + error * (estimated(size) - estimated(best))
 
+    # Without a larger size that would fit, the search ends with the best one.
     larger = (size for size in possible if size > best and predicted(size) <= available)
     return max(larger, default=None)
 

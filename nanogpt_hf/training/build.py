@@ -116,8 +116,8 @@ def build_at(
 def build_model(
     config: Config, accelerator: Accelerator, data: PreparedData, step: int
 ) -> PreTrainedModel:
-    """The whole model that a run has at `step`, before a checkpoint is loaded; with the attention
-    and the precision of this machine.
+    """Return the whole model that a run has at `step`, before a checkpoint is loaded; with the
+    attention and the precision of this machine.
     """
     mesh = mesh_of(accelerator)
     on_cpu = accelerator.device.type == "cpu"

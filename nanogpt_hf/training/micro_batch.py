@@ -39,6 +39,7 @@ def build_batches(
     config: Config, accelerator: Accelerator, blocks: Blocks, micro_batch_size: int
 ) -> Batches:
     """Build this rank's batches with the accelerator's current accumulation."""
+    # Accelerate has the accumulation, which follows from tokens per step.
     mesh = mesh_of(accelerator)
     accumulation = accelerator.gradient_accumulation_steps
     turn = 1
@@ -83,6 +84,7 @@ def dry_run_step(run: Run, micro_batch_size: int) -> None:
         # If memory was too little, a smaller size may be tried: it must not add to gradients.
         run.model.zero_grad()
         raise
+    # At learning rate 0 no weight changed, but the optimizer has averages of the gradient.
     reset_optimizer_state(accelerator, run.optimizer)
     if scaler and scale:
         scaler.load_state_dict(scale)
@@ -135,7 +137,9 @@ def launch_of_one(accelerator: Accelerator) -> Launch:
 
 
 def one_micro_batch(config: Config) -> dict[str, Any]:
-    """The arguments of `footprint` for a step of one micro-batch, as the dry-run step takes it."""
+    """Return the arguments of `footprint` for a step of one micro-batch, as the dry-run step takes
+    it.
+    """
     return {
         "micro_batch_size": config.train.min_micro_batch_size,
         "block_size": config.data.block_size,
@@ -166,7 +170,7 @@ def one_line_for_too_little_memory(config: Config, vocab_size: int) -> Iterator[
 
 
 def memory_advice(config: Config, vocab_size: int, launch: Launch) -> str:
-    """The estimated parts of a step's memory, and knobs that reduce them."""
+    """Return the estimated parts of a step's memory, and knobs that reduce them."""
     model: PreTrainedModel = model_of_run(config, vocab_size)
     needed = footprint(model, launch, **one_micro_batch(config))
     # The parts of the phase with the most bytes, without empty ones.

@@ -74,7 +74,7 @@ def prepare_run(
     for line in dial_lines(config):
         logger.info(line)
     method = method_of(config)
-    # Flags are settings like knobs, so that --resume and --overwrite exclude each other by rule.
+    # --resume and --overwrite exclude each other by a rule, as knobs do.
     options = {"resume": resume, "overwrite": overwrite, "auto_resume": auto_resume}
     flags = [f"--{name.replace('_', '-')}" for name, is_given in options.items() if is_given]
     check_settings({Setting(flag): flag for flag in flags})
@@ -89,19 +89,22 @@ def prepare_run(
             with naming(stage):
                 # It raises if the stage's blocks are too long for the text.
                 load_prepared(stage.config)
-        # One process per machine reads the files that the run starts from: all machines must have
-        # the same. It reads them as for a start, since others do not know whether the run resumes.
+        # One process per machine reads what the run starts from, as for a start: others do not
+        # know whether it resumes.
         if mesh.is_main or not mesh.local_rank:
             decision["origin"] = origin_of(config, resumes=False)
         return data, decision | identity(config, data.manifest)
 
     try:
+        # 1. Each process prepares or opens the data; all must have found the same.
         data, facts = prepare_on_all_ranks(mesh, prepare)
         with (
             one_line_for_a_lost_process(folder),
             one_line_for_too_little_memory(config, data.vocab_size),
         ):
+            # 2. From here on processes know each other.
             accelerator = build_accelerator(config, folder, mesh, trackers)
+            # 3. Model and optimizer, with the weights of a checkpoint if the run resumes.
             return _start_or_resume(config, accelerator, folder, data, facts)
     except BaseException:
         folder.unlock()
@@ -204,8 +207,9 @@ def check_resume(
     resume: bool = False,
     auto_resume: bool = False,
 ) -> list[str]:
-    """What a resume would do, as lines. Raises what `prepare_run` raises for the run folder, the
-    knobs that changed, the data, what the run starts from and its checkpoints; writes nothing.
+    """Describe in lines what a resume would do. Raises what `prepare_run` raises for the run
+    folder, the knobs that changed, the data, what the run starts from and its checkpoints; writes
+    nothing.
     """
     folder = RunFolder(Path(run_dir or Path("runs") / config.name))
     check_folders(config, folder)

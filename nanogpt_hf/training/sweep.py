@@ -61,7 +61,7 @@ class GridRun:
 
 @dataclass(frozen=True)
 class Sweep:
-    """The runs of a grid over a recipe, below a folder."""
+    """Runs of a grid over a recipe, below a folder."""
 
     recipe: str
     runs: list[GridRun]
@@ -71,20 +71,22 @@ class Sweep:
     log_level: str | None = None  # the runs' own
 
     def planned(self, started: Container[str] = ()) -> list[Row]:
-        """The runs as they would be; of those that `started` the vocabulary is known."""
+        """Return the runs as they would be; the vocabulary of the runs that `started` is known."""
         return [dict(_planned(run, run.name in started)) for run in self.runs]
 
 
 @cache
 def _planned(run: GridRun, started: bool) -> Row:
-    """The row of a run, estimated once before and once after its data is prepared."""
+    """Return the row of a run, estimated once before and once after its data is prepared."""
     sizes = estimate(run.config, Launch(device="cpu"))
     row = {"run": run.name, "status": "planned", "steps": run.config.train.max_steps} | run.values
     return row | {name: getattr(sizes, name) for name in ("parameters", "tokens", "flops")}
 
 
 def build_grid(recipe: str, overrides: Texts) -> list[GridRun]:
-    """The runs of all combinations of values, the last knob varying fastest. Raises UserError."""
+    """Return the runs of all combinations of values, the last knob varying fastest. Raises
+    UserError.
+    """
     # One list of values per knob; a knob with one value is an axis of length 1.
     axes = {key: _values(key, text) for key, text in dict(overrides).items()}
     swept = [key for key, texts in axes.items() if len(texts) > 1]
@@ -92,6 +94,7 @@ def build_grid(recipe: str, overrides: Texts) -> list[GridRun]:
         raise UserError(
             f"{program()} sweep: no knob has several values: --optim.learning_rate 1e-3,3e-3"
         )
+    # The name of a run is its folder, so two values that give one name are refused.
     runs = {}
     for texts in _combinations(recipe, axes):
         run = _grid_run(recipe, texts, [key for key in swept if key in texts])
@@ -192,12 +195,12 @@ def check_runs(sweep: Sweep) -> None:
 
 
 def _of_sweep(error: UserError) -> str:
-    """What is wrong with a folder, with the option that names it in `sweep`."""
+    """Return what is wrong with a folder, with the option that names it in `sweep`."""
     return str(error).replace("--run-dir", "--sweep-dir")
 
 
 def read_machine(path: str) -> Launch | None:
-    """The launch of an accelerate config; None if only its own launch can check the layout.
+    """Return the launch of an accelerate config; None if only its own launch can check the layout.
 
     Raises UserError if it is no such config.
     """
@@ -289,7 +292,7 @@ def run_process(command: list[str], stop: StopRequest) -> int:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The rows as aligned text."""
+    """Return the rows as aligned text."""
     lines = [["run", "parameters", "steps", "tokens", "FLOPs", "val loss", "time", "status"]]
     for row in rows:
         sizes = [f"{row[name]:,}" for name in ("parameters", "steps", "tokens")]
@@ -306,6 +309,7 @@ def fit_scaling(rows: Sequence[Row]) -> dict[str, float] | None:
     measured.sort(key=lambda row: row["val_loss"], reverse=True)
     # Sorted by loss from the highest, so that the best run of each depth stays in the dict.
     best = {row.get("model.depth"): (row["flops"], row["val_loss"]) for row in measured}
+    # Two points lie on any line.
     if len(best) < 3:
         return None
     # A power law is a line in logarithms: log loss = exponent × log FLOPs + intercept.
