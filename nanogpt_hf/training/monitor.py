@@ -5,7 +5,7 @@ norms of each layer.
 import contextlib
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import cast
 
 import torch
@@ -42,9 +42,17 @@ class Monitor:
     no more often.
     """
 
-    def __init__(self, accelerator: Accelerator, config: Config, checkpoints: CheckpointWriter):
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        config: Config,
+        checkpoints: CheckpointWriter,
+        alert: Callable[[str, str], None] = lambda title, text: None,
+    ):
         self.checkpoints = checkpoints
         self.device = accelerator.device
+        # Tells the user of what the monitor warns about: title, text.
+        self.alert = alert
         self.main = accelerator.is_main_process
         self.ratio = config.train.rollback_ratio
         self.max_grad_norm = config.optim.max_grad_norm
@@ -84,10 +92,12 @@ class Monitor:
             # The advice names a checkpoint to return to, so the last one has to be written.
             self.checkpoints.wait()
             advice = f" and {recovery_advice(self.checkpoints.run, state)}" if self.main else ""
-            raise DivergedError(
+            line = (
                 f"no finite gradient in the last {BAD_STEPS_IN_A_ROW} steps, which were skipped; "
                 f"lower optim.learning_rate{advice}"
             )
+            self.alert("Training has diverged", line)
+            raise DivergedError(line)
         values: dict[str, float] = {"train/grad_norm": grad_norm}
         if self.max_grad_norm:
             values["train/clipped_share"] = round(
@@ -96,7 +106,8 @@ class Monitor:
         if skipped := state.not_finite_steps:
             values["train/skipped_steps"] = skipped
             self._warn(
-                f"step {state.step:,}: {skipped} steps had no finite gradient and were skipped"
+                "No finite gradient",
+                f"step {state.step:,}: {skipped} steps had no finite gradient and were skipped",
             )
         values["train/memory_peak_bytes"] = peak_memory(self.device)
         state.reported_step = state.step
@@ -135,14 +146,16 @@ class Monitor:
                 "and continue with --resume"
             )
         self._warn(
+            "Loss spike",
             f"step {before.step:,}: the loss is above {self.ratio:g} times its running average; "
             f"rolling back to step {state.step:,} and skipping the data of "
-            f"{before.step - state.step:,} steps"
+            f"{before.step - state.step:,} steps",
         )
 
-    def _warn(self, line: str) -> None:
+    def _warn(self, title: str, line: str) -> None:
         if self.main:
             logger.warning(line)
+        self.alert(title, line)
 
 
 class LayerStats:

@@ -95,11 +95,24 @@ class Report:
             self.save_model(run.folder.best)
         evaluated = self._with_other_evaluations(evaluated)
         self.tracking.evaluation(evaluated, is_best)
+        self._alert_of_the_evaluation()
         # At the end of the run `reporting` draws it.
         if run.state.step < run.config.train.max_steps:
             self.plots.plot(self.tracking.events)
         if is_best:
             self.push.new_model(run.folder.best)
+
+    def _alert_of_the_evaluation(self) -> None:
+        """Send an alert if the evaluation ends the run before its last step, or is not finite."""
+        run = self.run
+        state = run.state
+        if state.has_diverged:
+            text = f"the evaluation at step {state.evaluated_step:,} is not finite"
+            self.tracking.alert("Training has diverged", text)
+        elif state.out_of_patience(run.config.eval) and state.step < run.config.train.max_steps:
+            patience = run.config.eval.patience
+            text = f"stopped at step {state.step:,}: no better in {patience} evaluations"
+            self.tracking.alert("Stopped early", f"{text} (eval.patience)")
 
     def _with_other_evaluations(self, evaluated: Evaluated) -> Evaluated:
         """The method's evaluation of a step, with the figures of the recipe's other evaluations."""
@@ -217,11 +230,12 @@ def reporting(run: Run) -> Iterator[Report]:
 def _outputs(run: Run, stop: StopRequest, evaluations: list[Measure]) -> Iterator[Report]:
     is_main = run.mesh.is_main
     checkpoints = CheckpointWriter(run.accelerator, run.folder, run.config.checkpoint.keep)
+    tracking = start_tracking(run)
     report = Report(
         run=run,
         stop=stop,
-        tracking=start_tracking(run),
-        monitor=Monitor(run.accelerator, run.config, checkpoints),
+        tracking=tracking,
+        monitor=Monitor(run.accelerator, run.config, checkpoints, tracking.alert),
         layers=LayerStats(run.accelerator, run.config),
         evaluations=evaluations,
         plots=LiveReports(run.folder, run.config.recipe, is_main=is_main),

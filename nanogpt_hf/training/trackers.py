@@ -9,8 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from accelerate import Accelerator
+
 from nanogpt_hf.config.schema import knob_values
-from nanogpt_hf.errors import DamagedFileError, UserError
+from nanogpt_hf.errors import DamagedFileError, UserError, one_line
 from nanogpt_hf.methods.run import Run
 from nanogpt_hf.own_files import read_json, warn_once
 from nanogpt_hf.runs.files import redact, write_whole
@@ -110,3 +112,19 @@ def _tracker_options(run: Run, name: str, step: int) -> dict[str, Any]:
             "wandb: no login found, so the run is stored offline; `wandb sync` uploads it later"
         )
     return options
+
+
+def send_alert(accelerator: Accelerator, title: str, text: str) -> None:
+    """Send an alert by every tracker whose run has `alert(title, text)`, as wandb's and trackio's.
+
+    Users then learn by mail or chat what the log says. A tracker that fails is a warning.
+    """
+    for tracker in accelerator.trackers:
+        send = getattr(tracker.tracker, "alert", None)
+        if send is None:
+            continue
+        try:
+            send(title=title, text=redact(text))
+        # The network, or the tracker's own program: an alert is no reason to end a run.
+        except Exception as error:
+            logger.warning(f"{tracker.name}: the alert was not sent: {one_line(error)}")

@@ -28,7 +28,7 @@ from nanogpt_hf.program import program
 from nanogpt_hf.runs.files import write_whole
 from nanogpt_hf.runs.metrics import read_metrics
 from nanogpt_hf.runs.provenance import add_start, describe_start
-from nanogpt_hf.training.trackers import start_trackers
+from nanogpt_hf.training.trackers import send_alert, start_trackers
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +89,11 @@ class Tracking:
             lines = (json.dumps(event) + "\n" for event in self.events)
             write_whole(self.folder.metrics, "".join(lines))
         self.restart_clock()
+
+    def alert(self, title: str, text: str) -> None:
+        """Send an alert by the trackers that have them."""
+        if self.main:
+            send_alert(self.accelerator, title, text)
 
     def restart_clock(self) -> None:
         """Leave the time since the last report (an evaluation, a checkpoint) out of the training

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import re
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ from accelerate import tracking as accelerate_tracking
 from accelerate.tracking import GeneralTracker
 
 import nanogpt_hf
-from assertions import column, file_contents
+from assertions import column, file_contents, replace_step
 from forked import Forked
 from nanogpt_hf.commands import main
 from nanogpt_hf.config.load import load_config
@@ -20,7 +21,9 @@ from nanogpt_hf.program import program
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.metrics import read_metrics
 from nanogpt_hf.runs.provenance import read_starts
+from nanogpt_hf.training.step import train_step
 from nanogpt_hf.training.trackers import _read_ids
+from nanogpt_hf.training.tracking import start_tracking
 
 pytestmark = pytest.mark.long
 
@@ -238,3 +241,75 @@ def test_log_without_terminal_is_sparse_and_has_no_bar(pretrain, capsys):
     assert captured.out.count("train loss") == 1  # one per ten seconds
     assert captured.out.count("validation loss ") == 3 + 1
     assert logging.getLogger("nanogpt_hf").handlers == []
+
+
+class Pager(Notebook):
+    """A tracker whose run has alerts, as wandb and trackio have them."""
+
+    def __init__(self, project: str, fails: bool = False):
+        super().__init__(project)
+        self.alerts, self.fails = [], fails
+
+    def alert(self, title: str, text: str) -> None:
+        if self.fails:
+            raise ConnectionError("no network")
+        assert len(title) < 64  # wandb's limit
+        self.alerts.append((title, text))
+
+
+def spiking(step):
+    return step._replace(loss=step.loss * 10)
+
+
+def without_gradient(step):
+    return step._replace(grad_norm=step.grad_norm * math.nan)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "change", "alerts"),
+    [
+        ({}, None, []),
+        (
+            {"train__rollback_ratio": 2.0, "checkpoint__every": 2},
+            (5, spiking),
+            [("Loss spike", "step 6: the loss is above 2 times its running average; rolling")],
+        ),
+        ({}, (3, without_gradient), [("No finite gradient", "step 4: 1 steps had no finite")]),
+        (
+            {"eval__patience": 1, "eval__every": 1, "optim__learning_rate": 0.0}
+            | {"optim__min_learning_rate": 0.0},
+            None,
+            [("Stopped early", "stopped at step 2: no better in 1 evaluations (eval.patience)")],
+        ),
+    ],
+    ids=["none", "spike", "gradient", "patience"],
+)
+@pytest.mark.parametrize("fails", [False, True], ids=["", "tracker fails"])
+def test_alerts_are_sent_by_trackers_that_have_them(
+    knobs, change, alerts, fails, tmp_path, write_recipe, monkeypatch, caplog
+):
+    if change is not None:
+        at, changed = change
+
+        def take_step(run, step, learning_rate):
+            result = train_step(run, step, learning_rate)
+            return changed(result) if step == at else result
+
+        replace_step(monkeypatch, take_step)
+    pager, notebook = Pager("pager", fails), Notebook("notebook")
+    config = load_config(write_recipe(train__max_steps=8, **knobs))
+    nanogpt_hf.train(nanogpt_hf.prepare_run(config, tmp_path / "run", trackers=[pager, notebook]))
+    expected = [] if fails else alerts
+    assert [title for title, _ in pager.alerts] == [title for title, _ in expected]
+    for (_, text), (_, begin) in zip(pager.alerts, expected, strict=True):
+        assert text.startswith(begin)
+    warning = "notebook: the alert was not sent: no network"
+    assert (warning in caplog.text) == (fails and bool(alerts))
+
+
+def test_alert_hides_secrets(tmp_path, write_recipe):
+    pager = Pager("pager")
+    run = nanogpt_hf.prepare_run(load_config(write_recipe()), tmp_path / "run", trackers=[pager])
+    start_tracking(run).alert("Loss spike", "at https://me:secret@example.org/x")
+    run.folder.unlock()
+    assert pager.alerts == [("Loss spike", "at https://example.org/x")]
