@@ -17,11 +17,13 @@ class Launch:
     """Processes of a launch, sizes of their dimensions, sharding and precision: what is equal on
     all of them. The default is one process without a config.
 
-    Five named dimensions divide the processes. Three multiply to their number: pipeline stages
-    (pp) × data parallelism (dp) × context parallelism (cp) × tensor parallelism (tp). Of dp only
-    pp, cp and tp are stated: it is what remains. Two more divide the data-parallel processes
-    again: into copies of the sharded model (HSDP), and into groups that share one copy of the
-    experts (ep).
+    The processes form a grid of four named dimensions, which multiply to their number: pipeline
+    stages (pp) × data parallelism (dp) × context parallelism (cp) × tensor parallelism (tp). The
+    config states pp, cp and tp; dp is what remains. For example 16 processes with pp 2 and tp 2
+    have dp 4.
+
+    The data-parallel processes are grouped again: into copies of the model that FSDP2 shards
+    (HSDP), and into groups that share one copy of the experts (ep).
     """
 
     # Processes, one per device, as many on each machine.
@@ -64,9 +66,10 @@ class Launch:
     @property
     def copies(self) -> int:
         """Number of copies of a parameter's optimizer state."""
-        # ZeRO shards over all processes, and a model that nobody shards is whole on each
-        whole = {"none": self.dp_cp_size, "zero": 1}
-        return whole.get(self.sharding, self.dp_replicate_size)
+        if self.sharding == "fsdp":
+            return self.dp_replicate_size
+        # ZeRO shards over all processes. A model that is not sharded is whole on each.
+        return 1 if self.sharding == "zero" else self.dp_cp_size
 
     @property
     def shards(self) -> int:

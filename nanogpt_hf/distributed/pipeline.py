@@ -6,7 +6,7 @@ gradient back. The schedule decides when: 1F1B (Narayanan et al. 2019, PipeDream
 arXiv:2104.04473, section 2.2) fills the pipeline, and then alternates one forward and one backward
 pass, so that stage i of p holds the activations of p - i micro-batches at most:
 
-    stage 0:  F0 F1 B0 F2 B1 F3 B2    B3
+    stage 0:  F0 F1    B0 F2 B1 F3 B2    B3
     stage 1:     F0 B0 F1 B1 F2 B2 F3 B3
 
 The processes form a mesh (stages, copies, data-parallel, tensor-parallel). Inside a stage
