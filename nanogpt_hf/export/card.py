@@ -28,7 +28,8 @@ from nanogpt_hf.runs.state import TrainState
 _TEXT_FIGURES = {"loss": "Loss", "perplexity": "Perplexity", "bits_per_byte": "Bits per byte"}
 # What `evaluate --metrics` records in addition to the figures of metrics.
 _METRIC_FACTS = {"rows", "rows_left_out", "temperature", "max_new_tokens", "resamples"}
-PLACEHOLDER = "path/to/this/folder"  # in the example; a push replaces it by the repository
+# The model's place in the examples of a card; a push replaces it by the repository.
+PLACEHOLDER = "path/to/this/folder"
 
 
 def model_card(
@@ -49,24 +50,17 @@ def model_card(
         PreparedSource(*source, manifest) for source in sources_of(config.data)
     )
     start = f"fine-tuned from {base_model}" if base_model else "trained from scratch"
-    on_hub = [
-        source.data.one_source
-        for source in sources
-        # the revision of files is a checksum
-        if not source.manifest.revision.startswith("sha256:") and source.data.source not in BUILT_IN
-    ]
     versioned = versions() | {"nanogpt_hf": code_version()}
     architecture = architecture_of(model_config)
-    metadata = ModelCardData(
-        license=config.hub.license,
-        base_model=base_model,
-        datasets=on_hub or None,
-        library_name="peft" if adapter else "transformers",
-        tags=["lora" if adapter else architecture.name, "nanogpt_hf"],
-        pipeline_tag="text-generation",
-    )
     card = ModelCard.from_template(
-        metadata,
+        ModelCardData(
+            license=config.hub.license,
+            base_model=base_model,
+            datasets=_datasets_on_hub(sources) or None,
+            library_name="peft" if adapter else "transformers",
+            tags=["lora" if adapter else architecture.name, "nanogpt_hf"],
+            pipeline_tag="text-generation",
+        ),
         str(Path(__file__).with_name("card.md")),
         placeholder=PLACEHOLDER,
         escape=escape,
@@ -94,6 +88,17 @@ def model_card(
     return redact(f"{card}\n")
 
 
+def _datasets_on_hub(sources: tuple[PreparedSource, ...]) -> list[str]:
+    """The ids of sources that are datasets of the Hub, which links them to the model."""
+    found = []
+    for source in sources:
+        # The revision of files is a checksum, the revision of a dataset a commit.
+        is_file = source.manifest.revision.startswith("sha256:")
+        if not is_file and source.data.source not in BUILT_IN:
+            found.append(source.data.one_source)
+    return found
+
+
 _PYTHON = """```python
 from {library} import {loader}
 from transformers import AutoTokenizer
@@ -101,7 +106,8 @@ from transformers import AutoTokenizer
 model = {loader}.from_pretrained("{place}")
 tokenizer = AutoTokenizer.from_pretrained("{place}")
 ```"""
-_HOW_TO_LOAD = {  # by library
+# Library that opens a model folder -> how.
+_HOW_TO_LOAD = {
     "transformers": _PYTHON.format(
         library="transformers", loader="AutoModelForCausalLM", place=PLACEHOLDER
     ),
@@ -115,10 +121,13 @@ def card_without_run(config: PreTrainedConfig | None, origin: str, library: str)
     """The card of a model or adapter whose training is not known. `origin` states where it is
     from, `library` is what opens it.
     """
-    title, name, sizes = "Language model", None, ""
+    title = "Language model"
+    name = None
+    sizes = ""
     if config is not None:
         architecture = architecture_of(config)
-        title, name = architecture.title, architecture.name
+        title = architecture.title
+        name = architecture.name
         sizes = (
             f" with {count_parameters(config):,} parameters ({config.num_hidden_layers} layers, "
             f"{config.hidden_size} wide, {config.max_position_embeddings:,} positions, "
@@ -148,6 +157,7 @@ def card_of_export(card: str, library: str) -> str:
         r"Merged with a LoRA adapter of rank \1: a ",
         card,
     )
+    # The card's own section, up to the end of its example, is replaced.
     section = f"## How to load\n\n{_HOW_TO_LOAD[library]}\n"
     changed, count = re.subn(r"(?s)## How to load\n.*?\n```\n", lambda _: section, card, count=1)
     return changed if count else f"{card.rstrip()}\n\n{section}"

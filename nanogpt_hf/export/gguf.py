@@ -29,16 +29,19 @@ from nanogpt_hf.model.architecture import architecture_of
 from nanogpt_hf.model.configuration_gpt import GPTConfig
 from nanogpt_hf.model.layout_gpt import GPT2_LAYOUT, gpt2_state_dict
 
-FILE, MODELFILE = "model.gguf", "Modelfile"
-_F32, _Q8 = gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.Q8_0
-# --dtype -> that of the weights before they are stored, of the tensors, of the file
+FILE = "model.gguf"
+MODELFILE = "Modelfile"
+_F32 = gguf.GGMLQuantizationType.F32
+_Q8 = gguf.GGMLQuantizationType.Q8_0
+# --dtype -> dtype of the weights before they are stored, type of the tensors, type of the file.
 _TYPES = {
     "float32": (torch.float32, _F32, gguf.LlamaFileType.ALL_F32),
     "fp16": (torch.float16, gguf.GGMLQuantizationType.F16, gguf.LlamaFileType.MOSTLY_F16),
     "bf16": (torch.bfloat16, gguf.GGMLQuantizationType.BF16, gguf.LlamaFileType.MOSTLY_BF16),
     "q8_0": (torch.float32, _Q8, gguf.LlamaFileType.MOSTLY_Q8_0),
 }
-_ARCHITECTURES = {  # by model_type
+# model_type -> GGUF's number of the architecture.
+_ARCHITECTURES = {
     "gpt2": gguf.MODEL_ARCH.GPT2,
     "llama": gguf.MODEL_ARCH.LLAMA,
     "qwen3": gguf.MODEL_ARCH.QWEN3,
@@ -81,7 +84,7 @@ def export_gguf(
     cast_to, matrix_type, file_type = _TYPES[dtype]
     original = logits_of(model)
     cast_weights(model, cast_to)  # raises if a weight is too large
-    # closing writes what is left
+    # Closing writes the rest.
     with contextlib.closing(gguf.GGUFWriter(folder / FILE, plain.model_type)) as writer:
         _write_metadata(writer, plain, file_type)
         _write_tokenizer(writer, plain, tokenizer)
@@ -110,7 +113,7 @@ def export_gguf(
 
 
 def _check_format(config: Any, model: transformers.PreTrainedModel) -> None:
-    """Raises UserError if readers of GGUF would compute something else than the model."""
+    """Raises UserError if readers of GGUF would compute another function than the model."""
     name = config.model_type
     if name not in _ARCHITECTURES:
         raise UserError(f"--format gguf: {name} is not supported, only {', '.join(_ARCHITECTURES)}")
@@ -118,7 +121,8 @@ def _check_format(config: Any, model: transformers.PreTrainedModel) -> None:
         act = config.activation_function
         wrong = {f"{act} activation, only GELU": act not in ("gelu", "gelu_new")}
     else:
-        rope, kinds = config.rope_parameters["rope_type"], getattr(config, "layer_types", None)
+        rope = config.rope_parameters["rope_type"]
+        kinds = getattr(config, "layer_types", None)
         wrong = {
             f"hidden_act {config.hidden_act}, only silu": config.hidden_act != "silu",
             "biases": any(parameter.endswith(".bias") for parameter in model.state_dict()),
@@ -156,18 +160,18 @@ def _rotation(config: Any, name: str, weight: Tensor) -> Tensor:
         return weight
     is_query = name.endswith("q_proj.weight")
     heads = config.num_attention_heads if is_query else config.num_key_value_heads
+    # (H·D, C) -> (H, 2, D/2, C) -> (H, D/2, 2, C) -> (H·D, C): halves become neighbors.
     return weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(weight.shape)
 
 
 def _rope_factors(model: transformers.PreTrainedModel) -> Tensor | None:
-    """What the wavelengths of the rotary embedding are multiplied by, as Llama 3.1 does; None if
-    nothing is.
-    """
+    """Factors of the rotary wavelengths, which Llama 3.1 has; None if there are none."""
     if getattr(model.config, "rope_parameters", {}).get("rope_type", "default") == "default":
         return None
     rotary: Any = model.base_model.rotary_emb
     frequencies = rotary.inv_freq.float()
     exponents = torch.arange(len(frequencies)) / len(frequencies)
+    # Plain rotary frequencies are theta^(-i / n); the factors are these by the model's own.
     return model.config.rope_parameters["rope_theta"] ** -exponents / frequencies
 
 
@@ -229,6 +233,7 @@ def _write_tokenizer(
             "--format gguf: can only write a tokenizer of characters, or byte-level BPE that "
             "splits text as GPT-2, Llama 3, Qwen or SmolLM does"
         )
+    # The list has a token for each row of the model; rows beyond the tokenizer are never generated.
     unused = config.vocab_size - len(names)
     writer.add_token_list([*names, *(f"[PAD{len(names) + i}]" for i in range(unused))])
     writer.add_token_types([*kinds, *[gguf.TokenType.UNUSED] * unused])
@@ -241,21 +246,23 @@ def _write_tokenizer(
         writer.add_chat_template(tokenizer.chat_template)
         try:
             writer.add_eot_token_id(ChatFormat(tokenizer).end_of_turn_id())
-        except DataError:  # readers then stop at the end-of-text token alone
+        except DataError:
+            # Readers then stop at the end-of-text token alone.
             return
 
 
 def _modelfile(config: Any, tokenizer: transformers.PreTrainedTokenizerBase) -> str:
     """The Modelfile of ollama: context, the token that ends an answer, and our chat template.
 
-    Of another template ollama compares the text with those that it knows; it executes none.
+    ollama executes no template of a GGUF file, but recognizes the text of some.
     """
     lines = [f"FROM ./{FILE}", f"PARAMETER num_ctx {config.max_position_embeddings}"]
     if not isinstance(tokenizer.chat_template, str):
         return "\n".join([*lines, ""])
     with contextlib.suppress(DataError):  # the end-of-text token alone ends an answer
         end = str(tokenizer.convert_ids_to_tokens(ChatFormat(tokenizer).end_of_turn_id()))
-        if not re.search(r'["\n]', end):  # it knows no escapes here
+        # ollama knows no escapes here.
+        if not re.search(r'["\n]', end):
             lines.append(f'PARAMETER stop "{end}"')
     if tokenizer.chat_template == chat_template(tokenizer):
         end = json.dumps(tokenizer.eos_token, ensure_ascii=False)
@@ -273,6 +280,7 @@ def _split_name(tokenizer: Any) -> str | None:
         return None
     state = _backend_state(tokenizer)
     before = state["pre_tokenizer"] or {}
+    # The last step turns bytes into letters; those before it split the text.
     *splits, last = before.get("pretokenizers", [before])
     is_bpe = (state["model"]["type"], last.get("type")) == ("BPE", "ByteLevel")
     if not is_bpe or last["add_prefix_space"]:

@@ -26,9 +26,12 @@ from nanogpt_hf.program import program
 from nanogpt_hf.runs.files import redact
 from nanogpt_hf.runs.folder import RunFolder
 
-CONNECTION_TIMEOUT = 60.0  # seconds without an answer; huggingface_hub's default is no limit
-FINAL_TIMEOUT = 600.0  # seconds that a finished run waits for its last push
-STOPPED_TIMEOUT = 10.0  # seconds that a run stopped by a signal waits: launchers kill after 30
+# Seconds without an answer. huggingface_hub's default is no limit, so a push might hang forever.
+CONNECTION_TIMEOUT = 60.0
+# Seconds that a run waits for its last push: one that is finished, and one that a signal has
+# stopped, which launchers kill after 30.
+FINAL_TIMEOUT = 600.0
+STOPPED_TIMEOUT = 10.0
 _WEIGHTS = (".safetensors", ".gguf", ".onnx", ".data")
 # An allow-list: a folder may hold anything else, secrets and pickles too.
 _MODEL_FILE = re.compile(
@@ -37,6 +40,7 @@ _MODEL_FILE = re.compile(
     | (vocab|special_tokens_map|added_tokens)\.json | merges\.txt | chat_template\.jinja""",
     re.VERBOSE,
 )
+# Tokens of the Hub and private keys, as they are spelled.
 _SECRET = re.compile(rb"hf_[A-Za-z0-9]{30,}|-----BEGIN [A-Z ]*PRIVATE KEY-----")
 logger = logging.getLogger(__name__)
 
@@ -100,12 +104,13 @@ def push(
                 CommitOperationAdd(path.name, content) for path, content in contents.items()
             ]
             # Weights one by one, in this thread: a process that is asked to end would wait for the
-            # threads of huggingface_hub's pool until all files have been sent.
+            # threads of huggingface_hub's pool until all files have been sent. The commit below
+            # then has no files to send but small ones.
             for addition in additions:
                 if addition.path_in_repo.endswith(_WEIGHTS):
                     api.preupload_lfs_files(repo_id, [addition], revision=revision)
             outcome = f"see {constants.ENDPOINT}/{repo_id}: all files arrived, or none"
-            # not upload_folder, which may make several commits
+            # Not upload_folder, which may make several commits: a reader would see half a model.
             title = message or f"Push {folder.resolve().name} with nanogpt_hf"
             commit = api.create_commit(repo_id, additions, commit_message=title, revision=revision)
     except Exception as error:  # the network, the Hub, its storage, ...
@@ -136,7 +141,7 @@ def _reason(error: Exception) -> str:
 
 
 def _contents(folder: Path, links: Path, place: str) -> dict[Path, bytes | Path]:
-    """The files to push: their content, of weights a link or copy in `links`.
+    """The files to push: their content, or for weights a link or copy in `links`.
 
     Raises RunFolderError if a training run replaces the folder meanwhile: all files are of one
     model.
@@ -144,6 +149,7 @@ def _contents(folder: Path, links: Path, place: str) -> dict[Path, bytes | Path]
     run = RunFolder(folder.parent)
     of_run = folder in (run.best, run.final) and run.recipe.is_file()
     extra = [run.recipe, run.metrics, run.loss_plot] if of_run else []
+    # Training replaces a folder by renaming another one into its place, which has another inode.
     inode = folder.stat().st_ino
     paths = [path for path in sorted(folder.iterdir()) if _MODEL_FILE.fullmatch(path.name)]
     if not any(path.suffix in _WEIGHTS for path in paths):
@@ -170,12 +176,14 @@ def _card_with_results(card: bytes | Path, repo_id: str, results: Path) -> bytes
 
 def _missing_card(folder: Path) -> str:
     """A card for a folder without one, from its files."""
-    endings, config = {path.suffix for path in folder.iterdir()}, None
+    endings = {path.suffix for path in folder.iterdir()}
+    config = None
     library = next((name for name in ("gguf", "onnx") if f".{name}" in endings), "transformers")
     if (folder / "adapter_config.json").is_file():
         library = "peft"
     elif (folder / "config.json").is_file():
-        with contextlib.suppress(Exception):  # of a type that is none of ours, or damaged
+        # The config may be of a type that we do not know, or damaged: the card then states less.
+        with contextlib.suppress(Exception):
             config = architecture_on_disk(str(folder)).read_config(str(folder))
     return card_without_run(config, "pushed with nanogpt_hf", library)
 
@@ -187,6 +195,7 @@ def _content(path: Path, links: Path, place: str) -> bytes | Path:
         raise RunFolderError(f"{path}: is a link to {original}, outside its folder")
     if path.suffix in _WEIGHTS:
         target = links / path.name
+        # A link keeps the file that was there when the push began, also if training replaces it.
         try:
             os.link(original, target)
         except OSError:  # another disk, or a file system without links
@@ -195,7 +204,8 @@ def _content(path: Path, links: Path, place: str) -> bytes | Path:
     content = original.read_bytes()
     if path.name == "README.md":
         return content.replace(f'"{PLACEHOLDER}"'.encode(), place.encode())
-    if path.name == "metrics.jsonl":  # a run may be writing its next line
+    if path.name == "metrics.jsonl":
+        # A run may be writing its next line: whole lines only.
         return content[: content.rfind(b"\n") + 1]
     if path.name.endswith(("config.json", "recipe.yaml")):
         return redact(content.decode()).encode()
@@ -209,7 +219,8 @@ class BackgroundPush:
     """
 
     def __init__(self, hub: HubSection, folder: RunFolder, *, is_main: bool = True):
-        self.hub, self.active = hub, is_main and hub.push is not None
+        self.hub = hub
+        self.active = is_main and hub.push is not None
         self.folder = folder.best if hub.push == "best" else folder.final
         private = " --private" if hub.private else ""
         self._by_hand = f"by hand: {program()} push {self.folder} {hub.repo}{private}"
@@ -221,7 +232,8 @@ class BackgroundPush:
     def new_model(self, folder: Path) -> None:
         """Push `folder`, which training has just written, after the push that is running."""
         if self.active and folder == self.folder:
-            with contextlib.suppress(queue.Full):  # the one that waits will push the newest
+            # If a push waits already, it will push the newest model of this folder.
+            with contextlib.suppress(queue.Full):
                 self._models.put_nowait(folder)
 
     def finish(self, done: bool) -> None:

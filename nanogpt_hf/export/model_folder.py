@@ -36,8 +36,9 @@ def save_trained(
 ) -> None:
     """Write the trained `weights` (our names), replacing `folder` atomically.
 
-    Without LoRA: plain GPT-2. With LoRA: the adapter in peft's format; with `lora.merge` also,
-    plain GPT-2 with the adapter merged, and the adapter in `folder`/adapter. A link is followed.
+    Without LoRA that is the standard model, a plain GPT-2 for instance. With LoRA it is the adapter
+    in peft's format. With `lora.merge` it is the standard model with the adapter merged in, and the
+    adapter in `folder`/adapter. A link is followed.
     """
     lora = config.lora
     is_adapter = lora.rank is not None and not lora.merge
@@ -63,14 +64,16 @@ def write_model_folder(
     card: str | None = None,
     generation: GenerationConfig | None = None,
 ) -> None:
-    """Write `weights` (our names, dtype unchanged) as plain GPT-2 into `folder`, with tokenizer,
-    card and generation config if given; of an adapter, which has no weights of its own here, those
-    alone. Without a generation config it is that of `config`.
+    """Write `weights` (our names, dtype unchanged) into `folder` as a model of transformers, with
+    tokenizer, card and generation config if given. Without a generation config transformers writes
+    one from `config`.
     """
+    # An adapter has written its own weights, and there are none here.
     if weights:
         architecture_of(config).write_model(folder, config, weights)
     write_generation_config(folder, generation)
     if tokenizer is not None:
+        # So that other programs cut texts that are too long for the model.
         tokenizer.model_max_length = config.max_position_embeddings
         save_tokenizer(tokenizer, folder)
     if card is not None:
@@ -94,7 +97,8 @@ def new_folder(out: Path) -> Iterator[Path]:
     An `out` that exists and is empty gets the content. Raises RunFolderError if it is not empty,
     or cannot be written.
     """
-    name, out = out, out.resolve()  # no folder can be renamed over a link
+    name = out
+    out = out.resolve()  # no folder can be renamed over a link
     if not is_vacant(out):
         raise RunFolderError(f"{out}: exists already; choose another OUT, or remove it first")
     new_parents = [folder for folder in out.parents if not folder.exists()]
@@ -113,7 +117,7 @@ def new_folder(out: Path) -> Iterator[Path]:
             raise RunFolderError(f"{name}: cannot be written: {reason}") from error
         raise
     finally:
-        # the first one that is not empty ends this: the block succeeded
+        # The first parent that is not empty ends this: then the block has succeeded.
         with contextlib.suppress(OSError):
             for folder in new_parents:
                 folder.rmdir()
@@ -131,12 +135,13 @@ def _is_of(out: Path, error: OSError | SafetensorError) -> bool:
 
 
 def _write_error(error: OSError | SafetensorError, partial: Path) -> str:
-    """Why a file in `partial` could not be written. NumPy and safetensors do not say it: then a
-    write of our own finds the reason.
+    """The reason why a file in `partial` could not be written. If NumPy or safetensors do not state
+    it, a write of our own finds it.
     """
     if reason := getattr(error, "strerror", None):
         return reason
     try:
+        # 1 MB, which a disk refuses that is full but for a few blocks.
         with (partial / ".probe").open("wb", buffering=0) as probe:
             size = 2**20
             while size:
@@ -173,6 +178,7 @@ def max_difference(logits: Tensor, original: Tensor, exact: bool) -> float:
     Raises RuntimeError if it is too large for an `exact` export.
     """
     difference = (logits - original).abs().max().item()
+    # Other programs add in another order: rounding is relative to the largest logit.
     allowed = 1e-4 * max(1.0, original.abs().max().item())
     if not difference <= (allowed if exact else float("inf")):  # a NaN fails, too
         raise RuntimeError(
@@ -196,6 +202,7 @@ def export_gpt2(
     weights = cast_weights(model, dtype)
     generation = model.generation_config
     write_model_folder(folder, model.config, weights, tokenizer, generation=generation)
+    # By transformers alone, as the people do who get the folder.
     opened = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, trust_remote_code=False
     )

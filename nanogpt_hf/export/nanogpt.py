@@ -56,32 +56,17 @@ def load_nanogpt(
     `meta` is no vocabulary.
     """
     try:
-        # memory-mapped, since two thirds of the file are optimizer state
+        # Memory-mapped, since two thirds of the file are optimizer state, which nobody reads.
         saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         arguments = saved["model_args"]
+        # First the sizes, which tell other files from nanoGPT's.
         sizes = {name: arguments[name] for name in ("vocab_size", "n_embd", "n_layer", "n_head")}
         sizes["n_positions"] = arguments["block_size"]
         tokenizer = _tokenizer(path, sizes["vocab_size"], meta)
-        # without torch.compile's prefix and causal masks
-        state = {
-            name.removeprefix("_orig_mod."): weight.T if name.endswith(_MATRICES) else weight
-            for name, weight in saved["model"].items()
-            if not name.endswith(".attn.bias")
-        }
-        embedding = state["transformer.wte.weight"]
-        head = state.setdefault("lm_head.weight", embedding)
-        config = GPTConfig(
-            **sizes,
-            activation_function=activation_function,
-            bias=arguments.get("bias", True),
-            dropout=arguments.get("dropout", 0.0),
-            tie_word_embeddings=torch.equal(head, embedding),
-            bos_token_id=tokenizer.end_of_text_id,
-            eos_token_id=tokenizer.end_of_text_id,
-        )
-        with torch.device("meta"):
-            model = GPTForCausalLM(config)
-        model.load_state_dict(state, assign=True)  # raises if they do not fit the sizes
+        options = {"activation_function": activation_function, **sizes}
+        options["bias"] = arguments.get("bias", True)
+        options["dropout"] = arguments.get("dropout", 0.0)
+        model = _model(saved["model"], tokenizer, options)
     except UserError:
         raise
     except Exception as error:  # torch and pickle raise many types for a damaged or foreign file
@@ -89,14 +74,48 @@ def load_nanogpt(
         if code := re.search(r"GLOBAL ([\w.]+)", str(error)):
             reason = f"it contains {code[1]}, which was not loaded"
         raise RunFolderError(f"{path}: not a checkpoint of nanoGPT: {reason}") from None
+    config = model.config
     if config.vocab_size > tokenizer.vocab_size:
-        config.padded_vocab_size, config.vocab_size = config.vocab_size, tokenizer.vocab_size
+        # nanoGPT pads GPT-2's vocabulary to 50,304 rows, for faster products.
+        config.padded_vocab_size = config.vocab_size
+        config.vocab_size = tokenizer.vocab_size
     return NanoGPT(config, model.float().state_dict(), tokenizer)
+
+
+def _model(
+    weights: dict[str, torch.Tensor], tokenizer: Tokenizer, options: dict[str, Any]
+) -> GPTForCausalLM:
+    """The model of a checkpoint's weights; `options` are fields of its config. Raises if they do
+    not fit.
+    """
+    state = {}
+    for name, weight in weights.items():
+        # Causal masks are stored too; our attention needs none.
+        if name.endswith(".attn.bias"):
+            continue
+        # torch.compile puts a prefix before every name. Matrices are (out, in) here, and
+        # `load_state_dict` expects GPT-2's (in, out).
+        name = name.removeprefix("_orig_mod.")
+        state[name] = weight.T if name.endswith(_MATRICES) else weight
+    embedding = state["transformer.wte.weight"]
+    head = state.setdefault("lm_head.weight", embedding)
+    config = GPTConfig(
+        **options,
+        tie_word_embeddings=torch.equal(head, embedding),
+        bos_token_id=tokenizer.end_of_text_id,
+        eos_token_id=tokenizer.end_of_text_id,
+    )
+    # Without memory for initial values: the weights of the file become the model's own.
+    with torch.device("meta"):
+        model = GPTForCausalLM(config)
+    model.load_state_dict(state, assign=True)
+    return model
 
 
 def _tokenizer(path: Path, rows: int, meta: Path | None) -> Tokenizer:
     """The characters of `meta`, or GPT-2's tokenizer if the number of embedding rows fits."""
     tokenizer = gpt2_tokenizer() if meta is None else load_meta(meta)
+    # GPT-2's vocabulary may be padded, characters are not.
     if rows not in (_GPT2_ROWS if meta is None else (tokenizer.vocab_size,)):
         raise RunFolderError(
             f"{path}: has {rows:,} tokens, {meta or 'the vocabulary of GPT-2'} "
@@ -121,6 +140,7 @@ def load_meta(path: Path) -> Tokenizer:
     try:
         with path.open("rb") as file:
             meta = _PlainUnpickler(file).load()
+        # itos: id -> character, stoi: character -> id. Each has to be the other's inverse.
         characters = [meta["itos"][i] for i in range(meta["vocab_size"])]
         ids = [meta["stoi"][character] for character in characters]
         if ids != [*range(len(ids))] or set(map(len, characters)) != {1}:
@@ -135,12 +155,13 @@ def import_bins(source: Path, folder: Path, meta: Path | None = None) -> Manifes
     """Write the tokens in `source` to `folder` as prepared data, one row per document if there are
     end-of-text tokens.
 
-    The vocabulary is that of `meta`, else of the meta.pkl in `source`, else GPT-2's, as in
-    nanoGPT. Raises DataError if they are no such files, or have tokens beyond the vocabulary.
+    The vocabulary is from `meta`, else from the meta.pkl in `source`, else GPT-2's, as in nanoGPT.
+    Raises DataError if they are no such files, or have tokens beyond the vocabulary.
     """
     if meta is None and (source / "meta.pkl").is_file():
         meta = source / "meta.pkl"
-    tokenizer, digest = load_meta(meta) if meta else gpt2_tokenizer(), hashlib.sha256()
+    tokenizer = load_meta(meta) if meta else gpt2_tokenizer()
+    digest = hashlib.sha256()
     splits = {
         split: _write_rows(source / name, folder / split, tokenizer, digest)
         for split, name in BINS.items()
@@ -170,12 +191,13 @@ def _write_rows(
         tokens = np.memmap(path, dtype=np.uint16, mode="r")
     except ValueError as error:  # empty, or cut in a token
         raise DataError(f"{path}: cannot be read as tokens: {error}") from None
-    writer, sizes, end = (
-        ShardWriter(folder),
-        bytes_of_tokens(tokenizer.hf, tokenizer.name),
-        tokenizer.end_of_text_id,
-    )
-    begin = row = 0  # of the first document that is not written
+    writer = ShardWriter(folder)
+    sizes = bytes_of_tokens(tokenizer.hf, tokenizer.name)
+    end = tokenizer.end_of_text_id
+    # The first token and the number of the first document that is not written yet: the last
+    # document of a piece may go on in the next one.
+    begin = 0
+    row = 0
     for start in tqdm(range(0, len(tokens), TOKENS_PER_READ), path.name, disable=None):
         piece = tokens[start : start + TOKENS_PER_READ]
         digest.update(piece)
@@ -184,7 +206,9 @@ def _write_rows(
                 f"{path}: token {piece.max()} is beyond the vocabulary ({tokenizer.name}, "
                 f"{tokenizer.vocab_size:,} tokens); name the matching meta.pkl with --meta"
             )
-        ends, last = np.flatnonzero(piece == end) + start + 1, start + len(piece)
+        # Documents end after an end-of-text token, the last one with the file.
+        ends = np.flatnonzero(piece == end) + start + 1
+        last = start + len(piece)
         if last == len(tokens):
             ends = np.union1d(ends, [last])
         if len(ends):
@@ -192,5 +216,6 @@ def _write_rows(
             writer.write(
                 [Row(n, ids, int(sizes[ids].sum())) for n, ids in enumerate(documents, row)]
             )
-            begin, row = int(ends[-1]), row + len(ends)
+            begin = int(ends[-1])
+            row += len(ends)
     return writer.close(), end is not None and (row > 1 or int(tokens[-1]) == end)

@@ -24,11 +24,13 @@ from nanogpt_hf.model.architecture import architecture_of
 from nanogpt_hf.model.experts import experts_of
 
 FILE = "model.onnx"
-# bytes; protobuf's limit is 2 GiB, so larger weights go to a second file
+# Bytes of the largest file. protobuf's limit is 2 GiB, so larger weights go to a second file.
 _LARGEST_FILE = 1_900_000_000
 
 
 class _LogitsOnly(torch.nn.Module):
+    """A model from token ids to logits: the graph of ONNX has one input and one output."""
+
     def __init__(self, model: transformers.PreTrainedModel):
         super().__init__()
         self.model = model
@@ -47,6 +49,7 @@ def export_onnx(
     Returns the largest difference of the logits.
     """
     config = model.config
+    # The graph is traced with one input, but takes batches of any size and texts of any length.
     longest = config.max_position_embeddings
     shapes = {
         "input_ids": {0: torch.export.Dim("batch"), 1: torch.export.Dim("sequence", max=longest)}
@@ -85,7 +88,8 @@ def export_onnx(
     ids = fixed_input(config)
     original = logits_of(model)
     difference = 0.0
-    for batch, length in ((2, ids.shape[1]), (1, 1)):  # the traced sizes and others
+    # With the traced sizes and with others, which a graph with fixed sizes would refuse.
+    for batch, length in ((2, ids.shape[1]), (1, 1)):
         (logits,) = session.run(None, {"input_ids": ids[:batch, :length].numpy()})
         difference = max(
             difference,
