@@ -134,7 +134,7 @@ def _uniform(seed: int, count: int) -> np.ndarray:
 
 
 class _Texts:
-    """The texts of a batch as the model reads them: prompts with the tokens drawn so far.
+    """Texts of a batch as the model reads them: prompts with the tokens drawn so far.
 
     Texts of several lengths are padded on the left, so that all go on at the same column:
 
@@ -215,7 +215,7 @@ class _Texts:
         texts = self._ids.gather(1, places.clamp(max=length - 1))
         texts = texts.masked_fill(places >= length, 0)
         last = length - 1 - self._padding  # (rows,) the column of each text's last token
-        # Logits of the columns in which some text ends, and of each text those of its own.
+        # Logits of all columns in which a text ends. Each text then takes its own column.
         columns, number = last.unique(return_inverse=True)
         logits = self._model(texts, use_cache=False, logits_to_keep=columns).logits
         if logits.shape[1] != len(columns):  # a model without logits_to_keep computes all
@@ -351,7 +351,7 @@ def continue_text(
     prompt_ids: list[int],
     **options: Any,
 ) -> str:
-    """The text of one continuation; `options` are those of `generate_tokens`."""
+    """Text of one continuation; `options` are arguments of `generate_tokens`."""
     stream = TextStream(tokenizer, prompt_ids)
     text = ""
     for (token,) in generate_tokens(model, prompt_ids, **options):
@@ -381,12 +381,12 @@ class TextStream:
         self._returned = len(self._ids)
 
     def add(self, token: int) -> str:
-        """The text that `token` completes, '' while a character is incomplete."""
+        """Text that `token` completes, '' while a character is incomplete."""
         self._ids.append(token)
         return self._new_text(complete=False)
 
     def end(self) -> str:
-        """The rest of the text, incomplete characters included."""
+        """Rest of the text, incomplete characters included."""
         return self._new_text(complete=True)
 
     def _decode(self, ids: list[int]) -> str:

@@ -8,13 +8,13 @@ from nanogpt_hf.data.tokenizer import unknown_characters_named
 
 
 class TooManyTokensError(ValueError):
-    """The part of a conversation that has to stay has more tokens than it may have."""
+    """Raised if the part of a conversation that has to stay has more tokens than it may have."""
 
 
 def encode_chat(
     chat: ChatFormat, messages: list[Message], max_tokens: int, tools: list[Any] | None = None
 ) -> tuple[list[int], list[Message]]:
-    """The prompt ids for the answer to the last of `messages`, and the messages that are in them.
+    """Prompt ids for the answer to the last of `messages`, and the messages that are in them.
 
     If they are more than `max_tokens`, as few of the oldest questions with their answers are
     dropped as possible; a system message and the last question are kept. Raises
@@ -62,7 +62,7 @@ def _first_that_may_fit(
     starts: list[int],
     max_tokens: int,
 ) -> int:
-    """The number of the first of `starts` from which the text of the messages has at most
+    """Number of the first of `starts` from which the text of the messages has at most
     `max_tokens`, or of the last. The template's own tokens are not counted.
     """
     if len(starts) == 1:

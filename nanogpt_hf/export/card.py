@@ -41,7 +41,7 @@ def model_card(
     base_model: str | None = None,
     adapter: bool = False,
 ) -> str:
-    """The card of a trained model, or of a LoRA adapter, with the metadata that the Hub reads.
+    """Card of a trained model, or of a LoRA adapter, with the metadata that the Hub reads.
 
     `state` is the training state when it was saved, `machine` one line about the hardware,
     `base_model` the Hub id or name of the model that fine-tuning started from.
@@ -89,7 +89,7 @@ def model_card(
 
 
 def _datasets_on_hub(sources: tuple[PreparedSource, ...]) -> list[str]:
-    """The ids of sources that are datasets of the Hub, which links them to the model."""
+    """Ids of sources that are datasets of the Hub, which links them to the model."""
     found = []
     for source in sources:
         # The revision of files is a checksum, the revision of a dataset a commit.
@@ -118,7 +118,7 @@ _HOW_TO_LOAD = {
 
 
 def card_without_run(config: PreTrainedConfig | None, origin: str, library: str) -> str:
-    """The card of a model or adapter whose training is not known. `origin` states where it is
+    """Card of a model or adapter whose training is not known. `origin` states where it is
     from, `library` is what opens it.
     """
     title = "Language model"
@@ -147,7 +147,9 @@ def card_without_run(config: PreTrainedConfig | None, origin: str, library: str)
 
 
 def card_of_export(card: str, library: str) -> str:
-    """The `card` of a model for its export, which `library` opens: an adapter is merged there."""
+    """Turn the `card` of a model into the card of its export, which `library` opens and which has
+    any adapter merged in.
+    """
     before = "peft" if "\nlibrary_name: peft\n" in card else "transformers"
     if before == library:
         return card

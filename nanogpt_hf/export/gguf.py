@@ -134,7 +134,7 @@ def _check_format(config: Any, model: transformers.PreTrainedModel) -> None:
 
 
 def _tensors(config: Any, model: transformers.PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of the file, by name, in float32."""
+    """Tensors of the file, by name, in float32."""
     names = gguf.get_tensor_name_map(_ARCHITECTURES[config.model_type], config.num_hidden_layers)
     weights = model.state_dict()
     if isinstance(model.config, GPTConfig):
@@ -151,7 +151,7 @@ def _tensors(config: Any, model: transformers.PreTrainedModel) -> Iterator[tuple
 
 
 def _rotation(config: Any, name: str, weight: Tensor) -> Tensor:
-    """The weight of Llama's queries or keys with the rows of each head in the order of GGUF, which
+    """Weight of Llama's queries or keys with the rows of each head in the order of GGUF, which
     rotates neighboring dimensions; transformers rotates the first half with the second.
 
     Other weights are returned as they are.
@@ -252,7 +252,7 @@ def _write_tokenizer(
 
 
 def _modelfile(config: Any, tokenizer: transformers.PreTrainedTokenizerBase) -> str:
-    """The Modelfile of ollama: context, the token that ends an answer, and our chat template.
+    """Modelfile of ollama: context, the token that ends an answer, and our chat template.
 
     ollama executes no template of a GGUF file, but recognizes the text of some.
     """

@@ -141,7 +141,7 @@ def _reason(error: Exception) -> str:
 
 
 def _contents(folder: Path, links: Path, place: str) -> dict[Path, bytes | Path]:
-    """The files to push: their content, or for weights a link or copy in `links`.
+    """Files to push: their content, or for weights a link or copy in `links`.
 
     Raises RunFolderError if a training run replaces the folder meanwhile: all files are of one
     model.
@@ -189,7 +189,7 @@ def _missing_card(folder: Path) -> str:
 
 
 def _content(path: Path, links: Path, place: str) -> bytes | Path:
-    """The content of a file as other people get it."""
+    """Content of a file as other people get it."""
     original = path.resolve()
     if not original.is_relative_to(path.parent.resolve()):
         raise RunFolderError(f"{path}: is a link to {original}, outside its folder")

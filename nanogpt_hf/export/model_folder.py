@@ -81,8 +81,8 @@ def write_model_folder(
 
 
 def write_generation_config(folder: Path, generation: GenerationConfig | None) -> None:
-    """Write generation_config.json with all fields, also those that transformers' own
-    `save_pretrained` would refuse, such as a temperature without do_sample.
+    """Write generation_config.json with all fields. transformers' own `save_pretrained` would
+    refuse some, such as a temperature without do_sample.
     """
     if generation is not None:
         text = generation.to_json_string()
@@ -135,7 +135,7 @@ def _is_of(out: Path, error: OSError | SafetensorError) -> bool:
 
 
 def _write_error(error: OSError | SafetensorError, partial: Path) -> str:
-    """The reason why a file in `partial` could not be written. If NumPy or safetensors do not state
+    """Reason why a file in `partial` could not be written. If NumPy or safetensors do not state
     it, a write of our own finds it.
     """
     if reason := getattr(error, "strerror", None):
@@ -173,7 +173,7 @@ def logits_of(model: transformers.PreTrainedModel) -> Tensor:
 
 
 def max_difference(logits: Tensor, original: Tensor, exact: bool) -> float:
-    """The largest difference between the logits.
+    """Largest difference between the logits.
 
     Raises RuntimeError if it is too large for an `exact` export.
     """
@@ -210,7 +210,7 @@ def export_gpt2(
 
 
 def cast_weights(model: transformers.PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
-    """The weights of the model, which are finite, in `dtype`. Raises UserError if one overflows."""
+    """Weights of the model, which are finite, in `dtype`. Raises UserError if one overflows."""
     weights = {name: weight.to(dtype) for name, weight in model.state_dict().items()}
     for name, weight in weights.items():
         if not weight.isfinite().all():

@@ -85,7 +85,7 @@ def load_nanogpt(
 def _model(
     weights: dict[str, torch.Tensor], tokenizer: Tokenizer, options: dict[str, Any]
 ) -> GPTForCausalLM:
-    """The model of a checkpoint's weights; `options` are fields of its config. Raises if they do
+    """Model of a checkpoint's weights; `options` are fields of its config. Raises if they do
     not fit.
     """
     state = {}
@@ -113,7 +113,7 @@ def _model(
 
 
 def _tokenizer(path: Path, rows: int, meta: Path | None) -> Tokenizer:
-    """The characters of `meta`, or GPT-2's tokenizer if the number of embedding rows fits."""
+    """Characters of `meta`, or GPT-2's tokenizer if the number of embedding rows fits."""
     tokenizer = gpt2_tokenizer() if meta is None else load_meta(meta)
     # GPT-2's vocabulary may be padded, characters are not.
     if rows not in (_GPT2_ROWS if meta is None else (tokenizer.vocab_size,)):
@@ -133,7 +133,7 @@ class _PlainUnpickler(pickle.Unpickler):
 
 
 def load_meta(path: Path) -> Tokenizer:
-    """The character tokenizer of nanoGPT's meta.pkl, with the same ids.
+    """Character tokenizer of nanoGPT's meta.pkl, with the same ids.
 
     Raises DataError if it is no such file.
     """

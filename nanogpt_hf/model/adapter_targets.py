@@ -1,4 +1,4 @@
-"""Which linear layers of a model LoRA may adapt, by the ends of their names, as peft finds them.
+"""Choose the linear layers that LoRA may adapt, by the ends of their names, as peft finds them.
 
 A table states every reason against a layer.
 """
@@ -46,7 +46,7 @@ _NO_LAYER: dict[str, Callable[[_Layer], bool]] = {
         layer.is_beside_convolution and not layer.name.startswith("in_proj")
     ),
     "the forward pass reads its weight without calling it, or it returns more than its product, or "
-    "that of several groups": lambda layer: not layer.gives_its_product,
+    "the product of several groups": lambda layer: not layer.gives_its_product,
 }
 
 

@@ -1,4 +1,4 @@
-"""The architecture of a model, config, recipe or folder: our GPT-2, or any decoder of transformers.
+"""Architecture of a model, config, recipe or folder: our GPT-2, or any decoder of transformers.
 
 Sizes are read from a config by the names that transformers gives every model: hidden_size,
 num_hidden_layers, num_attention_heads, max_position_embeddings, vocab_size. No other room names the
@@ -44,12 +44,12 @@ GPT2 = _architecture(GPTConfig)
 
 
 def architecture_of(model_or_config: PreTrainedModel | PreTrainedConfig) -> Architecture:
-    """The architecture of a model or of its config. Raises ValueError if it is none of ours."""
+    """Architecture of a model or of its config. Raises ValueError if it is none of ours."""
     return _architecture(type(getattr(model_or_config, "config", model_or_config)))
 
 
 def architecture_of_type(model_type: str) -> Architecture:
-    """The architecture of this name, as recipes and config.json files have it.
+    """Architecture of this name, as recipes and config.json files have it.
 
     Raises ValueError if there is none.
     """
@@ -57,7 +57,7 @@ def architecture_of_type(model_type: str) -> Architecture:
 
 
 def architecture_on_disk(name: str, revision: str | None = None) -> Architecture:
-    """The architecture of a model folder or of a model on the Hub. Raises ValueError if there is
+    """Architecture of a model folder or of a model on the Hub. Raises ValueError if there is
     none.
     """
     raw, _ = PreTrainedConfig.get_config_dict(name, revision=revision)
@@ -72,7 +72,7 @@ def count_parameters(config: PreTrainedConfig) -> int:
 
 
 def saved_buffers(model: Any) -> dict[str, torch.Tensor]:
-    """The tensors of a model's folder that are no parameters, by name: constants, running values.
+    """Tensors of a model's folder that are no parameters, by name: constants, running values.
 
     They are not trained, but without them the folder would open as another model.
     """
@@ -91,5 +91,5 @@ _PARTS = (
 
 
 def part_of(name: str) -> str:
-    """The part of a model that a parameter belongs to, for a table: `attention`, `MLP`, ..."""
+    """Part of a model that a parameter belongs to, for a table: `attention`, `MLP`, ..."""
     return next((part for pattern, part in _PARTS if re.search(pattern, name)), "norms")

@@ -123,7 +123,7 @@ def attend_apart(model: PreTrainedModel) -> None:
 class PackedAttention:
     """An attention function of transformers and its mask, for rows of packed documents.
 
-    Wherever documents cannot attend apart, both are those of the function `inner`.
+    If documents cannot attend apart, function and mask of `inner` are used.
     """
 
     def __init__(self, inner: str, has_dropout: bool):
@@ -133,7 +133,7 @@ class PackedAttention:
         self.name = f"documents_{inner}{'_evaluated' * has_dropout}"
 
     def build_mask(self, **options: Any) -> Any:
-        """The mask of a batch: flex attention's blocks, a DocumentMask, or what `inner` takes."""
+        """Mask of a batch: flex attention's blocks, a DocumentMask, or what `inner` takes."""
         if self._packs(options):
             device = torch.device(options["device"]).type
             if device in FLEX_DEVICES:
@@ -178,7 +178,7 @@ class PackedAttention:
 
 
 def _block_mask(options: dict[str, Any]) -> BlockMask:
-    """Which blocks of 128 x 128 pairs of positions have pairs that see each other."""
+    """Find the blocks of 128 x 128 pairs of positions with pairs that see each other."""
     make: Any = torch.compile(create_block_mask)  # else it computes all pairs
     length = options["q_length"]
     return make(
@@ -218,7 +218,7 @@ def _is_long_and_whole(options: dict[str, Any]) -> bool:
 
 
 def _document_mask(options: dict[str, Any]) -> DocumentMask | None:
-    """The documents of a batch; None in a compiled model, whose mask has no values yet."""
+    """Documents of a batch; None in a compiled model, whose mask has no values yet."""
     rows = torch.arange(options["batch_size"])[:, None]  # (B, 1)
     places = torch.arange(1, options["q_length"])  # (T - 1,)
     # A document begins at a token that does not see the one before it.

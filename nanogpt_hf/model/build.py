@@ -44,7 +44,7 @@ _NOT_FINITE = "is not finite: its training diverged, or its weights are damaged"
 def build_config(
     section: ModelSection, vocab_size: int, end_of_text_id: int | None = None
 ) -> PreTrainedConfig:
-    """The model configuration that a recipe describes, for a tokenizer of `vocab_size` tokens.
+    """Model configuration that a recipe describes, for a tokenizer of `vocab_size` tokens.
 
     Raises UserError if there is no such architecture, or model.extra does not fit it.
     """
@@ -65,7 +65,7 @@ def build_model(config: PreTrainedConfig, seed: int, init: str = "own") -> PreTr
     """A model with initial weights, the same for the same seed on every process and machine.
 
     `init` is model.init. With zero_residual each block starts as the identity; look_back.py
-    describes look_back. All other weights are those of `own`.
+    describes look_back. All other weights are as in `own`.
     """
     architecture = architecture_of(config)
     with torch.random.fork_rng(devices=[]):
@@ -86,10 +86,10 @@ def build_model(config: PreTrainedConfig, seed: int, init: str = "own") -> PreTr
 
 
 def load_model(name: str, revision: str | None = None, **options: Any) -> PreTrainedModel:
-    """The model in a folder or on the Hub, in float32; for an adapter its base model, with the
+    """Model in a folder or on the Hub, in float32; for an adapter its base model, with the
     adapter merged in.
 
-    `options` are those of Architecture.read_model. Raises UserError if no model can be read.
+    `options` are arguments of Architecture.read_model. Raises UserError if no model can be read.
     """
     name, is_adapter = _find(name)
     check_generation_file(Path(name))
@@ -118,7 +118,7 @@ def _read(
 
 
 def _find(name: str) -> tuple[str, bool]:
-    """The folder or Hub id, and whether it is an adapter.
+    """Folder or Hub id, and whether it is an adapter.
 
     Raises UserError if it is a folder without a model.
     """
@@ -137,7 +137,7 @@ def _cannot_load(name: str, error: Exception) -> UserError:
 
 
 def _check_enough_weights(folder: Path, architecture: Architecture) -> None:
-    """Raises ValueError if config.json describes a far larger model than the weights beside it:
+    """Raises ValueError if config.json describes a far larger model than the folder has weights:
     transformers allocates memory for the whole model before it compares them.
     """
     parameters = architecture.count_parameters(architecture.read_config(str(folder)))
@@ -167,7 +167,7 @@ def start_model(
     step: int = 0,
     learned: Sequence[int] | None = None,
 ) -> PreTrainedModel:
-    """The model that a run starts with: initial weights, or `finetune.model` with the layers frozen
+    """Model that a run starts with: initial weights, or `finetune.model` with the layers frozen
     that are at `step`. If the tokenizer has more tokens than that model's, `learned` are the ids of
     its own.
 
@@ -321,7 +321,7 @@ def _prepare_for_finetuning(model: PreTrainedModel, config: Config, step: int) -
 
 
 def meta_model(config: Config, base: PreTrainedConfig, step: int = 0) -> PreTrainedModel:
-    """The model that a run has at `step`, on the meta device, with its frozen layers."""
+    """Model that a run has at `step`, on the meta device, with its frozen layers."""
     model = architecture_of(base).on_meta(base)
     if config.finetune.model:
         with torch.device("meta"):
@@ -331,7 +331,7 @@ def meta_model(config: Config, base: PreTrainedConfig, step: int = 0) -> PreTrai
 
 
 def model_of_run(config: Config, vocab_size: int) -> PreTrainedModel:
-    """The model that a run starts with, on the meta device, for fine-tuning too."""
+    """Model that a run starts with, on the meta device, for fine-tuning too."""
     if not config.finetune.model:
         return meta_model(config, build_config(config.model, vocab_size))
     base: Any = load_base_config(config.finetune.model, config.finetune.revision)[0]
@@ -341,7 +341,7 @@ def model_of_run(config: Config, vocab_size: int) -> PreTrainedModel:
 
 
 def load_base_config(name: str, revision: str | None) -> tuple[PreTrainedConfig, str | None]:
-    """The configuration of a model to fine-tune, and its commit on the Hub (None for a folder).
+    """Configuration of a model to fine-tune, and its commit on the Hub (None for a folder).
 
     Raises UserError if there is none, or none that can be fine-tuned as it is.
     """

@@ -1,4 +1,4 @@
-"""The fields of a decoder's config: from a recipe and from disk, and their bounds.
+"""Fields of a decoder's config: from a recipe and from disk, and their bounds.
 
 transformers gives the sizes of every model the same names; a config may have another name for one,
 by its attribute_map.
@@ -40,14 +40,14 @@ _INNER_MULTIPLE = 32  # the MLP's default width is rounded up to it
 
 
 class ConfigFields:
-    """The fields of one class of configs."""
+    """Fields of one class of configs."""
 
     def __init__(self, config_class: type[PreTrainedConfig]):
         self.config_class = config_class
         self.name = str(config_class.model_type)
 
     def _field(self, name: str) -> str:
-        """The field of the config for a standard name; empty if it has none."""
+        """Field of the config for a standard name; empty if it has none."""
         fields = {field.name for field in self._fields}
         mapped = self.config_class.attribute_map.get(name, name)
         return next((known for known in (mapped, name) if known in fields), "")
@@ -64,7 +64,7 @@ class ConfigFields:
         *,
         is_gated: bool,
     ) -> dict[str, Any]:
-        """The fields of the config that a recipe describes, for a tokenizer of `vocab_size` tokens.
+        """Fields of the config that a recipe describes, for a tokenizer of `vocab_size` tokens.
 
         `is_gated`: MLPs of three matrices. Raises ValueError if model.extra does not fit them.
         """
@@ -122,7 +122,7 @@ class ConfigFields:
             raise ValueError(f"{key}: {self.name}'s config has {wrong}")
 
     def recipe_knobs(self, config: Any) -> dict[str, Any]:
-        """The knobs `model.*` that describe a model; n_head is 1 if it has no heads.
+        """Knobs `model.*` that describe a model; n_head is 1 if it has no heads.
 
         Raises ValueError if none do.
         """
@@ -134,7 +134,7 @@ class ConfigFields:
         }
 
     def read_config(self, name: str, revision: str | None = None, **fields: Any) -> Any:
-        """The configuration of a model folder or of a model on the Hub, with other `fields`.
+        """Configuration of a model folder or of a model on the Hub, with other `fields`.
 
         Raises ValueError if a size is out of bounds.
         """
@@ -146,7 +146,7 @@ class ConfigFields:
         return completed(config)
 
     def resized_rope(self, config: Any, length: int, theta: float | None) -> dict[str, Any] | None:
-        """The rotary parameters for a context of `length` tokens: with the base `theta`, or, for a
+        """Rotary parameters for a context of `length` tokens: with the base `theta`, or, for a
         longer context than the model has, by YaRN (arXiv:2309.00071). None if nothing changes.
 
         Raises ValueError if the positions are not rotary ones of one known kind.
@@ -216,12 +216,12 @@ class ConfigFields:
 
 
 def active_experts(config: Any) -> int:
-    """How many experts of a layer a token has, by the names that configs have for it."""
+    """Number of experts of a layer that a token has, by the names that configs have for it."""
     return _stated(config, _ACTIVE)[0] or 0
 
 
 def _stated(config: Any, names: Iterable[str]) -> tuple[Any, str]:
-    """The value of the first field that a config has, and its name; None without one."""
+    """Value of the first field that a config has, and its name; None without one."""
     for name in names:
         value = size_of(config, name)
         if value is not None:
@@ -247,7 +247,7 @@ def size_of(config: Any, name: str, default: Any = None) -> Any:
 
 
 def completed(config: Any) -> Any:
-    """The config with every field that the package reads."""
+    """Config with every field that the package reads."""
     for name, value in _ABSENT.items():
         if not hasattr(config, name):
             setattr(config, name, value)
@@ -255,7 +255,7 @@ def completed(config: Any) -> Any:
 
 
 def _inner_size(width: int, is_gated: bool) -> int:
-    """The MLP's default width: with two matrices 4 times the model's width, with three 8/3, so that
+    """MLP's default width: with two matrices 4 times the model's width, with three 8/3, so that
     both have the same number of parameters (SwiGLU, arXiv:2002.05202).
     """
     if not is_gated:
@@ -264,7 +264,7 @@ def _inner_size(width: int, is_gated: bool) -> int:
 
 
 def config_class_of(model_type: str) -> type[PreTrainedConfig]:
-    """The config class of a causal LM of transformers. Raises ValueError if there is none."""
+    """Config class of a causal LM of transformers. Raises ValueError if there is none."""
     known = {kind.model_type: kind for kind in MODEL_FOR_CAUSAL_LM_MAPPING}
     if model_type not in known:
         reason = (

@@ -84,7 +84,7 @@ class GPTConfig(PreTrainedConfig):
         return (_from_gpt2(raw) if raw.get("model_type") == "gpt2" else raw), kwargs
 
     def to_gpt2(self) -> GPT2Config:
-        """The same model as a GPT2Config.
+        """Describe the same model as a GPT2Config.
 
         It records `bias: false`, with which we load the model without biases.
         """

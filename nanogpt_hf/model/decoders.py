@@ -68,7 +68,7 @@ class Architecture(ConfigFields, ModelParts):
     layers_on_disk: dict[str, tuple[str, ...]] = {}  # noqa: RUF012
 
     def __init__(self, config_class: type[PreTrainedConfig]):
-        """Raises ValueError with the reason if the models are not those of a decoder."""
+        """Raises ValueError with the reason if the models are no decoders."""
         super().__init__(config_class)
         self._check_kind()
         self.model_class = model_class_of(config_class)
@@ -100,7 +100,7 @@ class Architecture(ConfigFields, ModelParts):
     def config_from_recipe(
         self, section: ModelSection, vocab_size: int, end_of_text_id: int | None
     ) -> PreTrainedConfig:
-        """The configuration that a recipe describes, for a tokenizer of `vocab_size` tokens.
+        """Configuration that a recipe describes, for a tokenizer of `vocab_size` tokens.
 
         Raises ValueError if model.extra does not fit the config's fields.
         """
@@ -114,7 +114,7 @@ class Architecture(ConfigFields, ModelParts):
         return config
 
     def _build(self, *recipe: Any, is_gated: bool) -> tuple[PreTrainedConfig, PreTrainedModel]:
-        """The config of a recipe, and its model on the meta device."""
+        """Config of a recipe, and its model on the meta device."""
         values = self.fields_from_recipe(*recipe, is_gated=is_gated)
         try:
             config = completed(self.config_class(**values))
@@ -158,14 +158,14 @@ class Architecture(ConfigFields, ModelParts):
         return Sizes(model.num_parameters(), looked_up, idle)
 
     def sizes(self, config: Any) -> Sizes:
-        """The sizes of a model, counted once for each config."""
+        """Sizes of a model, counted once for each config."""
         key = _key_of(config)
         if key not in self._sizes:
             self._sizes[key] = self._sizes_of(self.on_meta(config))
         return self._sizes[key]
 
     def check_one_step(self, config: Any, model: PreTrainedModel | None = None) -> list[str]:
-        """The parameters that the loss gives no gradient, found by a step on the meta device
+        """Parameters that the loss gives no gradient, found by a step on the meta device
         (trial_step.py), once for each config.
 
         `model` is the config's on that device, if there is one already. Raises ValueError if the
@@ -185,7 +185,7 @@ class Architecture(ConfigFields, ModelParts):
         quantization_config: Any = None,
         **fields: Any,
     ) -> PreTrainedModel:
-        """The model in a folder or on the Hub in float32, with other `fields` of its config.
+        """Model in a folder or on the Hub in float32, with other `fields` of its config.
 
         Raises ValueError if its weights do not fit.
         """
@@ -215,13 +215,13 @@ class Architecture(ConfigFields, ModelParts):
         model.save_pretrained(folder, state_dict=weights)
 
     def standard_config(self, config: Any) -> PreTrainedConfig:
-        """The config of the standard transformers model: without rows that pad the vocabulary."""
+        """Config of the standard transformers model: without rows that pad the vocabulary."""
         config = copy.deepcopy(config)
         vars(config).pop("padded_vocab_size", None)
         return config
 
     def standard_model(self, config: PreTrainedConfig) -> PreTrainedModel:
-        """The standard transformers model of `config`, with new weights."""
+        """Standard transformers model of `config`, with new weights."""
         standard = self.standard_config(config)
         return AutoModelForCausalLM.from_config(
             standard, attn_implementation="sdpa", trust_remote_code=False

@@ -1,6 +1,6 @@
 """Mixtures of experts of transformers: which modules hold experts, their products and balance.
 
-Shapes in comments: B rows, T positions, E experts, of which a token has k.
+Shapes in comments: B rows, T positions, E experts in a layer, k experts for a token.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,7 +16,7 @@ _OWN = "grouped_mm_autocast"
 
 
 def experts_of(module: torch.nn.Module) -> list[Any]:
-    """The modules that hold experts: transformers' interface for their products marks them.
+    """Modules that hold experts: transformers' interface for their products marks them.
 
     Their weights have one matrix per expert, (E, rows, columns).
     """
@@ -76,8 +76,8 @@ def shapes_only() -> Iterator[None]:
 
 
 class Routing(NamedTuple):
-    """How a micro-batch was routed. Sums over its targets, so that they add up over micro-batches
-    and processes.
+    """Routing of a micro-batch to its experts: sums over its targets, so that they add up over
+    micro-batches and processes.
     """
 
     balance: torch.Tensor  # the loss that is smallest, 1 per target, if all experts have equal work
@@ -86,7 +86,7 @@ class Routing(NamedTuple):
 
 
 def routing_of(model: PreTrainedModel, logits: Any, counted: torch.Tensor) -> Routing:
-    """The routing of the last forward pass, for its routers' `logits`, (B·T, E) of each layer.
+    """Routing of the last forward pass, for its routers' `logits`, (B·T, E) of each layer.
 
     `counted` (B, T) marks the targets. The balance loss of a sequence is DeepSeek-V3's
     (arXiv:2412.19437, equations 17 to 20), for the softmax of the logits, times its targets:

@@ -45,7 +45,7 @@ def check_end_ids(name: str, model: PreTrainedModel) -> None:
     eos_token_id that is no token.
 
     An id that config.json has, too, may be beyond the vocabulary: GPT-2's is the default of
-    transformers, also in models with fewer tokens, and is never generated.
+    transformers in models with fewer tokens too, and is never generated.
     """
     value: Any = getattr(model.generation_config, "eos_token_id", None)
     known: Any = model.config.eos_token_id

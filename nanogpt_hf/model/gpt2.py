@@ -61,7 +61,7 @@ class GPT2Architecture(Architecture):
         return 4.0 * (state + 4 * tokens * (vectors + heads * block_size))
 
     def recipe_knobs(self, config: GPTConfig) -> dict[str, Any]:
-        """The knobs `model.*` that describe a model, without dropout.
+        """Knobs `model.*` that describe a model, without dropout.
 
         Raises ValueError if they cannot.
         """

@@ -89,7 +89,7 @@ def gpt2_state_dict(
 
 
 def from_gpt2_state_dict(state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The inverse of gpt2_state_dict, for load_state_dict; weights with our names are unchanged."""
+    """Invert gpt2_state_dict, for load_state_dict; weights with our names are unchanged."""
     result = {}
     for name, tensor in state_dict.items():
         # transformer.h.3.attn.c_attn.weight -> block transformer.h.3., layer attn.c_attn

@@ -30,7 +30,7 @@ from nanogpt_hf.model.configuration_gpt import GPTConfig
 
 # Types whose heads are rotated as a whole, the first half of a head with the second, as in Llama.
 ROTARY = ("llama", "mistral", "qwen2", "qwen3")
-_POSITIONS = 1.5  # standard deviation of positions, in those of token embeddings
+_POSITIONS = 1.5  # standard deviation of positions by the standard deviation of token embeddings
 # Score of the token that a head looks at, with learned and with rotary positions; all others begin
 # near 0. A softmax of e⁶⁰ to 1 is one-hot, of e¹² to 1 nearly.
 _PEAK = 60.0

@@ -90,7 +90,7 @@ def add_adapters(model: PreTrainedModel, section: LoraSection, seed: int) -> Non
 def merged_weights(
     weights: dict[str, torch.Tensor], section: LoraSection
 ) -> dict[str, torch.Tensor]:
-    """The weights of a model with adapters -> the weights of an equal model without adapters. Names
+    """Weights of a model with adapters -> the weights of an equal model without adapters. Names
     are ours.
     """
     merged = {name: weight for name, weight in weights.items() if ".lora_" not in name}
@@ -105,7 +105,7 @@ def merged_weights(
 def standard_adapters(
     layers_on_disk: dict[str, tuple[str, ...]], weights: dict[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """The adapters among `weights` (our names) for the standard model, by peft's names."""
+    """Adapters among `weights` (our names) for the standard model, by peft's names."""
     adapters = {name: weight for name, weight in weights.items() if name.endswith((_A, _B))}
     if not layers_on_disk:
         return {
@@ -257,7 +257,7 @@ def _check_whole(folder: str, opened: Any) -> None:
 
 
 def load_merged(folder: str) -> PreTrainedModel:
-    """The base model of the adapter in `folder`, with the adapter merged in, in float32.
+    """Base model of the adapter in `folder`, with the adapter merged in, in float32.
 
     Raises ValueError if the folder is not a whole adapter of LoRA.
     """

@@ -34,14 +34,14 @@ from nanogpt_hf.model.loss_gpt import (
 
 
 def standard_class(config_class: type[PreTrainedConfig]) -> type[PreTrainedModel]:
-    """The class of transformers that AutoModelForCausalLM builds."""
+    """Class of transformers that AutoModelForCausalLM builds."""
     standard: Any = MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
     return standard
 
 
 @cache
 def model_class_of(config_class: type[PreTrainedConfig]) -> type[PreTrainedModel]:
-    """The class of transformers with our loss. It has the same name, which config.json records,
+    """Class of transformers with our loss. It has the same name, which config.json records,
     and module, in whose source transformers looks for what it supports.
     """
     standard = standard_class(config_class)
@@ -98,7 +98,7 @@ class _WithSummedLoss(SummedLoss, PreTrainedModel):
         logits_to_keep=0,
         **kwargs,
     ):
-        """The same as GPTForCausalLM.forward.
+        """Logits and loss as in GPTForCausalLM.forward.
 
         Models whose head does more than a (capped) product keep their own logits.
         """
@@ -128,7 +128,7 @@ class _WithSummedLoss(SummedLoss, PreTrainedModel):
         return self._with_routing(out, out, shift_labels) if routes else out
 
     def _with_routing(self, result, out, shift_labels):
-        """The output with `routing`, if all routers show their logits."""
+        """Output with `routing`, if all routers show their logits."""
         logits = getattr(out, "router_logits", None)
         if not logits or len(logits) != len(experts_of(self)):
             return result

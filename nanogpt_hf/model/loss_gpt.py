@@ -137,7 +137,7 @@ def chunk_row_loss(
     *,
     row_loss: Any,
 ):
-    """The same as `chunk_loss` for a loss `row_loss`, whose gradient autograd computes."""
+    """Do the same as `chunk_loss` for a loss `row_loss`, whose gradient autograd computes."""
     # Autograd begins at the logits and ends at the loss: it holds one chunk's graph, no more.
     logits = F.linear(rows, weight, bias).requires_grad_()
     with torch.enable_grad():
@@ -147,7 +147,7 @@ def chunk_row_loss(
 
 
 class Head(nn.Linear):
-    """The last layer: hidden (..., C) -> logits (..., V), or the summed loss if targets are given.
+    """Last layer: hidden (..., C) -> logits (..., V), or the summed loss if targets are given.
 
     The loss is computed in this forward pass because FSDP2 and ZeRO-3 gather the whole weight
     for it.
@@ -230,7 +230,7 @@ class SummedLoss(PreTrainedModel if TYPE_CHECKING else object):
     def with_loss(
         self, out, shift_labels, num_items_in_batch, skip_logits, logits_to_keep, row_loss=None
     ):
-        """The output of the base model, with the loss if there are labels, and with logits.
+        """Make the model's output: the loss if there are labels, and logits.
 
         The loss is the mean over the labels that are counted, or their sum divided by
         `num_items_in_batch`; `row_loss` replaces the cross-entropy. `skip_logits` (default: when
@@ -276,15 +276,15 @@ def shifted_labels(labels, arguments):
 
 
 def cross_entropy(chunk, logits, targets):
-    """The RowLoss of a model by itself, in float32."""
+    """Cross-entropy as a RowLoss, in float32: the loss of a model that is given no other."""
     return F.cross_entropy(logits.float(), targets, reduction="sum")
 
 
 def recomputed_loss(logits_of, hidden, targets, vocab_size, softcap=None, row_loss=None):
-    """The summed loss of rows (N, C), chunk by chunk, for any function from rows to logits.
+    """Summed loss of rows (N, C), chunk by chunk, for any function from rows to logits.
 
     Each chunk's logits are computed again in the backward pass instead of being kept for it. That
-    costs a fourth product with the head, and works for a head of which only its logits are known.
+    costs a fourth product with the head, and works for any head that returns logits.
     """
 
     def loss_of(chunk, rows, row_targets):
@@ -309,7 +309,7 @@ def recomputed_loss(logits_of, hidden, targets, vocab_size, softcap=None, row_lo
 
 
 def chunked_loss(hidden, weight, bias, targets, vocab_size, size, gradient, row_loss=None):
-    """The loss, whose gradients are computed in the forward pass; the backward pass only scales
+    """Summed loss whose gradients are computed in the forward pass; the backward pass only scales
     them.
 
     The head takes part in three products of (N, C) with (C, V): logits, the gradient of the rows,
@@ -337,7 +337,7 @@ def chunked_loss(hidden, weight, bias, targets, vocab_size, size, gradient, row_
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """The loss, differentiable by the hidden states; the gradients of weight and bias that are
+    """Summed loss, differentiable by the hidden states; the gradients of weight and bias that are
     `needed`.
     """
 

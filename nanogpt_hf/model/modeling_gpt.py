@@ -1,4 +1,4 @@
-"""The GPT: attention, MLP, block and model; its head and loss are in loss_gpt.py.
+"""GPT: attention, MLP, block and model; its head and loss are in loss_gpt.py.
 
 In memory q, k and v are separate nn.Linear layers; on disk it is a plain GPT-2 (layout_gpt.py),
 which any tool opens. Imports only its three neighbors, so that the four files can be shipped with
@@ -150,7 +150,7 @@ class GPTPreTrainedModel(PreTrainedModel):
 
 
 class GPTModel(GPTPreTrainedModel):
-    """The transformer without its head: input_ids (B, T) -> last_hidden_state (B, T, C)."""
+    """Transformer without its head: input_ids (B, T) -> last_hidden_state (B, T, C)."""
 
     _input_embed_layer = "wte"
 

@@ -23,7 +23,7 @@ class LinearLayers(NamedTuple):
 
 
 class ModelParts:
-    """The parts of a model of any architecture. Methods take a model that is not prepared."""
+    """Finds the parts of a model of any architecture. Methods take a model that is not prepared."""
 
     def blocks(self, model: PreTrainedModel) -> Any:
         """Transformer blocks, lowest first."""
@@ -42,7 +42,7 @@ class ModelParts:
         return model.get_submodule(_names_of_parts(model).final_norm)
 
     def attention(self, block: nn.Module) -> Any:
-        """The part of a block that mixes tokens: attention, or its first part without one."""
+        """Part of a block that mixes tokens: attention, or its first part without one."""
         parts = [part for part in block.children() if any(p.dim() > 1 for p in part.parameters())]
         for part in parts:
             if "Attention" in type(part).__name__:
@@ -50,7 +50,7 @@ class ModelParts:
         return parts[0]
 
     def linear_layers(self, block: nn.Module) -> LinearLayers:
-        """The linear layers of attention, and all others but experts."""
+        """Linear layers of attention, and all others but experts."""
         inside = set(self.attention(block).modules())
         found = LinearLayers({}, {})
         for name, module in block.named_modules():
@@ -80,7 +80,7 @@ class ModelParts:
         return width
 
     def residual_weights(self, block: nn.Module) -> list[nn.Parameter]:
-        """The weights that write to the residual stream."""
+        """Weights that write to the residual stream."""
         layers = [list(part.values())[-1].weight for part in self.linear_layers(block) if part]
         return layers + [experts.down_proj for experts in experts_of(block)]
 
@@ -155,7 +155,7 @@ class _Names:
 
 
 def _names_of_parts(model: PreTrainedModel) -> _Names:
-    """The names of a model's parts, found when they are asked for first: wrappers change its
+    """Names of a model's parts, found when they are asked for first: wrappers change its
     types.
     """
     if "parts" not in vars(model):

@@ -45,7 +45,7 @@ def is_kept(operation: Any, arguments: tuple[Any, ...]) -> bool:
     """Whether a selective block keeps the result of an operation.
 
     It repeats attention with dropout, the only number in its arguments: the masks after it are
-    those of the forward pass only if all masks before are drawn again.
+    the masks of the forward pass only if all masks before are drawn again.
     """
     draws = any(isinstance(argument, float) and argument for argument in arguments)
     # Flex attention is no such operation and has no overloads.

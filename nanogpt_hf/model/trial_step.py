@@ -24,7 +24,7 @@ _EXPERT_MULTIPLE = 8  # torch's grouped products need rows of 16 bytes, in bf16 
 
 
 def idle_in_a_step(name: str, model: Any, blocks: Any) -> list[str]:
-    """The parameters that the loss gives no gradient; none if the meta device cannot tell.
+    """Parameters that the loss gives no gradient; none if the meta device cannot tell.
 
     `name` is the architecture's, in messages. Raises ValueError if the model fails in the step, or
     in generating two tokens.
@@ -75,7 +75,7 @@ def _without_gradient(model: nn.Module) -> list[str]:
 
 
 def _idle_in_a_shallow_step(model: Any, blocks: Any) -> list[str] | None:
-    """The parameters without gradient in a step of the lowest blocks of a deep model, twice as many
+    """Parameters without gradient in a step of the lowest blocks of a deep model, twice as many
     as it takes to have each kind of block. All blocks of a kind do the same, so that a step of the
     whole model finds the same.
 
@@ -118,7 +118,7 @@ def _generate_shapes(model: Any) -> None:
 
 
 def output_shapes(model: Any) -> Any:
-    """The output for a text of a model on the meta device, in training."""
+    """Output for a text of a model on the meta device, in training."""
     config = model.config
     # One chunk of the loss: the checkpoints of several cannot be on the meta device.
     length = rows_of_a_chunk(_TOKENS, config.vocab_size + padding_rows(config))

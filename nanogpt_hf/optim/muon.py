@@ -47,14 +47,14 @@ def update_scale(rows: int, columns: int, kind: UpdateScale) -> float:
 
 
 class Stored(NamedTuple):
-    """How a parameter holds its matrices: one, or `fused` ones of each expert below each other."""
+    """Storage of matrices in a parameter: one, or `fused` ones of each expert below each other."""
 
     fused: int = 1
     transposed: bool = False  # stored as (inputs, outputs)
 
 
 def matrices(model: PreTrainedModel) -> dict[torch.nn.Parameter, Stored]:
-    """The trainable parameters that Muon updates: matrices inside the blocks, also of experts.
+    """Trainable parameters that Muon updates: matrices inside the blocks, of experts too.
 
     Embeddings and head are no products of two hidden spaces: Muon is not for them (Jordan et al.).
     """
@@ -76,7 +76,7 @@ def matrices(model: PreTrainedModel) -> dict[torch.nn.Parameter, Stored]:
 
 
 def _shapes(model: PreTrainedModel) -> Counter[tuple[int, int]]:
-    """How many matrices of each shape Muon orthogonalizes."""
+    """Count the matrices of each shape that Muon orthogonalizes."""
     counts: Counter[tuple[int, int]] = Counter()
     for p, stored in matrices(model).items():
         rows, columns = p.shape[-2:]
@@ -125,7 +125,7 @@ def build_muon(
 
 
 def _replicas(accelerator: Accelerator | None) -> DeviceMesh | None:
-    """The processes that hold equal copies of the model, or of this pipeline stage; None if there
+    """Processes that hold equal copies of the model, or of this pipeline stage; None if there
     is one, or the model is sharded.
     """
     if accelerator is None or accelerator.distributed_type == DistributedType.FSDP:
@@ -138,7 +138,7 @@ def _replicas(accelerator: Accelerator | None) -> DeviceMesh | None:
 
 
 def _below_stack(placement: Placement) -> Placement:
-    """The placement of a stack of matrices that each have this one: the stack has one dimension
+    """Placement of a stack of matrices that each have this one: the stack has one dimension
     more, its first.
     """
     if isinstance(placement, _StridedShard):  # FSDP2 shards what tensor parallelism has split

@@ -105,7 +105,7 @@ OPTIMIZERS: dict[tuple[str, str], OptimizerKind] = {
 
 
 def kind_of(optim: OptimSection) -> OptimizerKind:
-    """The row of the optimizer that a recipe asks for. Raises UserError if there is none."""
+    """Row of the optimizer that a recipe asks for. Raises UserError if there is none."""
     if kind := OPTIMIZERS.get((optim.name, optim.state)):
         return kind
     names = list(dict.fromkeys(name for name, _ in OPTIMIZERS))
@@ -176,7 +176,7 @@ def skip_step_unless_finite(optimizer: Any, grad_norm: torch.Tensor) -> None:
 
 
 def learning_rate_at(step: int, optim: OptimSection, max_steps: int) -> float:
-    """The learning rate of update number `step` (0 is the first of `max_steps`).
+    """Learning rate of update number `step` (0 is the first of `max_steps`).
 
     Linear warm-up from almost 0, then the schedule's shape down to `min_learning_rate`. Warm-up
     and cosine are nanoGPT's `get_lr` (train.py) with lr_decay_iters = max_steps; wsd is Hu et

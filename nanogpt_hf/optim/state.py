@@ -1,7 +1,7 @@
 """Optimizer state under names, and norms of gradients that may be sharded.
 
-A DTensor is a tensor of which each process of a mesh has a part. Parameters of one model may lie on
-several meshes, such as matrices that tensor parallelism has split beside whole norms.
+A DTensor is a tensor in parts, one on each process of a mesh. Parameters of one model may lie on
+several meshes: tensor parallelism splits matrices and leaves norms whole.
 """
 
 from collections.abc import Iterator
@@ -45,7 +45,7 @@ def state_items(state: Any, prefix: str = "") -> Iterator[tuple[str, Item]]:
 
 
 def total_norm(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """The norm of all tensors as one vector, a scalar on the device. Shards count as the whole
+    """Norm of all tensors as one vector, a scalar on the device. Shards count as the whole
     tensors.
     """
     # torch's function takes tensors of one mesh. The norm of a vector in parts is the norm of the
@@ -75,10 +75,10 @@ def by_mesh(tensors: list[Any]) -> dict[Any, list[Any]]:
 
 
 def full_tensor(tensor: Any) -> Any:
-    """The whole of a DTensor, on all its processes, which call it; anything else as it is."""
+    """Gather a DTensor on all its processes, which call this; return anything else as it is."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """The part of a tensor that this process has: its shard of a DTensor, else all of it."""
+    """Part of a tensor that this process has: its shard of a DTensor, else all of it."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,4 +1,4 @@
-"""The model that the server serves, and the texts of a request as they are generated."""
+"""Model that the server serves, and the texts of a request as they are generated."""
 
 import asyncio
 import copy
@@ -22,7 +22,7 @@ MAX_REQUESTS = 256  # that take turns or wait for one; more get a 503
 
 
 class Served:
-    """The model that is served, the thread that runs it, one token of each active request in turn,
+    """Model that is served, the thread that runs it, one token of each active request in turn,
     and the thread that encodes prompts, one after the other.
     """
 
@@ -52,7 +52,7 @@ class Served:
         self.closing = False
 
     def entry(self) -> dict[str, Any]:
-        """The model in the list of models; `max_model_len` and `chat` are not in OpenAI's API."""
+        """Model in the list of models; `max_model_len` and `chat` are not in OpenAI's API."""
         return {
             "id": self.name,
             "object": "model",
@@ -73,7 +73,7 @@ class Served:
         self.requests -= 1
 
     async def encode(self, request: Request) -> tuple[list[int], int]:
-        """The prompt ids, and the number of messages that were dropped to fit the context."""
+        """Prompt ids, and the number of messages that were dropped to fit the context."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._encoding, self._encode, request)
 
@@ -131,7 +131,7 @@ class StopText:
         self._held = ""
 
     def add(self, text: str) -> tuple[str, bool]:
-        """The text that may be shown after `text` was added, and whether a stop string has ended
+        """Text that may be shown after `text` was added, and whether a stop string has ended
         it.
         """
         self._held += text
@@ -152,7 +152,7 @@ class StopText:
         return shown, False
 
     def end(self) -> str:
-        """The text that was held back, after the last token."""
+        """Text that was held back, after the last token."""
         return self._held
 
 
@@ -170,7 +170,7 @@ class Choice:
         self._stop = StopText(stops)
 
     def add(self, token: int | None) -> str:
-        """The text that a token adds; None is the end."""
+        """Text that a token adds; None is the end."""
         if token is not None:
             self.length += 1
             new = self._text.add(token)
@@ -193,10 +193,10 @@ class Piece(NamedTuple):
 
 
 class Generation:
-    """The texts of one request, one after the other.
+    """Texts of one request, one after the other.
 
-    Each is computed alone, not in a batch with others: so its tokens are bit for bit those of
-    `sample`.
+    Each is computed alone, not in a batch with others: so its tokens are bit for bit the tokens
+    that `sample` writes.
     """
 
     def __init__(self, served: Served, request: Request, ids: list[int]):
@@ -221,7 +221,7 @@ class Generation:
             self.choices.append(Choice(steps, limit, text, request.stop))
 
     async def pieces(self) -> AsyncGenerator[Piece]:
-        """The texts as they arrive, until all choices have a finish reason.
+        """Texts as they arrive, until all choices have a finish reason.
 
         The generation does not wait for the reader: a client that does not read would hold
         a turn.
