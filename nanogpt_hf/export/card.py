@@ -181,6 +181,7 @@ def _score(config: Config, state: TrainState) -> dict[str, Any]:
 
 def escape(value: str) -> str:
     """Escape a string for one line of Markdown: no HTML, link, image or end of a table cell."""
+    # White space first, so that no line break ends a table or a heading.
     line = re.sub(r"([\\`*\[\]|])", r"\\\1", " ".join(value.split()))
     return html.escape(line, quote=False)
 

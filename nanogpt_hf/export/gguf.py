@@ -83,7 +83,8 @@ def export_gguf(
     _check_format(plain, model)
     cast_to, matrix_type, file_type = _TYPES[dtype]
     original = logits_of(model)
-    cast_weights(model, cast_to)  # raises if a weight is too large
+    # Only to raise if a weight is too large: the tensors below are quantized from float32.
+    cast_weights(model, cast_to)
     # Closing writes the rest.
     with contextlib.closing(gguf.GGUFWriter(folder / FILE, plain.model_type)) as writer:
         _write_metadata(writer, plain, file_type)
@@ -93,7 +94,8 @@ def export_gguf(
             small = weight.ndim == 1 or tensor_name == "position_embd.weight"
             kind = _F32 if small else matrix_type
             if kind is _Q8 and weight.shape[-1] % gguf.GGML_QUANT_SIZES[_Q8][0]:
-                kind = gguf.GGMLQuantizationType.F16  # a row is no whole number of blocks
+                # A row is no whole number of blocks of 32 values.
+                kind = gguf.GGMLQuantizationType.F16
             stored = gguf.quants.quantize(weight.contiguous().numpy(), kind)
             writer.add_tensor(tensor_name, stored, raw_dtype=kind)
         writer.write_header_to_file()
@@ -136,6 +138,7 @@ def _check_format(config: Any, model: transformers.PreTrainedModel) -> None:
 def _tensors(config: Any, model: transformers.PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """Tensors of the file, by name, in float32."""
     names = gguf.get_tensor_name_map(_ARCHITECTURES[config.model_type], config.num_hidden_layers)
+    # The names of transformers' models, which the package `gguf` translates.
     weights = model.state_dict()
     if isinstance(model.config, GPTConfig):
         weights = gpt2_state_dict(model.config, weights)
@@ -188,6 +191,7 @@ def _write_metadata(writer: gguf.GGUFWriter, config: Any, file_type: gguf.LlamaF
         facts["feed_forward_length"] = config.n_inner or 4 * config.n_embd
         facts["layer_norm_eps"] = config.layer_norm_epsilon
     else:
+        # Without a field for its size a head has its share of the width.
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         facts |= dict.fromkeys(("key_length", "value_length", "rope_dimension_count"), size)
         facts |= {
@@ -209,6 +213,7 @@ def _write_tokenizer(
             f"--format gguf: {len(tokenizer)} tokens in the tokenizer, "
             f"{config.vocab_size} in the model"
         )
+    # llama.cpp prints no CONTROL token.
     names = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
     kinds = [gguf.TokenType.NORMAL] * len(names)
     for number, token in tokenizer.added_tokens_decoder.items():

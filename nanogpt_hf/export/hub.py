@@ -91,6 +91,7 @@ def push(
             if results is not None:
                 card = folder / "README.md"
                 contents[card] = _card_with_results(contents[card], repo_id, results)
+            # Text files are in memory, weights are paths. Nothing has been sent yet.
             for path, text in contents.items():
                 if isinstance(text, bytes) and (token.encode() in text or _SECRET.search(text)):
                     raise RunFolderError(f"{path}: contains a token of the Hub or a private key")
@@ -122,6 +123,7 @@ def push(
 
 def _login(repo_id: str) -> str:
     """Return the user's token. Raises UserError if there is none, or it may not write there."""
+    # The session of all requests of huggingface_hub in this process.
     get_session().timeout = CONNECTION_TIMEOUT
     token = huggingface_hub.get_token()
     if token is None:
@@ -130,6 +132,7 @@ def _login(repo_id: str) -> str:
     names = [account["name"], *(org["name"] for org in account.get("orgs", []))]
     if account.get("auth", {}).get("accessToken", {}).get("role") == "read":
         raise UserError(f"the token of {names[0]} is read-only; create one with write access")
+    # The Hub's names have no case.
     owner = repo_id.partition("/")[0]
     if owner.lower() not in map(str.lower, names):
         raise UserError(f"{owner} is not your account; you may push to {', '.join(names)}")
@@ -246,6 +249,7 @@ class BackgroundPush:
             self.new_model(self.folder)
         if self._models.unfinished_tasks:
             logger.info(f"hub: pushing {self.folder} to {self.hub.repo}; Ctrl-C cancels the push")
+        # In short waits, since `Queue.join` has no time limit.
         deadline = time.monotonic() + (FINAL_TIMEOUT if done else STOPPED_TIMEOUT)
         with contextlib.suppress(KeyboardInterrupt):
             while self._models.unfinished_tasks and time.monotonic() < deadline:

@@ -101,8 +101,11 @@ def new_folder(out: Path) -> Iterator[Path]:
     out = out.resolve()  # no folder can be renamed over a link
     if not is_vacant(out):
         raise RunFolderError(f"{out}: exists already; choose another OUT, or remove it first")
+    # A failed command leaves the disk as it was, without the folders made for its output.
     new_parents = [folder for folder in out.parents if not folder.exists()]
     try:
+        # Errors of reading other files pass through; errors of writing name the folder that the
+        # user has asked for.
         with filled_folder(out) as partial:
             try:
                 yield partial
@@ -153,6 +156,7 @@ def _write_error(error: OSError | SafetensorError, partial: Path) -> str:
 
 def fixed_input(config: transformers.PreTrainedConfig) -> Tensor:
     """Two sequences of token ids, fixed by the sizes of the model: (2, T), T at most 128."""
+    # 7919 is a prime, so that the ids spread over the vocabulary.
     length = min(config.max_position_embeddings, 128)
     return (torch.arange(2 * length) * 7919 % config.vocab_size).view(2, length)
 

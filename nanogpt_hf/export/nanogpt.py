@@ -189,7 +189,8 @@ def _write_rows(
     """
     try:
         tokens = np.memmap(path, dtype=np.uint16, mode="r")
-    except ValueError as error:  # empty, or cut in a token
+    except ValueError as error:
+        # The file is empty, or ends within a token.
         raise DataError(f"{path}: cannot be read as tokens: {error}") from None
     writer = ShardWriter(folder)
     sizes = bytes_of_tokens(tokenizer.hf, tokenizer.name)
@@ -199,6 +200,7 @@ def _write_rows(
     begin = 0
     row = 0
     for start in tqdm(range(0, len(tokens), TOKENS_PER_READ), path.name, disable=None):
+        # A memory map: only this piece of the file is read.
         piece = tokens[start : start + TOKENS_PER_READ]
         digest.update(piece)
         if piece.max() >= tokenizer.vocab_size:

@@ -54,12 +54,14 @@ def export_onnx(
     shapes = {
         "input_ids": {0: torch.export.Dim("batch"), 1: torch.export.Dim("sequence", max=longest)}
     }
-    size = 4 * model.num_parameters()
+    size = 4 * model.num_parameters()  # bytes in float32
     registration = logging.getLogger("torch.onnx._internal.exporter._registration")
     level = registration.level
-    registration.setLevel(logging.ERROR)  # it reports that torchvision is missing
+    # It reports that torchvision is missing, which no language model needs.
+    registration.setLevel(logging.ERROR)
     if experts_of(model):
-        model.set_experts_implementation("batched_mm")  # the others have no ONNX function
+        # The other ways to multiply by experts have no ONNX function.
+        model.set_experts_implementation("batched_mm")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # deprecations inside torch
@@ -80,6 +82,7 @@ def export_onnx(
         ) from error
     finally:
         registration.setLevel(level)
+    # The files that programs around onnxruntime read: config, generation config and tokenizer.
     architecture_of(config).standard_config(config).save_pretrained(folder)
     write_generation_config(folder, model.generation_config)
     save_tokenizer(tokenizer, folder)

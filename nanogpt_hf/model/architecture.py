@@ -30,10 +30,11 @@ __all__ = ["Architecture", "padding_rows"]
 Metrics = dict[str, torch.Tensor]  # sums over the micro-batch's targets, by name
 Objective = Callable[[torch.nn.Module, dict[str, torch.Tensor]], tuple[torch.Tensor, Metrics]]
 
-# All other configs are those of decoders of transformers.
+# Configs that are not in this table are of decoders of transformers.
 ARCHITECTURES: dict[type, type[Architecture]] = {GPTConfig: GPT2Architecture}
 
 
+# One object for each class of configs, which keeps what it has found out about its models.
 @cache
 def _architecture(config_class: type[PreTrainedConfig]) -> Architecture:
     """Raises ValueError if its models are not what we can train."""
@@ -76,6 +77,7 @@ def saved_buffers(model: Any) -> dict[str, torch.Tensor]:
 
     They are not trained, but without them the folder would open as another model.
     """
+    # A buffer that is computed from the config, such as rotary frequencies, is not in the state.
     names = model.state_dict().keys()
     return {name: buffer for name, buffer in model.named_buffers() if name in names}
 

@@ -38,6 +38,7 @@ MIN_POSITIONS = 512  # on a CPU, shorter sequences are as fast with a mask (docs
 
 def write_out_attention(model: PreTrainedModel) -> None:
     """Let a model with fused attention write it out where that is faster, in place."""
+    # A mask is built as for the fused function, which takes over whenever there is one.
     if model.config._attn_implementation == "sdpa":
         ALL_ATTENTION_FUNCTIONS.register(WRITTEN_OUT, attend_written_out)
         ALL_MASK_ATTENTION_FUNCTIONS.register(WRITTEN_OUT, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])

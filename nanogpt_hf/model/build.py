@@ -68,6 +68,8 @@ def build_model(config: PreTrainedConfig, seed: int, init: str = "own") -> PreTr
     describes look_back. All other weights are as in `own`.
     """
     architecture = architecture_of(config)
+    # Weights are drawn from a seed of their own. The generator of the process stays where it was,
+    # so that later draws do not depend on the size of the model.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(seed, "weights"))
         model = architecture.model_class(config)
@@ -75,6 +77,7 @@ def build_model(config: PreTrainedConfig, seed: int, init: str = "own") -> PreTr
             look_back(model, architecture.attention(architecture.blocks(model)[0]))
         # GPT-2's own weights are initialized in this way already.
         elif init != "own" and not (init == "gpt2" and architecture is GPT2):
+            # Two additions to the residual stream in each layer, as in modeling_gpt.py.
             std = config.initializer_range / math.sqrt(2 * config.num_hidden_layers)
             for block in architecture.blocks(model):
                 for weight in architecture.residual_weights(block):
@@ -91,6 +94,7 @@ def load_model(name: str, revision: str | None = None, **options: Any) -> PreTra
 
     `options` are arguments of Architecture.read_model. Raises UserError if no model can be read.
     """
+    # Cheap checks first: a damaged file should not cost the time of loading the weights.
     name, is_adapter = _find(name)
     check_generation_file(Path(name))
     model = _read(name, is_adapter, revision, options)

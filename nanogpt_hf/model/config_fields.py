@@ -48,6 +48,7 @@ class ConfigFields:
 
     def _field(self, name: str) -> str:
         """Field of the config for a standard name; empty if it has none."""
+        # hidden_size is n_embd in GPT-2's config and hidden_size in Llama's.
         fields = {field.name for field in self._fields}
         mapped = self.config_class.attribute_map.get(name, name)
         return next((known for known in (mapped, name) if known in fields), "")
@@ -76,8 +77,10 @@ class ConfigFields:
             "head_dim": head_dim,
             "rotary_dim": head_dim,
         }
-        if rotary := self._field("rotary_dim"):  # the rotated part of a head
+        if rotary := self._field("rotary_dim"):
+            # The rotated part of a head, which may not be larger than the head.
             sizes["rotary_dim"] = min(getattr(self.config_class(), rotary) or head_dim, head_dim)
+        # Later entries win: the recipe's sizes, then no dropout, then the recipe's own fields.
         return {
             "vocab_size": vocab_size,
             "bos_token_id": end_of_text_id,
@@ -95,6 +98,7 @@ class ConfigFields:
 
     def _check_recipe(self, section: ModelSection) -> None:
         """Raises ValueError if model.extra names a knob or no field."""
+        # A size under its own name would contradict the knob that has it.
         owners = {"vocab_size": "the size of the tokenizer"}
         for knob, standard in SIZES.items():
             for name in (standard, self._field(standard)):
@@ -189,6 +193,8 @@ class ConfigFields:
         """Raises ValueError for a field whose value the meta device accepts, but with which no
         model works.
         """
+        # By name and default: a field with "drop" in it is a probability, one whose default is a
+        # whole number from 0 is a size. Ids of tokens may be -1 for none.
         for field in self._fields:
             value = size_of(config, field.name)
             is_number = isinstance(value, int | float) and not isinstance(value, bool)

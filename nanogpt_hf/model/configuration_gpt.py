@@ -89,6 +89,7 @@ class GPTConfig(PreTrainedConfig):
         It records `bias: false`, with which we load the model without biases.
         """
         fields = {name: getattr(self, name) for name in _SHARED_FIELDS}
+        # nanoGPT has one dropout in three places.
         pdrop = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), self.dropout)
         bias: dict[str, Any] = {} if self.bias else {"bias": False}
         return GPT2Config(**fields, **pdrop, **bias)

@@ -74,7 +74,7 @@ class Architecture(ConfigFields, ModelParts):
         self.model_class = model_class_of(config_class)
         # In messages and cards Qwen3ForCausalLM is `Qwen3`.
         self.title = re.sub(r"(ForCausalLM|LMHeadModel)$", "", self.model_class.__name__)
-        # A start asks several times for one config.
+        # Results by config: a start asks for them several times, and each takes building a model.
         self._stepped: dict[str, list[str]] = {}
         self._sizes: dict[str, Sizes] = {}
 
@@ -88,6 +88,8 @@ class Architecture(ConfigFields, ModelParts):
                 f"{self.name} consists of several models ({', '.join(filter(None, models))}), and "
                 "is not supported"
             )
+        # A config with fields for both, such as BERT's, is of a type that is an encoder, or that
+        # attends to one.
         attends = any("cross_attention" in field.name for field in self._fields)
         is_part = attends and self._field("is_decoder")
         if getattr(self.config_class, "is_encoder_decoder", False) or is_part:
@@ -104,6 +106,8 @@ class Architecture(ConfigFields, ModelParts):
 
         Raises ValueError if model.extra does not fit the config's fields.
         """
+        # Whether the MLP is gated decides its default width, and only a model shows it. So it is
+        # built once without a gate, and again if it turns out to have one.
         config, model = self._build(section, vocab_size, end_of_text_id, is_gated=False)
         if section.n_inner is None and self._is_gated(model):
             config, model = self._build(section, vocab_size, end_of_text_id, is_gated=True)
@@ -144,12 +148,14 @@ class Architecture(ConfigFields, ModelParts):
         return model
 
     def _sizes_of(self, model: PreTrainedModel) -> Sizes:
+        # A tied embedding is also the head's matrix, which is multiplied for every token.
         head: Any = model.get_output_embeddings()
         looked_up = 0
         for module in self.embeddings(model):
             for parameter in module.parameters():
                 if parameter is not head.weight:
                     looked_up += parameter.numel()
+        # Of E experts a token computes with k, so that (E - k) / E of their parameters are idle.
         active = active_experts(model.config)
         idle = 0
         for experts in experts_of(model):
@@ -205,6 +211,8 @@ class Architecture(ConfigFields, ModelParts):
 
     def write_model(self, folder: Path, config: Any, weights: dict[str, torch.Tensor]) -> None:
         """Write `weights` (in the dtype they have) as a model of transformers."""
+        # transformers' own `save_pretrained` writes the files. It needs a model for its class and
+        # config, but no values: the weights come from outside.
         with torch.device("meta"):
             model: Any = self.model_class(self.standard_config(config))
             model = model.to(next(iter(weights.values())).dtype)

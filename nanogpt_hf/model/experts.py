@@ -40,7 +40,7 @@ def products(experts: Any, hidden: torch.Tensor, chosen: torch.Tensor, weights: 
     Notes the experts that were `chosen`, (B·T, k). distributed/expert_parallel.py sets `exchanged`,
     for experts that are shared by processes.
     """
-    experts.chosen = chosen
+    experts.chosen = chosen  # `routing_of` reads it after the forward pass
     device = hidden.device.type
     casts = device != "meta" and torch.is_autocast_enabled(device)
     if casts:
@@ -48,6 +48,7 @@ def products(experts: Any, hidden: torch.Tensor, chosen: torch.Tensor, weights: 
     if exchanged := getattr(experts, "exchanged", None):
         return exchanged(hidden, chosen, weights)
     if casts:
+        # Weights stay float32 in memory and are cast where they are used, as autocast does.
         experts = View(experts, lambda parameter: parameter.to(hidden.dtype))
     return grouped_mm_experts_forward(experts, hidden, chosen, weights)
 
@@ -67,6 +68,7 @@ def shapes_only() -> Iterator[None]:
     """Context for tensors without values, which torch's grouped product refuses: all tokens go to
     the first expert. It saves as much for the backward pass.
     """
+    # rows (N, C), weights (E, C, F), offs (E,): ends of the rows of each expert.
     product = F.grouped_mm
     F.grouped_mm = lambda rows, weights, offs: rows @ weights[0]
     try:
@@ -116,5 +118,6 @@ def load_figures(load: torch.Tensor) -> dict[str, float]:
     """Figures of a step's load, (layers, E): the largest of an expert, as a multiple of equal work,
     and the number of experts that no token has chosen.
     """
+    # Each layer's loads add up to the targets, so equal work is their sum by the number of experts.
     largest = load.max() * load.shape[1] / load[0].sum()
     return {"expert_load_max": largest.item(), "unused_experts": int((load == 0).sum())}

@@ -28,6 +28,7 @@ def check_generation_file(folder: Path) -> None:
         return
     try:
         text = file.read_text(encoding="utf-8")
+        # JSON has no NaN, but Python reads and writes it.
         fields = json.loads(text, parse_constant=_finite, parse_float=_finite)
         if not isinstance(fields, dict):
             raise ValueError("not a JSON object")
@@ -47,6 +48,7 @@ def check_end_ids(name: str, model: PreTrainedModel) -> None:
     An id that config.json has, too, may be beyond the vocabulary: GPT-2's is the default of
     transformers in models with fewer tokens too, and is never generated.
     """
+    # One id or a list of ids, in both files.
     value: Any = getattr(model.generation_config, "eos_token_id", None)
     known: Any = model.config.eos_token_id
     known = known if isinstance(known, list) else [known]

@@ -78,6 +78,8 @@ class GPT2Architecture(Architecture):
         self, folder: Path, config: GPTConfig, weights: dict[str, torch.Tensor]
     ) -> None:
         """Write `weights` (our names, in the dtype they have) as a plain GPT-2."""
+        # Its `save_pretrained` (layout_gpt.py) writes GPT-2's names and layout; values come from
+        # `weights`.
         with torch.device("meta"):
             model = GPTForCausalLM(config)
         model.save_pretrained(folder, state_dict=weights)
@@ -97,6 +99,7 @@ class GPT2Architecture(Architecture):
         known = model.transformer.wpe.weight.detach()  # (positions, C)
         if length == len(known):
             return
+        # Whole copies, rounded up, and cut to the length: (length, C).
         weight = known.repeat(-(-length // len(known)), 1)[:length].clone()
         model.transformer.wpe = nn.Embedding.from_pretrained(weight, freeze=False)
         model.config.n_positions = length

@@ -115,6 +115,7 @@ def drop_zero_biases(model: PreTrainedModel) -> None:
     layers = [
         m for m in model.modules() if isinstance(m, nn.Linear | nn.LayerNorm) and m.bias is not None
     ]
+    # One bias that is not zero means that the model has biases.
     if not any(layer.bias.any() for layer in layers):
         for layer in layers:
             layer.register_parameter("bias", None)
@@ -146,7 +147,8 @@ class GPT2Files(PreTrainedModel if TYPE_CHECKING else object):
 
         With output_loading_info it is in the information, and the caller checks it.
         """
-        kwargs["trust_remote_code"] = False  # None would ask on a terminal
+        # None would ask on a terminal.
+        kwargs["trust_remote_code"] = False
         raw, _ = PreTrainedConfig.get_config_dict(pretrained_model_name_or_path, **kwargs)
         # A GPT-2 on disk has biases, which are all zero if the model has none: load them, then
         # remove them if they are.
@@ -181,6 +183,7 @@ class GPT2Files(PreTrainedModel if TYPE_CHECKING else object):
         weights = gpt2_state_dict(
             self.config, self.state_dict() if state_dict is None else state_dict
         )
+        # transformers' own class writes the files, so that they are what any tool expects.
         with torch.device("meta"):
             gpt2: Any = GPT2LMHeadModel(self.config.to_gpt2())
             gpt2 = gpt2.to(weights["transformer.wte.weight"].dtype)

@@ -62,16 +62,20 @@ def look_back(model: PreTrainedModel, attention: Any) -> None:
             frequencies, first, second, gain = _wave_positions(model, size // 2)
         else:
             frequencies, first, second, gain = _mark_tokens(model, size, has_norms)
+        # Two rows of a head for each wave, one in each half, since rotary positions turn these two
+        # with each other: (2, W).
         rows = torch.arange(len(frequencies)) + torch.tensor([[0], [size // 2]])
         for keys in attention.k_proj.weight.split(size):
             keys[rows[0]] += gain * first
             keys[rows[1]] += gain * second
         for head, queries in enumerate(attention.q_proj.weight.split(size)):
+            # Head number h looks h + 1 tokens back: cos(a - b) = cos a · cos b + sin a · sin b, and
+            # sin(a - b) likewise, turn the coordinates by that angle.
             angles = frequencies[:, None] * (head + 1)
             queries[rows[0]] += gain * (angles.cos() * first + angles.sin() * second)
             queries[rows[1]] += gain * (angles.cos() * second - angles.sin() * first)
         for norm in ("q_norm", "k_norm") if has_norms else ():
-            # normalized and scaled, they have a product of size · scale²
+            # Normalized and scaled, queries and keys have a product of size · scale².
             attention.get_submodule(norm).weight.fill_((_ROTARY_PEAK / size**0.5) ** 0.5)
 
 
@@ -83,6 +87,8 @@ def _wave_positions(model: Any, waves: int) -> Waves:
     """Make the positions of a GPT-2 sums of waves."""
     config = model.config
     places = torch.arange(config.n_positions)
+    # Evenly spaced waves are in phase again after 4·W positions, so a longer context gets uneven
+    # ones.
     frequencies = (torch.arange(waves) + 0.5) * math.pi / waves
     if config.n_positions > 4 * waves:
         uneven = torch.arange(waves) * (5**0.5 - 1) / 2 % 1

@@ -81,6 +81,7 @@ def add_adapters(model: PreTrainedModel, section: LoraSection, seed: int) -> Non
 
     The same seed draws the same adapters everywhere.
     """
+    # peft draws A, and B is zero. The generator of the process stays where it was.
     config = _peft_config(section, target_modules=list(section.targets))
     with torch.random.fork_rng(devices=[]), _unwarned():
         torch.manual_seed(derive_seed(seed, "weights"))
@@ -93,6 +94,7 @@ def merged_weights(
     """Weights of a model with adapters -> the weights of an equal model without adapters. Names
     are ours.
     """
+    # peft names the frozen layer LAYER.base_layer, its adapter LAYER.lora_A and LAYER.lora_B.
     merged = {name: weight for name, weight in weights.items() if ".lora_" not in name}
     rank, alpha = _sizes(section)
     for name in list(merged):
@@ -195,6 +197,8 @@ def _pattern(value: Any, is_valid: Callable[[Any], bool]) -> bool:
     return value is None or (isinstance(value, dict) and all(map(is_valid, value.values())))
 
 
+# Fields of adapter_config.json that decide what is loaded, what each has to be, and a test of it.
+# peft accepts any value and fails later, or computes something else.
 _NEEDED = ("peft_type", "base_model_name_or_path")
 _ADAPTER_FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "peft_type": ('"LORA"; no other adapters of peft are read', lambda value: value == "LORA"),
@@ -264,6 +268,8 @@ def load_merged(folder: str) -> PreTrainedModel:
     # peft asks the Hub for a relative path whose folder lacks a tokenizer.
     folder = str(Path(folder).resolve())
     _check_adapter_files(Path(folder))
+    # The base model is loaded twice: with our class, and with transformers' own, into which peft
+    # merges the adapter. The weights of the second go into the first.
     adapter = PeftConfig.from_pretrained(folder)
     base = folder_or_hub_id(str(adapter.base_model_name_or_path))
     check_generation_file(Path(base))

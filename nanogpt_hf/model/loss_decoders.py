@@ -63,6 +63,7 @@ class _WithSummedLoss(SummedLoss, PreTrainedModel):
         config.vocab_size = getattr(config, "padded_vocab_size", vocab_size)
         super().__init__(config)
         config.vocab_size = vocab_size
+        # The experts' products, and a head that computes the loss, replace those of the class.
         self.has_experts = use_own_products(self)
         self.softcap = getattr(config, "final_logit_softcapping", None)
         self._is_linear = _head_is_linear(config, self.softcap)
@@ -74,6 +75,7 @@ class _WithSummedLoss(SummedLoss, PreTrainedModel):
         if self._is_linear:
             with _no_search_for_packing(None):
                 return super().row_losses(input_ids, targets)
+        # One text after another: their logits are never in memory together.
         losses = [
             self(ids[None], shift_labels=row[None], num_items_in_batch=1).loss
             for ids, row in zip(input_ids, targets, strict=True)
@@ -104,11 +106,13 @@ class _WithSummedLoss(SummedLoss, PreTrainedModel):
         """
         shift_labels, row_loss = shifted_labels(labels, kwargs)
         if shift_labels is None:
+            # Generation, or a caller with its own loss: transformers' forward as it is.
             out = super().forward(
                 input_ids=input_ids, use_cache=use_cache, logits_to_keep=logits_to_keep, **kwargs
             )
             out.logits = out.logits[..., : self.config.vocab_size]
             return out
+        # The model without its head if we can compute the loss from the hidden states.
         compute = self.base_model if self._is_linear else super().forward
         routes = self.training and self.has_experts
         if routes:
@@ -148,6 +152,7 @@ def _no_search_for_packing(position_ids: torch.Tensor | None) -> Iterator[None]:
     transformers' models look for restarts also in positions that they compute themselves, and
     the host waits for it.
     """
+    # A private function of transformers, which has no argument for this (CONTRIBUTING.md).
     search = masking_utils.find_packed_sequence_indices
     if position_ids is None:
         masking_utils.find_packed_sequence_indices = lambda position_ids: None

@@ -175,6 +175,7 @@ class Head(nn.Linear):
         if targets is None:
             return compute(hidden)
         size = rows_of_a_chunk(len(hidden), vocab_size, hidden.device.type)
+        # A compiled loss computes its gradient too, also with one chunk.
         is_compiled = self.chunk_loss is not chunk_loss
         if torch.is_grad_enabled() and (size < len(hidden) or is_compiled):
             gradient = self.chunk_loss if row_loss is None else chunk_row_loss
@@ -320,6 +321,7 @@ def chunked_loss(hidden, weight, bias, targets, vocab_size, size, gradient, row_
     needs_weight = is_training and weight.requires_grad
     needs_bias = is_training and bias is not None and bias.requires_grad
     bias_value = None if bias is None else bias.detach()
+    # Autograd gives the hidden states their gradient by `_ChunkedLoss`, weight and bias by `_Zero`.
     loss, *gradients = _ChunkedLoss.apply(
         hidden,
         weight.detach(),

@@ -156,10 +156,12 @@ class GPTModel(GPTPreTrainedModel):
 
     def __init__(self, config: GPTConfig):
         super().__init__(config)
+        # Rows of the embedding may be padded to a multiple that is fast; no token uses the others.
         self.wte = nn.Embedding(config.padded_vocab_size or config.vocab_size, config.n_embd)
         self.wpe = nn.Embedding(config.n_positions, config.n_embd)
         self.drop = nn.Dropout(config.dropout)
         self.h = nn.ModuleList([Block(config, i) for i in range(config.n_layer)])
+        # The residual stream is never normalized itself, so the last block is followed by a norm.
         self.ln_f = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon, bias=config.bias)
         self.gradient_checkpointing = False
         self.post_init()
@@ -183,6 +185,8 @@ class GPTModel(GPTPreTrainedModel):
             raise ValueError(
                 f"{inputs_embeds.shape[1]} tokens are more than the model's {limit} positions"
             )
+        # In generation each pass adds the keys and values of its tokens to the cache, (B, H, T, D)
+        # in each layer, so that the next pass reads new tokens alone.
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         mask = create_causal_mask(
@@ -267,7 +271,8 @@ class GPTForCausalLM(  # pyright: ignore[reportIncompatibleMethodOverride]
     def resize_token_embeddings(self, *args, **kwargs):
         self.config.padded_vocab_size = None  # exactly the size that was asked for
         embeddings = super().resize_token_embeddings(*args, **kwargs)
-        if type(self.lm_head) is nn.Linear:  # transformers replaces our head
+        # transformers replaces our head by a plain layer, which knows no loss.
+        if type(self.lm_head) is nn.Linear:
             self.lm_head = Head.of(self.lm_head)
         return embeddings
 

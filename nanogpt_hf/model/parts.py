@@ -31,6 +31,7 @@ class ModelParts:
 
     def embeddings(self, model: PreTrainedModel) -> list[nn.Module]:
         """Embeddings of tokens, and of positions if they are learned."""
+        # Some types have embeddings inside of their blocks, which are parts of these.
         inside = f"{_names_of_parts(model).blocks}."
         return [
             module
@@ -72,10 +73,11 @@ class ModelParts:
 
     def inner_width(self, block: nn.Module, config: Any) -> int:
         """Values per token that the last matrices of the MLP and of a token's experts multiply."""
+        # The last matrix goes back to the residual stream, so it reads the inner values.
         mlp = list(self.linear_layers(block).others.values())
         width = sum(layer.in_features for layer in mlp[-1:])
         for experts in experts_of(block):
-            matrix = experts.down_proj[0].numel()
+            matrix = experts.down_proj[0].numel()  # one expert's: inner × hidden_size
             width += active_experts(config) * matrix // config.hidden_size
         return width
 
@@ -141,6 +143,7 @@ class ModelParts:
         """Freeze the embeddings (and a tied head) and the lowest `layers` blocks; -1 freezes
         nothing.
         """
+        # 0 freezes the embeddings alone: they are below the first block.
         if layers >= 0:
             for module in [*self.embeddings(model), *self.blocks(model)[:layers]]:
                 module.requires_grad_(False)

@@ -22,6 +22,8 @@ from nanogpt_hf.formatting import plural
 from nanogpt_hf.model.architecture import architecture_of
 
 SELECTIVE = "selective"
+# Matrix products and attention take most of the time of a forward pass, and their results a part of
+# the memory. All else is cheap to compute again.
 _KEPT = ("mm", "addmm", "_scaled_dot_product_flash_attention_for_cpu")
 _KEPT += tuple(f"_scaled_dot_product_{kind}_attention" for kind in ("flash", "efficient", "cudnn"))
 _PACKETS = [getattr(torch.ops.aten, name) for name in _KEPT]
@@ -65,7 +67,9 @@ def recompute_blocks(model: PreTrainedModel, level: str) -> None:
                 return CheckpointPolicy.MUST_SAVE
             return CheckpointPolicy.PREFER_RECOMPUTE
 
+        # PyTorch's selective checkpointing asks the policy at each operation of the forward pass.
         options["context_fn"] = functools.partial(create_selective_checkpoint_contexts, policy)
     for block in architecture_of(model).blocks(model)[:: interval(level)]:
+        # In the module's own dict, which is looked up before its class: names of parameters stay.
         forward = functools.partial(checkpoint, block.forward, **options)
         vars(block)["forward"] = functools.update_wrapper(forward, block.forward)

@@ -36,6 +36,7 @@ def idle_in_a_step(name: str, model: Any, blocks: Any) -> list[str]:
         if idle is None:
             output_shapes(model).loss.backward()
             idle = _without_gradient(model)
+        # Generation has a way of its own through the model, with a cache and one token at a time.
         if config.num_hidden_layers <= _DEEP:
             _generate_shapes(model)
         return idle
@@ -91,6 +92,7 @@ def _idle_in_a_shallow_step(model: Any, blocks: Any) -> list[str] | None:
     above = list(blocks)[count:]
     if not above:
         return None
+    # Without the upper blocks for the step, and with them again afterwards.
     del blocks[count:]
     try:
         output_shapes(model).loss.backward()

@@ -97,6 +97,7 @@ def build_adamw_8bit(
 
 def as_float32(moment: torch.Tensor) -> torch.Tensor:
     """A state tensor of either kind in float32, with the same sharding."""
+    # torchao's state tensors have codes, scales and the map of codes to shares.
     local: Any = local_part(moment)
     if not hasattr(local, "codes"):
         return moment

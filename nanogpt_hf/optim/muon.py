@@ -77,6 +77,7 @@ def matrices(model: PreTrainedModel) -> dict[torch.nn.Parameter, Stored]:
 
 def _shapes(model: PreTrainedModel) -> Counter[tuple[int, int]]:
     """Count the matrices of each shape that Muon orthogonalizes."""
+    # The last two dimensions are the matrix; fused matrices lie below each other in it.
     counts: Counter[tuple[int, int]] = Counter()
     for p, stored in matrices(model).items():
         rows, columns = p.shape[-2:]
@@ -128,6 +129,7 @@ def _replicas(accelerator: Accelerator | None) -> DeviceMesh | None:
     """Processes that hold equal copies of the model, or of this pipeline stage; None if there
     is one, or the model is sharded.
     """
+    # FSDP2's shards are DTensors, whose mesh `_orthogonalize_stack` reads from the parameter.
     if accelerator is None or accelerator.distributed_type == DistributedType.FSDP:
         return None
     if pipeline := getattr(accelerator, "pipeline", None):

@@ -185,10 +185,12 @@ def learning_rate_at(step: int, optim: OptimSection, max_steps: int) -> float:
     # Warm-up: the first steps of Adam divide by a second moment of few gradients.
     if step < optim.warmup_steps:
         return optim.learning_rate * (step + 1) / (optim.warmup_steps + 1)
+    # All shapes go from 1 to 0 and are scaled by the span between peak and end.
     span = optim.learning_rate - optim.min_learning_rate
     progress = min(1.0, (step - optim.warmup_steps) / max(1, max_steps - optim.warmup_steps))
     match optim.schedule:
         case "cosine":
+            # Half a period of a cosine, from 1 to 0: slow at both ends.
             return optim.min_learning_rate + 0.5 * (1 + math.cos(math.pi * progress)) * span
         case "linear":
             return optim.min_learning_rate + (1 - progress) * span

@@ -23,6 +23,7 @@ class Item(NamedTuple):
         return self.value if torch.is_tensor(self.value) else torch.tensor(self.value)
 
     def set_number(self, tensor: torch.Tensor) -> None:
+        # A number stays one of its type: a step count that is an int remains an int.
         self.container[self.key] = type(self.value)(tensor.item())
 
 
@@ -34,6 +35,7 @@ def state_items(state: Any, prefix: str = "") -> Iterator[tuple[str, Item]]:
     """
     for key, value in state.items() if isinstance(state, dict) else enumerate(state):
         name = f"{prefix}{key}"
+        # exp_avg, or factors.0 for the first of a list.
         if isinstance(value, torch.Tensor | bool | int | float):
             yield name, Item(state, key, value)
         elif isinstance(value, dict | list):
