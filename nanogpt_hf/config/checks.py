@@ -7,13 +7,10 @@ from functools import partial
 from typing import NamedTuple
 
 from nanogpt_hf.config.compatibility import refused_in_recipe
+from nanogpt_hf.config.method_sections import LORA_TARGETS
 from nanogpt_hf.config.methods import POLICY, chosen_method
-from nanogpt_hf.config.schema import (
-    FAMILIES,
-    LORA_TARGETS,
-    Config,
-    get_value,
-)
+from nanogpt_hf.config.run_sections import FAMILIES
+from nanogpt_hf.config.schema import Config, get_value
 from nanogpt_hf.config.settings import KnobSetting
 from nanogpt_hf.config.sources import sources_of
 from nanogpt_hf.config.stages import stage_problem, stages_of

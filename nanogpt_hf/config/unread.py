@@ -1,6 +1,6 @@
 """Knobs that nothing reads: a recipe that states one is refused, unless it has the default.
 
-Each knob declares its readers (config/schema.py): choices of other knobs, such as a method, an
+Each knob declares its readers (config/knobs.py): choices of other knobs, such as a method, an
 optimizer or a schedule, without which its value has no effect.
 """
 

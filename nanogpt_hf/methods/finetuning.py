@@ -140,6 +140,12 @@ def _check_stated(stated: dict[str, Any], method: RecipeMethod | None) -> str:
         raise UserError(f"{command}: no task: give --task arithmetic, or another {POLICY.knob}")
     if task:
         check_name(task)
+    # A run records the name of the task as its source.
+    if is_generated(task) and stated.get("data.source") not in (None, "", task):
+        raise UserError(
+            f"data.source: {task} generates its questions, so nothing reads "
+            f"{stated['data.source']!r:.80}; leave it out, or choose a task on conversations"
+        )
     if not stated.get("data.source") and not is_generated(task):
         raise UserError(
             f"{command}: needs {method.data if method else 'text'} to train on: --data my.txt"

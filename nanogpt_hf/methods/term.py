@@ -22,8 +22,8 @@ class Term:
     loss = share · cross-entropy + sum over the chosen terms of weight · value
 
     It is a function of the logits of each token (`rows`), or of the output of the model
-    (`output`). A recipe chooses it by its knob, which config/schema.py declares as a `loss_term`:
-    there are the layouts that honour it.
+    (`output`). A recipe chooses it by its knob, which config/run_sections.py declares as a
+    `loss_term`: there are the layouts that honour it.
     """
 
     # Its metric is train/NAME: the mean over the targets of a step, without the weight.
@@ -42,7 +42,7 @@ class Term:
 
     def __post_init__(self) -> None:
         if KNOBS[self.knob].layouts is None:
-            raise ValueError(f"{self.knob}: declare it by `loss_term` in config/schema.py")
+            raise ValueError(f"{self.knob}: declare it by `loss_term` in config/run_sections.py")
 
     def is_chosen(self, config: Config) -> bool:
         return get_value(config, self.knob) != KNOBS[self.knob].default

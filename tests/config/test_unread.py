@@ -31,6 +31,7 @@ RECIPES: dict[str, tuple[dict, dict]] = {
     "with optim.schedule wsd": ({"optim.schedule": "wsd"}, {}),
     "without optim.schedule constant": ({}, {"optim.schedule": "constant"}),
     "with eval.tasks": ({"eval.tasks": "hellaswag"}, {}),
+    "with eval.metrics": ({"eval.metrics": "exact_match"}, {}),
     "with eval.samples": ({"eval.samples": "a"}, {}),
     "with finetune.model": ({"finetune.model": "gpt2"}, {}),
     "without finetune.model": ({}, {"finetune.model": "gpt2"}),

@@ -13,7 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from arguments import argv
 from nanogpt_hf.commands import main
-from nanogpt_hf.config.schema import LORA_TARGETS, FinetuneSection, LoraSection, ModelSection
+from nanogpt_hf.config.method_sections import LORA_TARGETS
+from nanogpt_hf.config.schema import FinetuneSection, LoraSection, ModelSection
 from nanogpt_hf.data.tokenizer import char_tokenizer
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.export.model_folder import write_model_folder

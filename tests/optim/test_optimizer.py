@@ -2,7 +2,8 @@
 
 import pytest
 
-from nanogpt_hf.config.schema import FAMILIES, LoraSection, ModelSection, OptimSection
+from nanogpt_hf.config.run_sections import FAMILIES
+from nanogpt_hf.config.schema import LoraSection, ModelSection, OptimSection
 from nanogpt_hf.model.build import build_config, build_model
 from nanogpt_hf.model.lora import add_adapters
 from nanogpt_hf.optim.optimizer import build_optimizer, set_learning_rate

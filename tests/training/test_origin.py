@@ -41,6 +41,8 @@ def trained(save_chat_model, forget_accelerate, text_file):
 
     def command(place: Path, name: str, knobs: tuple, steps: int) -> list[str]:
         values = COMMON | {"train.max_steps": steps} | dict(knobs)
+        if name == "rl":
+            del values["eval.tokens"]  # it evaluates on questions
         options = [str(word) for key, value in values.items() for word in (f"--{key}", value)]
         task = ["--task", "arithmetic", "--reward", f"{place / 'reward.py'}:score"]
         own = {"finetune": [], "rl": task}.get(name, ["--loss", name])

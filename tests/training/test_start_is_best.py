@@ -26,7 +26,7 @@ from nanogpt_hf.runs.metrics import read_metrics
 pytestmark = pytest.mark.long
 KNOBS = (
     "--data.block_size 64 --train.tokens_per_step 256 --train.micro_batch_size 2 --train.max_steps "
-    "4 --eval.every 2 --eval.tokens 512 --eval.patience null --optim.warmup_steps 0 "
+    "4 --eval.every 2 --eval.patience null --optim.warmup_steps 0 "
     "--optim.schedule constant --tracking.every 1"
 )
 WORSE = "--optim.learning_rate 30"  # ruins a model in one step
@@ -86,6 +86,8 @@ def start_to_train(folder, monkeypatch, forget_accelerate):
     def train(name: str, method: str, options: str = "") -> tuple[int, RunFolder]:
         forget_accelerate()
         command = METHODS[method].format(start="start")
+        if method != "rl":  # which evaluates on questions
+            command += " --eval.tokens 512"
         status = main(argv(f"{command} --from start --run-dir {name} {KNOBS} {options}"))
         return status, RunFolder(folder / name)
 

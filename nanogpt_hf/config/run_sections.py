@@ -1,0 +1,211 @@
+"""The knobs of every run: optimizer, steps, evaluation, checkpoints, tracking and the Hub."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from nanogpt_hf.config.knobs import knob, loss_term, only_with, only_without
+from nanogpt_hf.config.optimizers import OPTIMIZERS
+from nanogpt_hf.config.settings import Setting
+
+# Choices without which nothing reads a knob, where several knobs have the same.
+_WITH_DEPTH = only_with("model.depth")
+_WITH_ADAMW = only_with("optim.name", "adamw", "muon")
+_WITH_MUON = only_with("optim.name", "muon")
+_WITH_PUSH = only_with("hub.push")
+
+
+# Kinds of parameters whose learning rate optim.rates can multiply.
+FAMILIES = (
+    "tokens",  # token embedding, and a head that is tied to it
+    "head",
+    "positions",
+    "vectors",  # gains of norms, biases
+    "query_key_value",
+    "attention_output",
+    "mlp_in",
+    "mlp_out",
+)
+
+
+@dataclass(frozen=True)
+class OptimSection:
+    """Optimizer, learning rates and their schedule."""
+
+    name: Literal[tuple(OPTIMIZERS)] = knob(  # pyright: ignore[reportInvalidTypeForm]
+        "adamw", "; or ".join(row.meaning for row in OPTIMIZERS.values())
+    )
+    learning_rate: float = knob(
+        6e-4, "peak learning rate; with muon, the rate of the parameters that AdamW updates", 0
+    )
+    # Jordan et al. 2024 (github.com/KellerJordan/Muon), for the update scale `original`
+    muon_learning_rate: float = knob(
+        0.02, "Muon's peak learning rate; it follows the same schedule", 0, read=_WITH_MUON
+    )
+    rates: dict[str, Any] = knob(  # noqa: RUF009
+        {},
+        "factors of the learning rate for some parameters, such as {positions: 0.1, mlp_in: 2}: "
+        + ", ".join(FAMILIES),
+    )
+    muon_momentum: float = knob(0.95, "Muon's Nesterov momentum", 0, 0.999999, read=_WITH_MUON)
+    muon_scale: Literal["original", "match_rms_adamw"] = knob(
+        "original",
+        "scale of Muon's updates; match_rms_adamw fits AdamW's learning rate",
+        read=_WITH_MUON,
+    )
+    min_learning_rate: float = knob(
+        6e-5,
+        "learning rate at the end of the decay",
+        0,
+        read=only_without("optim.schedule", "constant"),
+    )
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = knob(
+        "cosine", "decay after warm-up; wsd: constant, then linear decay at the end"
+    )
+    warmup_steps: int = knob(2000, "steps of linear warm-up", 0)
+    decay_fraction: float = knob(
+        0.2,
+        "wsd: share of the steps that the decay takes",
+        0,
+        1,
+        read=only_with("optim.schedule", "wsd"),
+    )
+    weight_decay: float = knob(
+        0.1, "decoupled decay of matrices and embeddings (never biases or LayerNorm)", 0
+    )
+    balance_loss: float = loss_term(
+        0.0,
+        "mixtures of experts: weight of a loss that gives all experts equal work",
+        0,
+        # It is a function of all routers and of whole sequences.
+        layouts=(Setting.DEEPSPEED, Setting.TENSOR_PARALLELISM, Setting.EXPERT_PARALLELISM),
+    )
+    beta1: float = knob(0.9, "decay of AdamW's first moment", 0, 0.999999, read=_WITH_ADAMW)
+    beta2: float = knob(0.95, "decay of AdamW's second moment", 0, 0.999999, read=_WITH_ADAMW)
+    max_grad_norm: float = knob(
+        1.0, "maximum gradient norm; larger gradients are clipped; 0: no clipping", 0
+    )
+    state: Literal["float32", "8bit"] = knob(
+        "float32", "precision of AdamW's state; 8bit needs torchao"
+    )
+
+
+@dataclass(frozen=True)
+class TrainSection:
+    """Steps, batch, seed, stages and exactness of the run."""
+
+    max_steps: int = knob(600_000, "optimizer steps", 1)
+    tokens_per_parameter: float = knob(
+        20.0, "with model.depth: tokens per parameter; 20 is optimal", 0.001, 1e6, read=_WITH_DEPTH
+    )
+    tokens_per_step: int = knob(
+        491_520, "tokens in an optimizer step, over all processes", 1, 10_000_000_000
+    )
+    micro_batch_size: int | Literal["auto"] = knob(
+        12, "sequences in a forward pass of a process; auto: all that fit", 1, 10_000_000
+    )
+    seed: int = knob(1337, "seed of initial weights, data order, dropout and samples", 0, 2**64 - 1)
+    gradient_groups: int | None = knob(
+        None,
+        "sum gradients in this many fixed groups, a power of two: as many processes, or a half, a "
+        "quarter, ..., end with the same bytes (default: the fastest order)",
+        1,
+        65_536,
+    )
+    deterministic: bool = knob(
+        False,
+        "on a GPU, use only kernels whose bytes repeat, so that a resumed run ends bit for bit; "
+        "slower there, and always so on a CPU",
+    )
+    rollback_ratio: float | None = knob(
+        None, "if the loss exceeds this multiple of its average, go back and skip the data", 1
+    )
+    max_time: str | None = knob(
+        None, "save and stop after this time, such as 11h30m or 45m (exit status 75)"
+    )
+    stages: list[dict[str, Any]] | None = knob(  # noqa: RUF009
+        None,
+        "knobs that change at a step, such as [{at: 1000, optim.schedule: wsd}] (default: none)",
+    )
+
+    @property
+    def min_micro_batch_size(self) -> int:
+        """The smallest micro-batch size that a run of this recipe may have: 1 for auto."""
+        return 1 if self.micro_batch_size == "auto" else self.micro_batch_size
+
+
+@dataclass(frozen=True)
+class EvalSection:
+    """Evaluations during training: how often, and tokens, tasks and samples of each."""
+
+    every: int = knob(1000, "steps between evaluations", 1)
+    tokens: int | Literal["all"] = knob(
+        2_457_600, "validation tokens per evaluation, or all", 1, read=only_without("rl.task")
+    )
+    patience: int | None = knob(
+        None, "stop after this many evaluations without a better one (default: never)", 1
+    )
+    tasks: list[str] = knob(  # noqa: RUF009
+        [], "lm-eval tasks to run at each evaluation: names or YAML files"
+    )
+    tasks_limit: int | None = knob(
+        None,
+        "number of questions per task, the first ones (default: all)",
+        1,
+        read=only_with("eval.tasks"),
+    )
+    samples: list[str] = knob(  # noqa: RUF009
+        [], "prompts to continue at step 0 and at each evaluation, for the report"
+    )
+    sample_tokens: int = knob(
+        100,
+        "tokens generated for each of eval.samples",
+        1,
+        1_000_000,
+        read=only_with("eval.samples"),
+    )
+    metrics: list[str] = knob(  # noqa: RUF009
+        [], "metrics of the evaluate library on answers to held-out rows: names, folders or files"
+    )
+    metric_rows: int = knob(
+        100, "held-out rows that eval.metrics compares", 1, read=only_with("eval.metrics")
+    )
+
+
+@dataclass(frozen=True)
+class CheckpointSection:
+    """When checkpoints are written, and how many are kept."""
+
+    every: int = knob(1000, "steps between checkpoints", 1)
+    keep: int = knob(
+        2, "newest checkpoints to keep; the newest one known to be finite is kept too", 1
+    )
+
+
+@dataclass(frozen=True)
+class TrackingSection:
+    """Metrics of training, and the trackers that get them."""
+
+    every: int = knob(10, "steps between training metrics in metrics.jsonl and the trackers", 1)
+    trackers: list[str] = knob(  # noqa: RUF009
+        [], "names of accelerate's trackers: wandb, tensorboard, ..."
+    )
+    project: str = knob("nanogpt_hf", "project name for the trackers")
+    layers: bool = knob(False, "log for each layer: norms of gradient and weights, update ratio")
+
+
+@dataclass(frozen=True)
+class HubSection:
+    """Pushes to the Hub: when, where and under which license."""
+
+    push: Literal["best", "final"] | None = knob(
+        None,
+        "push to the Hub: every new best model during the run, or the final model",
+        read=only_with("hub.repo"),
+    )
+    repo: str | None = knob(
+        None, "repository to push to, as user/name; the first push creates it", read=_WITH_PUSH
+    )
+    private: bool = knob(False, "create a private repository", read=_WITH_PUSH)
+    license: str | None = knob(
+        None, "license in the model card, by the Hub's name for it, such as apache-2.0"
+    )
