@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import field
 from typing import Any, NamedTuple
 
@@ -22,6 +22,15 @@ class Reader(NamedTuple):
     remedy: str = ""
     # Values of the knob that ask for nothing, and may stand in a recipe without the reader.
     idle: tuple[Any, ...] = ()
+
+
+def read_by_all(readers: Mapping[str, Iterable[Reader]], values: Mapping[str, Any]) -> set[str]:
+    """Return the knobs that are read with these values of all knobs: their readers accept them."""
+    read = set()
+    for key, asked in readers.items():
+        if all(reader.accepts(values[reader.key]) for reader in asked):
+            read.add(key)
+    return read
 
 
 def is_chosen(value: Any) -> bool:

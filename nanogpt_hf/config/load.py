@@ -17,7 +17,7 @@ from nanogpt_hf.config.names import find_recipe, shipped_recipes
 from nanogpt_hf.config.schema import KNOBS, SECTIONS, Config, replace_knobs
 from nanogpt_hf.config.sources import read_sources
 from nanogpt_hf.config.stages import read_stages, stage_problem
-from nanogpt_hf.config.unread import Unread, is_read, unread_knobs
+from nanogpt_hf.config.unread import Unread, read_knobs, unread_knobs
 from nanogpt_hf.config.values import RecipeLoader, convert, is_null, parse_settings, read_settings
 from nanogpt_hf.errors import ConfigError, did_you_mean, one_line
 
@@ -157,11 +157,12 @@ def unread_overrides(recipe: Path | str | None, overrides: Sequence[tuple[str, s
     config = stated.config
     if stated.problems or stage_problem(config):
         return set()
+    read = read_knobs(config)
     unread = set()
     for key, _ in overrides:
         # a key is a knob, or one field of a mapping such as `model.extra.head_dim`
         knob = key if key in KNOBS else key.rpartition(".")[0]
-        if not is_read(config, knob):
+        if knob not in read:
             unread.add(key)
     return unread
 

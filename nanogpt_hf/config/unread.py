@@ -8,8 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from nanogpt_hf.config.knobs import Reader
-from nanogpt_hf.config.schema import KNOBS, Config, get_value
+from nanogpt_hf.config.knobs import Reader, read_by_all
+from nanogpt_hf.config.schema import KNOBS, Config, get_value, knob_values
 from nanogpt_hf.config.sources import is_mixture, sources_of
 from nanogpt_hf.config.stages import stages_of
 
@@ -24,9 +24,17 @@ class Unread(NamedTuple):
     is_entry: bool = False
 
 
-def is_read(config: Config, key: str) -> bool:
-    """Whether a knob has an effect in one of the stages of a recipe, for one of its sources."""
-    return _missing(key, (stage.config for stage in stages_of(config))) is None
+def read_knobs(config: Config) -> set[str]:
+    """Return the knobs that have an effect in one of the stages of a recipe, for one of its
+    sources.
+    """
+    readers = {key: knob.readers for key, knob in KNOBS.items()}
+    read: set[str] = set()
+    for stage in stages_of(config):
+        for source in sources_of(stage.config.data):
+            values = knob_values(replace(stage.config, data=source.data))
+            read |= read_by_all(readers, values)
+    return read
 
 
 def unread_knobs(config: Config, stated: Mapping[str, Any]) -> Iterator[Unread]:

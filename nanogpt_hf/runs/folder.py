@@ -15,7 +15,7 @@ from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.names import folder_or_hub_id
 from nanogpt_hf.config.schema import SECTIONS, Config
 from nanogpt_hf.config.stages import comparable
-from nanogpt_hf.config.unread import is_read
+from nanogpt_hf.config.unread import read_knobs
 from nanogpt_hf.config.values import RecipeLoader, parse_settings, read_settings
 from nanogpt_hf.errors import ConfigError, DamagedFileError, RunFolderError, did_you_mean
 from nanogpt_hf.own_files import reading, warn_once
@@ -181,7 +181,8 @@ class RunFolder:
         before = self.known_recipe()
         lines = self.differences(config, before) if before else []
         # What nothing reads changes no experiment. Runs of earlier versions may have stated it.
-        other = [line for line in lines if is_fixed(line) and is_read(config, line.split(":")[0])]
+        read = read_knobs(config)
+        other = [line for line in lines if is_fixed(line) and line.split(":")[0] in read]
         if other:
             raise RunFolderError(
                 f"{self.path}: --resume continues the same experiment, but the recipe has "

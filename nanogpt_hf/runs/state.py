@@ -11,7 +11,7 @@ from typing import Any, NotRequired, TypedDict
 from nanogpt_hf.config.schema import KNOBS, Config, EvalSection, knob_values
 from nanogpt_hf.config.sources import source_text
 from nanogpt_hf.config.stages import comparable
-from nanogpt_hf.config.unread import is_read
+from nanogpt_hf.config.unread import read_knobs
 from nanogpt_hf.data.manifest import TEACHER_CONFIG, Manifest
 from nanogpt_hf.own_files import as_type
 from nanogpt_hf.runs.files import redact
@@ -195,10 +195,11 @@ def run_identity(config: Config, manifest: Manifest, origin: dict[str, str]) -> 
     What nothing reads is no part of it. The tokens count, not the path of the text or of the
     prepared data.
     """
+    read = read_knobs(config)
     knobs = {
         key: value
         for key, value in comparable(config).items()
-        if is_fixed(key) and key != "data.source" and is_read(config, key)
+        if is_fixed(key) and key != "data.source" and key in read
     }
     # A checkpoint may be shared with other people: no passwords, no names of home folders.
     knobs = json.loads(redact(json.dumps(knobs, ensure_ascii=False)))
