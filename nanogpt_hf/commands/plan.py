@@ -16,8 +16,9 @@ from nanogpt_hf.commands.arguments import (
     size,
 )
 from nanogpt_hf.config.dial import dial_lines
+from nanogpt_hf.config.json_schema import recipe_schema
 from nanogpt_hf.config.load import Overrides, stated_knobs
-from nanogpt_hf.config.schema import Config, get_value, knob_lines, knob_schema, replace_knobs
+from nanogpt_hf.config.schema import Config, get_value, knob_lines, replace_knobs
 from nanogpt_hf.config.stages import largest_stage, stage_lines
 from nanogpt_hf.config.values import bounded
 from nanogpt_hf.console import show
@@ -267,13 +268,13 @@ def run_doctor(arguments: Namespace, overrides: Overrides) -> int:
 
 
 def add_knobs_arguments(parser: ArgumentParser) -> None:
-    add_output(parser, "--json", "also write the schema to FILE")
+    add_output(parser, "--json", "also write a JSON schema of recipes to FILE")
 
 
 def run_knobs(arguments: Namespace) -> None:
     """List every knob of a recipe: its meaning, choices and default.
 
-    `--json FILE` writes the schema: types, choices, default, bounds and meaning of each knob.
+    `--json FILE` writes a JSON schema of recipes, with which editors complete and check them.
     """
-    write_json(arguments.json, knob_schema())
+    write_json(arguments.json, recipe_schema())
     show(*knob_lines(), sep="\n")

@@ -395,7 +395,8 @@ def chat_format(hf: PreTrainedTokenizerBase, name: str) -> ChatFormat:
     if not hf.chat_template:
         if hf.eos_token_id is None:
             raise DataError(
-                f"data.tokenizer: {name} has no end-of-text token to end an answer with; use gpt2"
+                f"data.tokenizer: {name} has no token that ends a text, so a model with it cannot "
+                "chat; pretrain with data.tokenizer gpt2 or bpe"
             )
         hf.chat_template = chat_template(hf)
     try:

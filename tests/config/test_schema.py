@@ -1,10 +1,15 @@
 import json
+import re
 import typing
 
 import pytest
+import yaml
 
 from nanogpt_hf.commands import main
 from nanogpt_hf.config.checks import accumulation_steps, find_conflicts
+from nanogpt_hf.config.json_schema import recipe_schema
+from nanogpt_hf.config.load import config_to_yaml
+from nanogpt_hf.config.names import shipped_recipes
 from nanogpt_hf.config.schema import (
     KNOBS,
     Config,
@@ -60,20 +65,63 @@ def test_fractional_accumulation_shows_sum_and_nearest_values(config):
     assert accumulation_steps(replace_knobs(config, {"train.tokens_per_step": 479_232}), 3)
 
 
-def test_knobs_command_writes_the_schema(tmp_path, capsys):
-    path = tmp_path / "knobs.json"
+@pytest.fixture(scope="module")
+def validator():
+    jsonschema = pytest.importorskip("jsonschema", reason="jsonschema is not installed")
+    jsonschema.Draft202012Validator.check_schema(recipe_schema())
+    return jsonschema.Draft202012Validator(recipe_schema())
+
+
+def as_editors_read(text: str) -> dict:
+    """YAML 1.2: PyYAML reads YAML 1.1, in which 1e-3 is a text."""
+
+    class Loader(yaml.SafeLoader):
+        pass
+
+    number = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$")
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+0123456789"))
+    return yaml.load(text, Loader)
+
+
+@pytest.mark.parametrize("name", shipped_recipes())
+def test_shipped_recipes_and_resolved_ones_fit_the_json_schema(name, validator):
+    recipe = shipped_recipes()[name]
+    stated = as_editors_read(recipe.read_text(encoding="utf-8"))
+    assert [error.message for error in validator.iter_errors(stated)] == []
+    resolved = as_editors_read(config_to_yaml(Config()))
+    assert [error.message for error in validator.iter_errors(resolved)] == []
+
+
+@pytest.mark.parametrize(
+    ("recipe", "message"),
+    [
+        ({"modle": {}}, "modle"),
+        ({"train": {"max_step": 3}}, "max_step"),
+        ({"train": {"max_steps": 0}}, "minimum"),
+        ({"train": {"max_steps": 2.5}}, "integer"),
+        ({"data": {"format": "chatt"}}, "chatt"),
+        ({"eval": {"tokens": "most"}}, "most"),
+        ({"optim": {"learning_rate": "fast"}}, "fast"),
+        ({"hub": {"private": "yes"}}, "yes"),
+    ],
+)
+def test_json_schema_finds_mistakes(recipe, message, validator):
+    (error,) = validator.iter_errors(recipe)
+    assert message in error.message
+
+
+def test_knobs_command_writes_a_json_schema(tmp_path, capsys):
+    path = tmp_path / "recipe.schema.json"
     assert main(["knobs", "--json", str(path)]) == 0
-    schema = json.loads(path.read_text())
-    assert schema.keys() == KNOBS.keys()
-    assert schema["eval.tokens"] == {
-        "types": ["int"],
-        "choices": ["all"],
+    sections = json.loads(path.read_text())["properties"]
+    keys = {f"{section}.{name}" for section in sections for name in sections[section]["properties"]}
+    assert keys == KNOBS.keys()
+    assert sections["eval"]["properties"]["tokens"] == {
+        "description": KNOBS["eval.tokens"].meaning,
         "default": 2_457_600,
-        "low": 1,
-        "high": None,
-        "meaning": KNOBS["eval.tokens"].meaning,
+        "anyOf": [{"type": "integer", "minimum": 1}, {"enum": ["all"]}],
     }
-    assert schema["finetune.model"]["types"] == ["str", "null"]
+    assert sections["finetune"]["properties"]["model"]["type"] == ["string", "null"]
     out = capsys.readouterr().out
     assert all(f"--{key} " in out and knob.meaning in out for key, knob in KNOBS.items())
     assert "[gelu|gelu_new] (default gelu)" in out
