@@ -16,7 +16,8 @@ from nanogpt_hf.config.sources import sources_of
 from nanogpt_hf.config.stages import stage_problem, stages_of
 from nanogpt_hf.errors import UserError
 
-# user/name on the Hub
+# The name of a repository on the Hub, user/name, by the Hub's own rules: no -- or .. in it, at most
+# 96 characters, no .git at its end.
 REPO_ID = re.compile(
     r"(?!.*(?:--|\.\.|\.git$))(?=.{3,96}$)[A-Za-z0-9](?:[\w.-]*\w)?/\w(?:[\w.-]*\w)?", re.ASCII
 )
@@ -40,6 +41,8 @@ def find_conflicts(config: Config) -> Iterator[Conflict]:
     if problem := stage_problem(config):
         yield Conflict(["train.stages", "train.max_steps", "data.source"], problem)
         return
+    # A later stage repeats most knobs, and so most conflicts. Report a conflict of a stage only if
+    # the stage brings it about.
     known = {conflict.message for conflict in found}
     for stage in stages_of(config)[1:]:
         for keys, message in _conflicts(stage.config):
@@ -80,7 +83,10 @@ def _data_rules(config: Config) -> Rules:
 
 
 def _model_rules(config: Config) -> Rules:
-    model, block_size, start = config.model, config.data.block_size, config.finetune.model
+    model = config.model
+    block_size = config.data.block_size
+    start = config.finetune.model
+    # Each head has an equal share of the channels.
     yield (
         "model.n_embd model.n_head",
         model.n_embd % model.n_head,
@@ -108,7 +114,8 @@ def _model_rules(config: Config) -> Rules:
 
 def _step_rules(config: Config) -> Rules:
     """The rules over steps and the optimizer."""
-    optim, train = config.optim, config.train
+    optim = config.optim
+    train = config.train
     yield (
         "train.max_time",
         train.max_time is not None and not parse_duration(train.max_time),
@@ -121,6 +128,7 @@ def _step_rules(config: Config) -> Rules:
     )
     yield (
         "optim.min_learning_rate optim.learning_rate",
+        # A constant schedule does not read the minimum.
         optim.schedule != "constant" and optim.min_learning_rate > optim.learning_rate,
         f"{optim.min_learning_rate} is above optim.learning_rate {optim.learning_rate}",
     )
@@ -137,8 +145,13 @@ def _step_rules(config: Config) -> Rules:
             f"expected factors of 0 to 1000 for {', '.join(FAMILIES)}, got {family!r:.80}: "
             f"{factor!r:.80}",
         )
-    groups, sequences = train.gradient_groups or 1, train.tokens_per_step // config.data.block_size
-    micro_batches, uneven_tree = sequences // train.min_micro_batch_size, groups & (groups - 1)
+    # The groups of micro-batches are the leaves of a binary tree of sums, so their number is a
+    # power of two: a number n without a second bit has n & (n - 1) == 0. Each group has the same
+    # number of micro-batches.
+    groups = train.gradient_groups or 1
+    sequences = train.tokens_per_step // config.data.block_size
+    micro_batches = sequences // train.min_micro_batch_size
+    uneven_tree = groups & (groups - 1)
     yield (
         "train.gradient_groups",
         uneven_tree,
@@ -155,7 +168,9 @@ def _step_rules(config: Config) -> Rules:
 
 
 def _finetune_rules(config: Config) -> Rules:
-    model, finetune, lora = config.model, config.finetune, config.lora
+    model = config.model
+    finetune = config.finetune
+    lora = config.lora
     yield (
         "finetune.freeze_layers finetune.model model.n_layer",
         finetune.model and (finetune.freeze_layers or 0) > model.n_layer,
@@ -186,7 +201,10 @@ def _hub_rules(config: Config) -> Rules:
 
 def _rl_rules(config: Config) -> Rules:
     """The rules over the knobs of reinforcement learning."""
-    rl, block_size = config.rl, config.data.block_size
+    rl = config.rl
+    block_size = config.data.block_size
+    # A completion takes one sequence of the step, and all completions of a question are in the
+    # same step: their mean reward is the baseline of their advantages.
     sequences = config.train.tokens_per_step // block_size
     for knob, size in (("rl.samples", rl.samples), ("rl.batch_size", rl.batch_size or 1)):
         yield (
@@ -225,11 +243,13 @@ def _uneven_step(config: Config, processes: int = 1) -> str:
     """The message if micro-batches do not add up to a step, with the product and values that
     would; otherwise ''.
     """
-    tokens, block = config.train.tokens_per_step, config.data.block_size
+    tokens = config.train.tokens_per_step
+    block = config.data.block_size
     micro = config.train.min_micro_batch_size
     unit = micro * block * processes
     if tokens % unit == 0:
         return ""
+    # The nearest products below and above; there is none below if one micro-batch is too large.
     below = tokens // unit * unit
     shared = f" × {processes} processes" if processes > 1 else ""
     nearest = f"{below:,} or {below + unit:,}" if below else f"{unit:,}"

@@ -27,7 +27,7 @@ from nanogpt_hf.config.sources import is_mixture, sources_of
 from nanogpt_hf.errors import UserError
 
 RULES = [
-    # in a recipe
+    # Rules within a recipe.
     *rules(
         choice("data.tokenizer", "char", "bpe"),
         Setting.SEVERAL_SOURCES,
@@ -150,7 +150,7 @@ RULES = [
         RECIPE_METHODS,
         {key: knob.layouts for key, knob in KNOBS.items() if knob.layouts is not None},
     ),
-    # with the accelerate config
+    # Rules that involve the accelerate config.
     *rules(
         given("train.gradient_groups", "eval.metrics"),
         LAYOUTS,
@@ -359,7 +359,7 @@ RULES = [
         "FSDP2 rounds the parameters, one process the products",
         "use accelerate_configs/ddp.yaml",
     ),
-    # on the command line
+    # Rules of the command line.
     *rules(
         Setting.AUTO_RESUME,
         (Setting.RESUME, Setting.OVERWRITE),
@@ -390,8 +390,10 @@ def recipe_settings(config: Config) -> Settings:
     data = config.data
     finetune = config.finetune
     if config.train.stages is not None:
-        settings[KnobSetting("train.stages")] = "train.stages"  # without the list
-    for source in sources_of(data):  # a mixture has the settings of each format with a mask
+        # The list itself would not fit into a line.
+        settings[KnobSetting("train.stages")] = "train.stages"
+    # A mixture has the settings of each of its formats with a mask.
+    for source in sources_of(data):
         if FORMATS[source.data.format].learned:
             setting = KnobSetting("data.format", source.data.format)
             settings[setting] = setting.describe()
@@ -402,7 +404,7 @@ def recipe_settings(config: Config) -> Settings:
         if "[" in split:
             settings[Setting.SLICE_OF_A_SPLIT] = f"data.{key} {split}"
     if finetune.freeze_layers is not None and finetune.unfreeze_every is None:
-        # without gradual unfreezing they are frozen until the end
+        # Gradual unfreezing reaches the embeddings at last; without it they stay frozen.
         frozen = settings[KnobSetting("finetune.freeze_layers")]
         settings[Setting.FROZEN_EMBEDDINGS] = frozen
     return settings

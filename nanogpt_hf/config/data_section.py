@@ -72,6 +72,7 @@ class DataSection:
         0.5,
         read=only_without("data.validation_split", idle=(0,)),
     )
+    # It is no part of train.seed: runs of several seeds are compared on the same validation data.
     validation_seed: int = knob(
         2357,
         "seed of the choice of documents to hold out",

@@ -30,8 +30,11 @@ from nanogpt_hf.config.schema import KNOBS, LARGEST, Choice, Config, get_value, 
 from nanogpt_hf.formatting import align
 
 _MICRO_BATCH_TOKENS = 8192
-_SHARES = 8  # processes among which a step can be divided without a smaller micro-batch
-_WARMUP = 0.05  # share of the steps
+# Up to this many processes can share a step without a smaller micro-batch.
+_SHARES = 8
+# The share of the steps that warm-up takes.
+_WARMUP = 0.05
+# Small runs were better with less than the formula gives (docs/log.md).
 _LARGEST_RATE = 4e-3
 _MUON_RATE = 0.02
 
@@ -40,9 +43,36 @@ def count_gpt2_parameters(config: Config, vocabulary: int) -> int:
     """Parameters of the recipe's GPT-2, whose head is its embedding; equal to the model's own
     count.
     """
-    model, width = config.model, config.model.n_embd
+    model = config.model
+    width = model.n_embd
+    # A block has 4·d² weights in attention and 8·d² in an MLP of width 4·d. Its two LayerNorms have
+    # 2·d gains; with biases, they and the linear layers have 11·d more.
     block = 12 * width**2 + 2 * width + 11 * width * model.bias
     return model.n_layer * block + (vocabulary + model.n_positions + 1 + model.bias) * width
+
+
+class _Dial:
+    """The choices that were made so far for a depth."""
+
+    def __init__(self, config: Config, depth: int, stated: Container[str]):
+        self.config = config
+        self.depth = depth
+        self.stated = stated
+        self.choices: list[Choice] = []
+
+    def choose(self, key: str, value: Any, reason: str) -> Any:
+        """Choose a value for a knob, unless it is stated; return the value that holds.
+
+        Raises ValueError if it is out of bounds.
+        """
+        limit = KNOBS[key].high or LARGEST
+        if key in self.stated:
+            reason = f"stated; the dial chooses {_plain(value)}"
+            value = get_value(self.config, key)
+        elif value > limit:
+            raise ValueError(f"{self.depth} gives {key} {_plain(value)}, more than {_plain(limit)}")
+        self.choices.append(Choice(key, value, reason))
+        return value
 
 
 def dial_choices(config: Config, depth: int, stated: Container[str]) -> tuple[Choice, ...]:
@@ -52,40 +82,57 @@ def dial_choices(config: Config, depth: int, stated: Container[str]) -> tuple[Ch
     Raises ValueError if the size is out of bounds, the run fine-tunes, or the architecture is
     not gpt2.
     """
-    aspect = config.model.aspect_ratio
-    ratio, block_size = config.train.tokens_per_parameter, config.data.block_size
-    vocabulary, _ = vocab_size_by_name(config.data.tokenizer, config.data.vocab_size) or (
-        GPT2_VOCAB_SIZE,
-        "",
-    )
     if config.finetune.model:
         raise ValueError(f"{config.finetune.model} has its size already; leave it out")
     if config.model.architecture != "gpt2":
         architecture = config.model.architecture
         raise ValueError(f"counts the parameters of gpt2, not of {architecture}; state the sizes")
-    choices: list[Choice] = []
-
-    def choose(key: str, value: Any, reason: str) -> Any:
-        if key in stated:
-            value, reason = get_value(config, key), f"stated; the dial chooses {_plain(value)}"
-        elif value > (limit := KNOBS[key].high or LARGEST):
-            raise ValueError(f"{depth} gives {key} {_plain(value)}, more than {_plain(limit)}")
-        choices.append(Choice(key, value, reason))
-        return value
-
-    layers = choose("model.n_layer", depth, "model.depth")
-    width = choose("model.n_embd", aspect * depth, f"model.depth × model.aspect_ratio {aspect}")
-    heads = min(divisors(width), key=lambda heads: abs(heads - width / aspect))
-    choose("model.n_head", heads, f"heads of {width // heads} channels")
-    parameters = count_gpt2_parameters(
-        replace_knobs(config, {"model.n_layer": layers, "model.n_embd": width}), vocabulary
-    )
+    dial = _Dial(config, depth, stated)
+    layers, width = _choose_shape(dial)
+    sizes = {"model.n_layer": layers, "model.n_embd": width}
+    known = vocab_size_by_name(config.data.tokenizer, config.data.vocab_size)
+    vocabulary = known[0] if known else GPT2_VOCAB_SIZE
+    parameters = count_gpt2_parameters(replace_knobs(config, sizes), vocabulary)
+    ratio = config.train.tokens_per_parameter
     tokens = ratio * parameters
-    compute = (72 * layers * width**2 + 12 * layers * width * block_size) * tokens
+    # The FLOPs of a token: 6 for each of the 12·L·d² weights in the blocks, forward and backward,
+    # and 12·L·d·T for the scores and the sums of attention over T positions.
+    per_token = 72 * layers * width**2 + 12 * layers * width * config.data.block_size
+    per_step = _choose_batch_and_rates(dial, per_token * tokens)
+    steps = dial.choose(
+        "train.max_steps",
+        max(1, round(tokens / per_step)),
+        f"{ratio:g} tokens (train.tokens_per_parameter) × {parameters:,} parameters "
+        "(arXiv:2203.15556)",
+    )
+    dial.choose("optim.warmup_steps", round(_WARMUP * steps), f"{_WARMUP:.0%} of train.max_steps")
+    return tuple(dial.choices)
+
+
+def _choose_shape(dial: _Dial) -> tuple[int, int]:
+    """Choose layers, width and heads; return layers and width."""
+    aspect = dial.config.model.aspect_ratio
+    layers = dial.choose("model.n_layer", dial.depth, "model.depth")
+    reason = f"model.depth × model.aspect_ratio {aspect}"
+    width = dial.choose("model.n_embd", aspect * dial.depth, reason)
+    # A stated width may not divide into heads of `aspect` channels: take the nearest number that
+    # divides it.
+    heads = min(divisors(width), key=lambda heads: abs(heads - width / aspect))
+    dial.choose("model.n_head", heads, f"heads of {width // heads} channels")
+    return layers, width
+
+
+def _choose_batch_and_rates(dial: _Dial, compute: float) -> int:
+    """Choose batch, micro-batch and learning rates for a run of `compute` FLOPs; return the tokens
+    per step.
+    """
+    optim = dial.config.optim
+    block_size = dial.config.data.block_size
     batch = 0.2920 * compute**0.3271
+    # A power of 2 of whole blocks, so that 1, 2, 4, ... processes can share a step.
     sequences = 2 ** max(0, math.floor(math.log2(batch / block_size)))
     chosen = sequences * block_size
-    per_step = choose(
+    per_step = dial.choose(
         "train.tokens_per_step",
         chosen,
         f"0.292 × C^0.3271 = {batch:,.0f} for C = {compute:.2e} FLOPs (arXiv:2401.02954), "
@@ -93,32 +140,28 @@ def dial_choices(config: Config, depth: int, stated: Container[str]) -> tuple[Ch
     )
     sequences = max(1, per_step // block_size)
     limit = min(sequences / _SHARES, _MICRO_BATCH_TOKENS / block_size)
-    choose(
+    dial.choose(
         "train.micro_batch_size",
         max((size for size in divisors(sequences) if size <= limit), default=1),
         f"at most {_MICRO_BATCH_TOKENS:,} tokens and 1/{_SHARES} of a step, which {_SHARES} "
         "processes can share",
     )
+    # The formula's rate fits the formula's batch. For a batch that is stated, the gradient's noise
+    # changes by its square root, and so may the rate.
     stated_batch = f" × √(batch / {chosen:,})" if per_step != chosen else ""
-    rate = choose(
+    rate = dial.choose(
         "optim.learning_rate",
         _rounded(min(_LARGEST_RATE, 0.3118 * compute**-0.1250) * math.sqrt(per_step / chosen)),
         f"0.3118 × C^-0.125 (arXiv:2401.02954), at most {_LARGEST_RATE}{stated_batch}",
     )
-    if config.optim.name == "muon":
-        value, reason = rate, "AdamW's, since optim.muon_scale is match_rms_adamw"
-        if config.optim.muon_scale == "original":
-            value, reason = _MUON_RATE, "of any width and batch (github.com/KellerJordan/Muon)"
-        choose("optim.muon_learning_rate", value, reason)
-    choose("optim.min_learning_rate", _rounded(rate / 10), "a tenth of optim.learning_rate")
-    steps = choose(
-        "train.max_steps",
-        max(1, round(tokens / per_step)),
-        f"{ratio:g} tokens (train.tokens_per_parameter) × {parameters:,} parameters "
-        "(arXiv:2203.15556)",
-    )
-    choose("optim.warmup_steps", round(_WARMUP * steps), f"{_WARMUP:.0%} of train.max_steps")
-    return tuple(choices)
+    if optim.name == "muon" and optim.muon_scale == "original":
+        reason = "of any width and batch (github.com/KellerJordan/Muon)"
+        dial.choose("optim.muon_learning_rate", _MUON_RATE, reason)
+    elif optim.name == "muon":
+        reason = "AdamW's, since optim.muon_scale is match_rms_adamw"
+        dial.choose("optim.muon_learning_rate", rate, reason)
+    dial.choose("optim.min_learning_rate", _rounded(rate / 10), "a tenth of optim.learning_rate")
+    return per_step
 
 
 def _rounded(rate: float) -> float:

@@ -5,7 +5,8 @@ from typing import Any
 from nanogpt_hf.config.methods import SEQUENCES_PER_STEP, RecipeMethod
 from nanogpt_hf.config.schema import FinetuneSection
 
-# They replace the schema's defaults; recipe and command line override them.
+# They replace the schema's defaults, which are for pretraining from scratch. Recipe and command
+# line override them.
 _DEFAULTS = {
     "data.validation_fraction": 0.1,  # texts to fine-tune on are short
     "optim.learning_rate": 6e-5,  # a tenth of pretraining's, since the model is trained already

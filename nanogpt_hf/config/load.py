@@ -22,9 +22,12 @@ from nanogpt_hf.config.values import RecipeLoader, convert, is_null, parse_setti
 from nanogpt_hf.errors import ConfigError, did_you_mean, one_line
 
 logger = logging.getLogger(__name__)
-Overrides = list[tuple[str, str]]  # knobs and their values as text
-_COMMAND_LINE = "--"  # the origin of an override, as a message names it
-_READERS = {"data.source": read_sources, "train.stages": read_stages}  # of lists of mappings
+# Knobs and their values as text.
+Overrides = list[tuple[str, str]]
+# The origin of an override, as a message names it.
+_COMMAND_LINE = "--"
+# Knobs whose lists of mappings have a schema of their own, and what reads the lists.
+_READERS = {"data.source": read_sources, "train.stages": read_stages}
 
 
 def _read_recipe(path: Path) -> tuple[dict[str, Any], list[str]]:
@@ -39,7 +42,8 @@ def _read_recipe(path: Path) -> tuple[dict[str, Any], list[str]]:
         raise ConfigError([f"{path}: cannot be read as a recipe in YAML: {reason}"]) from None
     if not isinstance(tree, dict):
         raise ConfigError([f"{path}: expected sections ({', '.join(SECTIONS)}), got {tree!r:.80}"])
-    values, problems = {}, []
+    values = {}
+    problems = []
     for section, body in tree.items():
         body = body or {}
         if section not in SECTIONS:
@@ -83,7 +87,8 @@ def _convert_all(
         mapping, _, field = key.rpartition(".")
         if mapping in KNOBS and KNOBS[mapping].kind == dict[str, Any]:
             # --model.extra.NAME VALUE sets one field of the mapping
-            key, value = mapping, values.get(mapping, {}) | {field: value}
+            value = values.get(mapping, {}) | {field: value}
+            key = mapping
         if key not in KNOBS:
             problems.append(f"{origin}{key}: unknown key{did_you_mean(key, KNOBS)}")
             continue
@@ -142,6 +147,8 @@ def load_config(
             stated.problems.append(f"{stated.origins[knob.key]}{knob.key}: {knob.message}")
     if stated.problems:
         raise ConfigError(stated.problems)
+    # Values that depend on the name of the recipe or on this machine's home folder are resolved
+    # here, so that the recorded recipe says what was used.
     resolved = {
         "data.dir": os.path.expanduser(config.data.dir or f"data/{config.name}"),
         "data.tokenizer": os.path.expanduser(config.data.tokenizer),
@@ -160,7 +167,7 @@ def unread_overrides(recipe: Path | str | None, overrides: Sequence[tuple[str, s
     read = read_knobs(config)
     unread = set()
     for key, _ in overrides:
-        # a key is a knob, or one field of a mapping such as `model.extra.head_dim`
+        # A key is a knob, or one field of a mapping such as `model.extra.head_dim`.
         knob = key if key in KNOBS else key.rpartition(".")[0]
         if knob not in read:
             unread.add(key)
@@ -171,15 +178,21 @@ def unread_overrides(recipe: Path | str | None, overrides: Sequence[tuple[str, s
 class _Stated:
     """What a recipe and the command line state, and what is wrong with it."""
 
-    path: Path | None  # of the recipe
-    recipe: dict[str, Any]  # the knobs of the recipe, as the file states them
+    path: Path | None
+    # The knobs of the recipe, as the file states them.
+    recipe: dict[str, Any]
     overrides: Overrides
-    name: str  # of the config
+    # The name of the config.
+    name: str
     defaults: dict[str, Any]
-    values: dict[str, Any]  # of the defaults and of all stated knobs, converted
+    # The values of the defaults and of all stated knobs, converted.
+    values: dict[str, Any]
+    # Lines for the user.
     problems: list[str]
-    origins: dict[str, str] = field(default_factory=dict)  # of each knob, as a message begins
-    bad: set[str] = field(default_factory=set)  # knobs with a problem
+    # Where each knob was stated, as a message about it begins.
+    origins: dict[str, str] = field(default_factory=dict)
+    # The knobs with a problem.
+    bad: set[str] = field(default_factory=set)
 
     @property
     def source(self) -> str:
@@ -205,9 +218,13 @@ def _read(
     """Read a recipe and overrides, and convert their values."""
     path = find_recipe(recipe) if recipe else None
     overrides = list(overrides.items() if isinstance(overrides, Mapping) else overrides)
-    in_recipe, problems = _read_recipe(path) if path else ({}, [])
+    in_recipe: dict[str, Any] = {}
+    problems: list[str] = []
+    if path:
+        in_recipe, problems = _read_recipe(path)
     name = recipe_name(path) if path else name
     stated = _Stated(path, in_recipe, overrides, name, defaults, dict(defaults), problems)
+    # The command line comes last, so that its values replace those in the recipe.
     pairs = [(stated.source, *pair) for pair in in_recipe.items()]
     pairs += [(_COMMAND_LINE, *pair) for pair in overrides]
     stated.origins, stated.bad = _convert_all(pairs, stated.values, problems)
@@ -264,6 +281,8 @@ def _dialled(stated: _Stated) -> Config:
         # The dial chooses when they are corrected: until then, skip the rules over knobs.
         stated.bad = set(KNOBS)
         return config
+    # Without a depth of its own, the recipe's sizes are those of another model: the dial replaces
+    # them. A recipe that states the depth means what else it states.
     overriding = {key for key, _ in stated.overrides}
     if stated.recipe.get("model.depth") is not None:
         overriding |= stated.recipe.keys()

@@ -50,6 +50,7 @@ class FinetuneSection:
 class LoraSection:
     """LoRA adapters: rank, layers, merging, quantized weights."""
 
+    # Nothing reads the knobs of this section without a rank.
     READER: ClassVar[Reader] = only_with("lora.rank", remedy="give --lora RANK")
 
     rank: int | None = knob(

@@ -14,7 +14,8 @@ from nanogpt_hf.errors import UserError
 
 logger = logging.getLogger(__name__)
 
-HUB_ID = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*", re.ASCII)  # gpt2, user/name
+# What may be the name of a repository on the Hub: gpt2, user/name.
+HUB_ID = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*", re.ASCII)
 _DEFAULT_FOLDERS = ("runs", "data", "recipes")
 
 
@@ -71,7 +72,9 @@ GPT2_NAMES = {
     for owner in ("", "openai-community/")
     for size in ("", "-medium", "-large", "-xl")
 }
-_ASSUMED_CHARACTERS = 128  # Tiny Shakespeare has 65
+# Texts in English have fewer: Tiny Shakespeare has 65. It only matters for estimates before the
+# data is prepared.
+_ASSUMED_CHARACTERS = 128
 
 
 def vocab_size_by_name(tokenizer: str, vocab_size: int | None) -> tuple[int, str] | None:

@@ -12,7 +12,8 @@ from nanogpt_hf.config.settings import FSDP2, AnySetting, Rule, Setting, choice,
 class OptimizerChoice(NamedTuple):
     """A value of `optim.name`."""
 
-    meaning: str  # in --help
+    # Its part of the help text of optim.name.
+    meaning: str
     # Settings that it does not combine with: for each the reason, and the remedy.
     refuses: Mapping[AnySetting, tuple[str, str]] = {}
 

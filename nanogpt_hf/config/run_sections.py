@@ -16,10 +16,12 @@ _WITH_PUSH = only_with("hub.push")
 
 # Kinds of parameters whose learning rate optim.rates can multiply.
 FAMILIES = (
-    "tokens",  # token embedding, and a head that is tied to it
+    # The token embedding, and a head that is tied to it.
+    "tokens",
     "head",
     "positions",
-    "vectors",  # gains of norms, biases
+    # Gains of norms, and biases.
+    "vectors",
     "query_key_value",
     "attention_output",
     "mlp_in",
@@ -31,13 +33,17 @@ FAMILIES = (
 class OptimSection:
     """Optimizer, learning rates and their schedule."""
 
+    # The defaults of AdamW are those in nanoGPT's config/train_gpt2.py: the peak is GPT-3's for
+    # 124 M parameters (Brown et al. 2020, arXiv:2005.14165, table 2.1), and so are the betas, the
+    # maximum norm and the weight decay (appendix B).
     name: Literal[tuple(OPTIMIZERS)] = knob(  # pyright: ignore[reportInvalidTypeForm]
         "adamw", "; or ".join(row.meaning for row in OPTIMIZERS.values())
     )
     learning_rate: float = knob(
         6e-4, "peak learning rate; with muon, the rate of the parameters that AdamW updates", 0
     )
-    # Jordan et al. 2024 (github.com/KellerJordan/Muon), for the update scale `original`
+    # Jordan et al. 2024 (github.com/KellerJordan/Muon). It suits the update scale `original`, with
+    # which a rate does not depend on the size of a matrix.
     muon_learning_rate: float = knob(
         0.02, "Muon's peak learning rate; it follows the same schedule", 0, read=_WITH_MUON
     )
@@ -94,6 +100,8 @@ class TrainSection:
     """Steps, batch, seed, stages and exactness of the run."""
 
     max_steps: int = knob(600_000, "optimizer steps", 1)
+    # Hoffmann et al. 2022, arXiv:2203.15556, table 3: about 20 tokens per parameter give the lowest
+    # loss for the FLOPs of the run.
     tokens_per_parameter: float = knob(
         20.0, "with model.depth: tokens per parameter; 20 is optimal", 0.001, 1e6, read=_WITH_DEPTH
     )
@@ -189,6 +197,8 @@ class TrackingSection:
     trackers: list[str] = knob(  # noqa: RUF009
         [], "names of accelerate's trackers: wandb, tensorboard, ..."
     )
+    # A label of the experiment that no number depends on. It may stand in a recipe without
+    # trackers, for whoever adds them on the command line.
     project: str = knob("nanogpt_hf", "project name for the trackers")
     layers: bool = knob(False, "log for each layer: norms of gradient and weights, update ratio")
 

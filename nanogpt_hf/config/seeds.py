@@ -1,6 +1,7 @@
 """Derive the seed of each random number from the run's seed, a named stream and counters."""
 
-# append only
+# The position of a name is part of the seeds of its stream: append new names, and never reorder, or
+# runs of before would not replay.
 _NAMES = (
     "weights",
     "order",
@@ -20,7 +21,8 @@ def derive_seed(seed: int, stream: str, *counters: int) -> int:
     NumPy keeps SeedSequence's output the same across its versions, so a run replays after an
     upgrade.
     """
-    import numpy as np  # slow to import: --help does without
+    # NumPy is slow to import, and `--help` does without it.
+    import numpy as np
 
     return int(
         np.random.SeedSequence([seed, _STREAMS[stream], *counters]).generate_state(1, np.uint64)[0]

@@ -9,7 +9,9 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import NamedTuple
 
-FSDP2 = "use accelerate_configs/fsdp2.yaml"  # the remedy of many rules
+# The remedy of many rules: FSDP2 shards a model without splitting its matrices or sequences, so it
+# combines with nearly everything.
+FSDP2 = "use accelerate_configs/fsdp2.yaml"
 
 
 class Setting(Enum):
@@ -17,14 +19,14 @@ class Setting(Enum):
     and in docs/machines.md.
     """
 
-    # of a recipe
+    # Of a recipe.
     SEVERAL_SOURCES = "several sources"
     SLICE_OF_A_SPLIT = "a slice of a split"
     FROZEN_EMBEDDINGS = "frozen embeddings"
-    # of a recipe and the model to start from
+    # Of a recipe and the model to start from.
     NEW_TOKENS = "new tokens"
     OTHER_POSITIONS = "other positions"
-    # of the accelerate config
+    # Of the accelerate config.
     TENSOR_PARALLELISM = "tensor parallelism"
     CONTEXT_PARALLELISM = "context parallelism"
     PIPELINE_STAGES = "pipeline stages"
@@ -46,7 +48,7 @@ class Setting(Enum):
     SENT_WEIGHTS = "fsdp_cpu_ram_efficient_loading"
     GRADIENT_COMPRESSION = "ddp_comm_hook"
     CPU = "a CPU"
-    # of a model under a layout
+    # Of a model under a layout.
     BLOCKS_WITHOUT_A_PLAN = "blocks without a plan"
     SPLIT_NORMS_OF_HEADS = "split norms of heads"
     NO_EXPERTS = "no experts"
@@ -55,7 +57,7 @@ class Setting(Enum):
     RING_ATTENTION = "ring attention"
     DROPOUT = "dropout"
     BLOCKS_THAT_ARE_NO_STAGES = "blocks that are no stages"
-    # of the command line
+    # Of the command line.
     AUTO_RESUME = "--auto-resume"
     RESUME = "--resume"
     OVERWRITE = "--overwrite"

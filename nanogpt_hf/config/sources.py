@@ -28,7 +28,8 @@ _KEYS = {
 }
 _EXAMPLE = "{source: web.txt, weight: 0.7}"
 _NAME = re.compile(r"[\w-][\w.-]{0,99}")
-# samples after which the weights are met exactly; the order of one period is a table
+# The order of the sources in one period is a table in memory, so periods are bounded. After a whole
+# number of periods the weights are met exactly.
 _LONGEST_PERIOD = 1_000_000
 
 
@@ -36,8 +37,11 @@ class Source(NamedTuple):
     """One source of a mixture."""
 
     name: str
-    weight: int  # samples of it in each period of the mixture; the weights have no common divisor
-    data: DataSection  # with this source alone, and its own folder
+    # The samples of this source in each period of the mixture. The weights of all sources have no
+    # common divisor.
+    weight: int
+    # The section of a recipe of this source alone, with its own folder.
+    data: DataSection
 
 
 def read_sources(entries: list[Any]) -> list[dict[str, Any]]:
@@ -46,12 +50,14 @@ def read_sources(entries: list[Any]) -> list[dict[str, Any]]:
     names = []
     for source in sources:
         name = source.setdefault("name", short_name(source["source"]))
-        if not _NAME.fullmatch(name):  # it names a folder
+        # The name of a source is the name of its folder of prepared data.
+        if not _NAME.fullmatch(name):
             raise ValueError(f"name: {name!r:.80}: expected letters, digits, -, _ and dots")
         if name in names:
             raise ValueError(f"two sources are named {name}; set another `name` for one of them")
         names.append(name)
-    _integer_weights(sources)  # raises if the period is too long
+    # Raises ValueError if the period of the mixture is too long.
+    _integer_weights(sources)
     return sources
 
 
@@ -60,6 +66,9 @@ def _integer_weights(sources: list[dict[str, Any]]) -> list[int]:
 
     Raises ValueError if their sum, the period of the mixture, is too large.
     """
+    # By its text, 0.7 is exactly 7/10, while the float nearest to 0.7 is not. With the least common
+    # multiple of the denominators as the unit, all weights are integers; dividing them by their
+    # greatest common divisor makes the period as short as it can be.
     fractions = [Fraction(str(source["weight"])) for source in sources]
     unit = math.lcm(*(fraction.denominator for fraction in fractions))
     counts = [int(fraction * unit) for fraction in fractions]

@@ -13,9 +13,13 @@ from nanogpt_hf.config.sources import is_mixture, sources_of
 from nanogpt_hf.config.values import convert_entries
 from nanogpt_hf.errors import UserError, did_you_mean
 
-_WEIGHTS = "weights"  # of the sources of a mixture, by name; those left out stay as they are
-_KINDS = ("optim.name", "optim.state")  # decide what a checkpoint holds
-# What may change at a step. The text, the model and the seed may not.
+# The key for the weights of the sources of a mixture, by name. A source that is left out keeps its
+# weight.
+_WEIGHTS = "weights"
+# These decide what the optimizer state of a checkpoint holds, so they may not change at a step.
+_KINDS = ("optim.name", "optim.state")
+# What may change at a step. The text, the model and the seed may not: then the run would be
+# another experiment.
 CHANGING = ("data.block_size", "train.tokens_per_step", "train.micro_batch_size")
 CHANGING += tuple(key for key in KNOBS if key.startswith("optim.") and key not in _KINDS)
 _KEYS = {
@@ -29,10 +33,13 @@ class Stage(NamedTuple):
     """The steps between two changes of the recipe."""
 
     name: str
-    first: int  # steps taken before it
-    last: int  # and at its end
-    config: Config  # which holds in it
-    changes: str  # from the stage before
+    # The steps that are taken before the stage, and until its end.
+    first: int
+    last: int
+    # The recipe during the stage.
+    config: Config
+    # What differs from the stage before, in words.
+    changes: str
 
     @property
     def tokens(self) -> int:
@@ -41,7 +48,8 @@ class Stage(NamedTuple):
 
 def read_stages(entries: list[Any]) -> list[dict[str, Any]]:
     """The entries of `train.stages`, converted. Raises ValueError for a wrong one."""
-    stages, last = convert_entries(entries, _KEYS, ("at",), _EXAMPLE), 0
+    stages = convert_entries(entries, _KEYS, ("at",), _EXAMPLE)
+    last = 0
     for number, stage in enumerate(stages, 1):
         at = stage["at"]
         if at <= last:
@@ -55,8 +63,12 @@ def read_stages(entries: list[Any]) -> list[dict[str, Any]]:
 def stages_of(config: Config) -> list[Stage]:
     """The stages of a run, from step 0 to its end: one if the recipe has none."""
     whole = config.recipe
-    entries, last = whole.train.stages or [], whole.train.max_steps
-    stages, now = [Stage("stage 1", 0, last, whole, "")], whole
+    entries = whole.train.stages or []
+    last = whole.train.max_steps
+    # Each entry ends the stage before it and begins one that differs by what the entry states, so
+    # changes add up from stage to stage.
+    now = whole
+    stages = [Stage("stage 1", 0, last, whole, "")]
     for number, entry in enumerate(entries, 2):
         values = {key: value for key, value in entry.items() if key in CHANGING}
         if weights := entry.get(_WEIGHTS):
@@ -146,7 +158,8 @@ def _weights(config: Config) -> dict[str, int]:
 
 def stage_problem(config: Config) -> str:
     """What makes it impossible to list the stages of a recipe, or ''."""
-    steps, sources = config.train.max_steps, config.data.source
+    steps = config.train.max_steps
+    sources = config.data.source
     names = [source["name"] for source in sources] if isinstance(sources, list) else []
     for entry in config.train.stages or ():
         if entry["at"] >= steps:

@@ -15,7 +15,8 @@ import yaml
 from nanogpt_hf.config.schema import LARGEST, Knob, kind_options
 from nanogpt_hf.errors import did_you_mean, is_utf8, one_line
 
-# Bounds of a file of settings, whose text counts as often as aliases repeat it.
+# Bounds of a file of settings. A few lines of YAML can expand to gigabytes, since an alias repeats
+# what it stands for: text counts as often as aliases repeat it.
 _MOST_CHARACTERS = 1_000_000
 _DEEPEST = 50
 
@@ -73,6 +74,8 @@ class RecipeLoader(SettingsLoader):
     it reads 6e-4 as text, 010 as eight, the revision 1.10 as 1.1 and `project: on` as true.
     """
 
+    # PyYAML resolves a scalar by patterns, indexed by its first character. Only the pattern of null
+    # stays.
     yaml_implicit_resolvers = {  # noqa: RUF012  (PyYAML's own attribute)
         first: [(tag, pattern) for tag, pattern in resolvers if tag.endswith(":null")]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
@@ -194,7 +197,8 @@ def _mappings(value: Any) -> list[Any]:
     return value
 
 
-# How each type of the schema is called in messages, and its reader.
+# How each type of the schema is called in messages, and its reader. `convert` tries the types of a
+# knob in this order, so that `1` is an integer and `null` is not text.
 _READERS: dict[Any, tuple[str, Callable[[Any], Any]]] = {
     NoneType: ("", _null),
     bool: ("true or false", _boolean),
@@ -250,7 +254,8 @@ def convert_entries(
     """
     converted = []
     for number, entry in enumerate(entries, 1):
-        values, where = {}, f"entry {number}: "
+        values = {}
+        where = f"entry {number}: "
         for key, value in entry.items():
             if key not in knobs:
                 raise ValueError(f"{where}{key}: cannot be set here{did_you_mean(key, knobs)}")
