@@ -90,6 +90,18 @@ def run_export(arguments: Namespace) -> None:
         f"  opened again with {_READERS[kind]}: logits up to {largest:.3g} differ by at most "
         f"{difference:.2g}"
     )
+    show(f"next: {_use_of_export(kind, out)}")
+
+
+def _use_of_export(kind: str, out: Path) -> str:
+    """A command that uses an exported model."""
+    if kind == "gguf":
+        modelfile = shlex.quote(str(out / "Modelfile"))
+        return f"ollama create {shlex.quote(out.resolve().name.lower())} -f {modelfile}"
+    if kind == "onnx":
+        path = str(out / "model.onnx")
+        return f'python -c "import onnxruntime; onnxruntime.InferenceSession({path!r})"'
+    return f"{program()} sample {shlex.quote(str(out))}"
 
 
 def _card(source: str, model: Any, library: str) -> str:

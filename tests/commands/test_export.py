@@ -50,6 +50,7 @@ def test_export_prints_difference_of_logits(capsys, model):
     lines = export(capsys)
     assert lines[0] == "out: model as plain GPT-2, float32"
     assert lines[1].startswith("  opened again with transformers: logits up to ")
+    assert lines[2].startswith("next: ")
     assert last_number(lines[1]) < 1e-5
     assert Path("out/README.md").read_text() == "the card"
     exported = AutoModelForCausalLM.from_pretrained("out")
