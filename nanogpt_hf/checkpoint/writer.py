@@ -117,7 +117,7 @@ class CheckpointWriter:
     def _copy(self, kind: str, tensors: Tensors, owned: dict[str, Box]) -> dict[str, Part]:
         """Copy the parts that this process saves to CPU memory, without waiting for the device."""
         parts = {}
-        # Only copies to pinned memory run beside the host.
+        # Only copies to pinned memory run while the host goes on.
         pin = self.accelerator.device.type == "cuda"
         # Every process walks over all tensors, also those that it does not save: ZeRO gathers
         # each of them by a collective.

@@ -132,7 +132,7 @@ def build_accelerator(
     config: Config, run: RunFolder, mesh: Mesh, trackers: Sequence[GeneralTracker] = ()
 ) -> Accelerator:
     """Build the Accelerator of this process, with the accumulation that the recipe's tokens per
-    step imply, and with `trackers` besides the recipe's.
+    step imply, and with `trackers` in addition to the recipe's.
 
     Raises UserError if `check_launch` does, and if this machine does not provide what the
     accelerate config sets.

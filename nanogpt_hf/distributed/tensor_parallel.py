@@ -53,7 +53,8 @@ from nanogpt_hf.optim.state import local_part
 # inputs for every output. A layer of heads has one weight for all heads, and each process has a
 # part of the heads.
 Split = Literal["outputs", "inputs", "heads"]
-_SPLITS: dict[str, Split] = {  # by the styles of transformers' plans
+# The styles of transformers' plans.
+_SPLITS: dict[str, Split] = {
     "colwise": "outputs",
     "rowwise": "inputs",
     "replicated_with_grad_allreduce": "heads",
