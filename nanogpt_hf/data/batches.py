@@ -17,7 +17,7 @@ from nanogpt_hf.data.blocks import Blocks
 
 
 class Interleave:
-    """The order of a mixture: sources by sample number, in shares given by integer `weights`.
+    """Order of a mixture: sources by sample number, in shares given by integer `weights`.
 
     Greedy, as in Megatron-LM's blended data sets (helpers.cpp), but in integers: sample n goes
     to the source that is furthest behind its share of n + 1 samples. With integer weights that
@@ -47,17 +47,18 @@ class Interleave:
     @classmethod
     @cache
     def of(cls, weights: tuple[int, ...]) -> "Interleave":
-        """The order for `weights`, whose table is made once."""
+        """Return the order for `weights`, whose table is made once."""
         return cls(weights)
 
     def __call__(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """For each sample number, the source and the number of the sample within that source."""
+        # Whole periods before the sample have weights[source] samples of each source.
         periods, places = np.divmod(numbers, self.period)
         sources = self._source[places]
         return sources, periods * self.weights[sources] + self._number[places]
 
     def counts(self, samples: int) -> np.ndarray:
-        """How many of the first `samples` samples come from each source."""
+        """Count how many of the first `samples` samples come from each source."""
         periods, rest = divmod(samples, self.period)
         return periods * self.weights + np.bincount(
             self._source[:rest], minlength=len(self.weights)
@@ -65,7 +66,7 @@ class Interleave:
 
 
 class MixedBlocks(Blocks):
-    """The blocks of several sources, its `parts`, one after another by index."""
+    """Blocks of several sources, its `parts`, one after another by index."""
 
     def __init__(self, parts: Sequence[Blocks], weights: Sequence[int]):
         self.parts = parts
@@ -79,24 +80,25 @@ class MixedBlocks(Blocks):
 
     @cached_property
     def interleave(self) -> Interleave:
-        """The order of training. Validation, which has none, does not make its table."""
+        """Order of training. Validation, which has none, does not make its table."""
         return Interleave.of(tuple(self.weights))
 
     def epochs(self, counts: np.ndarray | Sequence[int]) -> list[float]:
-        """How often each part is read in as many of its samples as `counts` has."""
+        """Return how often each part is read in as many of its samples as `counts` has."""
         return [
             float(count / part.samples_per_epoch)
             for count, part in zip(counts, self.parts, strict=True)
         ]
 
     def owners(self, indices: np.ndarray) -> np.ndarray:
-        """The number of the part that has each of the blocks at `indices`."""
+        """Return the number of the part that has each of the blocks at `indices`."""
         return np.searchsorted(self._ends, indices, side="right")
 
     def _split(self, indices: np.ndarray) -> list[tuple[Blocks, np.ndarray, np.ndarray]]:
         """(part, rows, its own indices) of each part for the blocks at `indices`."""
         owners = self.owners(indices)
         found = []
+        # Block i of a part is block (start of the part + i) of the mixture.
         for number, part in enumerate(self.parts):
             rows = np.flatnonzero(owners == number)
             start = self._ends[number] - self.lengths[number]
@@ -104,11 +106,12 @@ class MixedBlocks(Blocks):
         return found
 
     def batch(self, indices: np.ndarray) -> dict[str, torch.Tensor]:
-        """The blocks at `indices`, in their order.
+        """Return the blocks at `indices`, in their order.
 
         Next to packed conversations text has positions from 0 on.
         """
         batches = [(rows, part.batch(own)) for part, rows, own in self._split(indices) if len(rows)]
+        # Packed conversations have position_ids, which text has not.
         names = dict.fromkeys(name for _, batch in batches for name in batch)
         positions = torch.arange(self.block_size)
         mixed = {}
@@ -125,18 +128,18 @@ class MixedBlocks(Blocks):
 
 
 def as_mixture(blocks: Blocks) -> MixedBlocks:
-    """The blocks of one source as a mixture of it alone; a mixture is returned as it is."""
+    """Return the blocks of one source as a mixture of it alone; a mixture is returned as it is."""
     return blocks if isinstance(blocks, MixedBlocks) else MixedBlocks([blocks], [1])
 
 
 class Batches:
-    """The blocks of each step, split over micro-batches and data-parallel ranks.
+    """Blocks of each step, split over micro-batches and data-parallel ranks.
 
     A step sees the same `blocks_per_step` blocks in the same order however many ranks share it:
     the ranks take turns, each for `turn` micro-batches. `shuffled` takes every block once per
-    epoch, `random` draws them with replacement. Of a mixture, each source has the order that it
-    would have alone. The blocks are those of the steps from `first_step` on; of each source `read`
-    blocks were read before. `seconds_waited` adds up how long the host took to make micro-batches.
+    epoch, `random` draws them with replacement. In a mixture each source has the order that
+    it would have alone. The first step is `first_step`, and `read` blocks of each source were read
+    before it. `seconds_waited` adds up how long the host took to make micro-batches.
     """
 
     def __init__(
@@ -164,6 +167,7 @@ class Batches:
         self.pin_memory = pin_memory
         self.turn = turn
         self.first_step = first_step
+        # The same on all processes, and whatever their number is, if the product is.
         self.blocks_per_step = micro_batch_size * accumulation * dp_size
         self.seconds_waited = 0.0
         # The order is computed for a mixture; one source is a mixture of it alone.
@@ -184,8 +188,12 @@ class Batches:
     def _indices_at(self, step: int) -> np.ndarray:
         count = self.blocks_per_step
         first = (step - self.first_step) * count
+        # The step's samples, numbered from the beginning of the stage: for each its source, and
+        # its number within this source.
         sources, numbers = self._mixture.interleave(np.arange(first, first + count))
         numbers = numbers + self._read[sources]
+        # Raw bits of a counter-based generator: a function of seed and step, which no version of
+        # NumPy changes.
         bits = np.empty(0)
         if self.order == "random":
             bits = np.random.Philox(key=derive_seed(self.seed, "order", step)).random_raw(count)
@@ -196,6 +204,7 @@ class Batches:
             if self.order == "random":
                 indices[rows] = start + (bits[rows] % np.uint64(length)).astype(np.int64)
             else:
+                # Each epoch has a permutation of its own, and a step may have parts of several.
                 epochs, places = np.divmod(numbers[rows], length)
                 for epoch in np.unique(epochs):
                     now = epochs == epoch
@@ -210,9 +219,10 @@ class Batches:
         return self._mixture.epochs(self._read + self._mixture.interleave.counts(samples))
 
     def micro_batch_number(self, index: int) -> int:
-        """The number within the step of this rank's micro-batch `index`, the same on any number
-        of ranks.
+        """Return the number within the step of this rank's micro-batch `index`, the same on any
+        number of ranks.
         """
+        # The step's micro-batches in rounds: `turn` of rank 0, `turn` of rank 1, ...
         turns, place = divmod(index, self.turn)
         return (turns * self.dp_size + self.dp_rank) * self.turn + place
 
@@ -230,6 +240,7 @@ class Batches:
         With `pin_memory` they are in pinned memory, from which a GPU copies while the host
         continues.
         """
+        # (micro-batches of all ranks, micro_batch_size)
         rows = self.indices(step).reshape(-1, self.micro_batch_size)
         for index in range(self.accumulation):
             started = time.perf_counter()
@@ -244,6 +255,7 @@ def blocks_read(config: Config, step: int) -> list[int]:
     """How many blocks of each source, of the length at `step`, were read before it: the tokens of
     all stages up to there, rounded up.
     """
+    # Tokens and not blocks are added up, since stages may have blocks of other lengths.
     tokens = np.zeros(len(sources_of(config.data)), dtype=np.int64)
     for stage in stages_of(config):
         steps = min(step, stage.last) - stage.first
@@ -257,9 +269,11 @@ def blocks_read(config: Config, step: int) -> list[int]:
 
 
 def epoch_order(seed: int, epoch: int, length: int) -> np.ndarray:
-    """The order of `length` blocks in an epoch: a permutation that no version of NumPy changes,
-    by sorting raw bits.
+    """Return the order of `length` blocks in an epoch: a permutation that no version of NumPy
+    changes, by sorting raw bits.
     """
+    # Each block gets 64 random bits, and the blocks are sorted by them: all permutations are
+    # equally likely. A stable sort also decides, the same everywhere, about equal numbers.
     return np.argsort(
         np.random.Philox(key=derive_seed(seed, "order", epoch)).random_raw(length), kind="stable"
     )

@@ -15,13 +15,14 @@ from nanogpt_hf.own_files import read_json, reading
 
 
 def token_dtype(vocab_size: int) -> type[np.unsignedinteger]:
-    """The dtype of token ids on the disk."""
+    """Return the dtype of token ids on the disk."""
     return np.uint16 if vocab_size <= 2**16 else np.uint32
 
 
-# The size at which a shard ends.
-SHARD_BYTES = 500_000_000
-_RECORD_TOKENS = 2**20  # in a record batch, or the tokens of one row
+SHARD_BYTES = 500_000_000  # the size at which a shard ends
+# A record batch has at least so many tokens: its header costs little then, and the memory that
+# the writer needs is bounded.
+_RECORD_TOKENS = 2**20
 
 
 class _DataFile(TypedDict):
@@ -29,14 +30,14 @@ class _DataFile(TypedDict):
 
 
 class _DataFiles(TypedDict):
-    """What is read of state.json, which `datasets` keeps beside its shards."""
+    """The part of state.json that is read; `datasets` keeps the file next to its shards."""
 
     _data_files: list[_DataFile]
 
 
 def read_column(folder: Path, name: str) -> list[Any]:
-    """The arrow chunks of a column of lists in shards, memory-mapped. Raises DataError if it cannot
-    be read.
+    """Return the arrow chunks of a column of lists in shards, memory-mapped. Raises DataError if it
+    cannot be read.
     """
     chunks = []
     try:
@@ -55,11 +56,12 @@ def read_column(folder: Path, name: str) -> list[Any]:
 
 
 class TokenStream:
-    """The tokens of all documents, concatenated over any number of arrow chunks and shards."""
+    """Tokens of all documents, concatenated over any number of arrow chunks and shards."""
 
     def __init__(self, chunks: list[np.ndarray], vocab_size: int | None = None):
         self.vocab_size = vocab_size  # upper bound of the ids; None allows any
         self.chunks = [chunk for chunk in chunks if len(chunk)]
+        # The number of tokens up to the end of each chunk, to find a token's chunk by bisection.
         self._ends = np.cumsum([len(chunk) for chunk in self.chunks], dtype=np.int64)
 
     @classmethod
@@ -71,20 +73,21 @@ class TokenStream:
         Raises DataError if it cannot be read.
         """
         chunks = read_column(folder, column)
+        # No copy: the arrays are views of the file, whose pages are read when a block needs them.
         return cls([np.from_dlpack(chunk.flatten()) for chunk in chunks], vocab_size)
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
 
     def sha256(self) -> str:
-        """The sha256 of the ids as 32-bit numbers: independent of chunks and dtype."""
+        """Return the sha256 of the ids as 32-bit numbers: independent of chunks and dtype."""
         digest = hashlib.sha256()
         for chunk in self.chunks:
             digest.update(np.ascontiguousarray(chunk, dtype="<u4").data)
         return digest.hexdigest()
 
     def windows(self, starts: np.ndarray, length: int) -> np.ndarray:
-        """The `length` tokens from each offset in `starts`: int64 (len(starts), length).
+        """Return the `length` tokens from each offset in `starts`: int64 (len(starts), length).
 
         Raises DataError for an id beyond the vocabulary.
         """
@@ -93,10 +96,13 @@ class TokenStream:
         for row, start, number in zip(out, starts.tolist(), first_chunks.tolist(), strict=True):
             filled = 0
             offset = start - (int(self._ends[number - 1]) if number else 0)
-            while filled < length:  # once, unless the window runs across a chunk's end
+            # One pass, unless the window runs across the end of a chunk.
+            while filled < length:
                 piece = self.chunks[number][offset : offset + length - filled]
                 row[filled : filled + len(piece)] = piece
-                filled, number, offset = filled + len(piece), number + 1, 0
+                filled += len(piece)
+                number += 1
+                offset = 0
         if self.vocab_size is not None and out.size and out.max() >= self.vocab_size:
             raise DataError(
                 f"the prepared data holds token {out.max()}, beyond its vocabulary of "
@@ -108,7 +114,7 @@ class TokenStream:
 def open_tokens(
     folder: Path, split: str, manifest: Manifest, column: str = "input_ids"
 ) -> TokenStream:
-    """The tokens of a split of prepared data, or another column, which may hold any number.
+    """Return the tokens of a split of prepared data, or another column, which may hold any number.
 
     Ids are checked against the vocabulary when they are read, and all bytes by `check_prepared`.
     Raises DataError if the tokens are elsewhere, cannot be read, or are not as many as the
@@ -119,6 +125,7 @@ def open_tokens(
         raise DataError(
             f"{folder}: holds no tokens: they are in the .ds files that datatrove wrote"
         )
+    # A larger id would be looked up beyond the end of the embedding.
     largest = manifest.vocab_size if column == "input_ids" else None
     stream = TokenStream.open(folder / split, largest, column)
     if len(stream) != facts.tokens:
@@ -130,12 +137,14 @@ def open_tokens(
 
 
 class Row(NamedTuple):
-    """An encoded document, or conversation or a part of one."""
+    """An encoded document, or a part of one: a conversation may become several rows."""
 
-    document: int  # its number
+    document: int  # the number of the document
     ids: np.ndarray
-    bytes: int  # of its text; in conversations, of its answers
-    mask: np.ndarray | None = None  # in conversations 1 for each token of an answer
+    # The bytes of the text whose tokens are learned: the unit of bits per byte.
+    bytes: int
+    # 1 for each token that is learned, and 0 for the others. None: all are learned.
+    mask: np.ndarray | None = None
 
 
 class ShardWriter:
@@ -145,17 +154,26 @@ class ShardWriter:
         from datasets import Features  # slow to import, and reading does without
 
         folder.mkdir()
-        self._folder, self._features, self._stream = folder, Features(), None
-        self._digests = [hashlib.sha256() for _ in range(3)]  # for ids, mask and lengths
-        self._pending: list[Row] = []
+        self._folder = folder
+        # The columns are known when the first row is written.
+        self._features = Features()
+        self._stream = None  # the open shard
+        # Digests of ids, mask and lengths: the content, whatever shards it is in.
+        self._digests = [hashlib.sha256() for _ in range(3)]
+        self._pending: list[Row] = []  # the next record batch
+        self._pending_tokens = 0
         self._shards: dict[str, Shard] = {}
-        self._documents = self._tokens = self._bytes = self._answers = self._pending_tokens = 0
+        self._documents = 0
+        self._tokens = 0
+        self._bytes = 0
+        self._learned = 0
 
     def write(self, rows: list[Row]) -> None:
         """Add rows, whose documents are complete."""
         if rows and not self._features:
             from datasets import Features, List, Value
 
+            # The mask is called what transformers calls it in conversations.
             columns = {"input_ids": rows[0].ids, "assistant_mask": rows[0].mask}
             self._features = Features(
                 {
@@ -166,11 +184,12 @@ class ShardWriter:
             )
         for row in rows:
             mask = np.zeros(0) if row.mask is None else row.mask
+            # As 32-bit numbers, so that the digest does not depend on the dtype of the shards.
             for digest, values in zip(self._digests, (row.ids, mask, len(row.ids)), strict=True):
                 digest.update(np.ascontiguousarray(values, dtype="<u4").data)
             self._pending_tokens += len(row.ids)
             self._bytes += row.bytes
-            self._answers += int(mask.sum())
+            self._learned += int(mask.sum())
         self._documents += len({row.document for row in rows})
         self._pending += rows
         if self._pending_tokens >= _RECORD_TOKENS:
@@ -187,7 +206,8 @@ class ShardWriter:
         schema = self._features.arrow_schema
         self._stream.write_batch(pyarrow.RecordBatch.from_pydict(columns, schema))
         self._tokens += self._pending_tokens
-        self._pending, self._pending_tokens = [], 0
+        self._pending = []
+        self._pending_tokens = 0
         if self._file.tell() >= SHARD_BYTES:
             self._end_shard()
 
@@ -199,7 +219,7 @@ class ShardWriter:
             self._stream = None
 
     def close(self) -> SplitFacts:
-        """Write what is left, and the files that `datasets` keeps beside the shards."""
+        """Write what is left, and the files that `datasets` keeps next to the shards."""
         from datasets import DatasetInfo
 
         if self._pending:
@@ -209,6 +229,7 @@ class ShardWriter:
         has_mask = len(self._features) > 1
         sha256 = hashlib.sha256("".join([ids, *others]).encode()).hexdigest() if has_mask else ids
         DatasetInfo(features=self._features).write_to_directory(str(self._folder))
+        # What `datasets.load_from_disk` expects: the names of the shards, and no format.
         state = dict.fromkeys(("_format_columns", "_format_type", "_split")) | {
             "_data_files": [{"filename": name} for name in self._shards],
             "_fingerprint": sha256[:16],
@@ -216,9 +237,13 @@ class ShardWriter:
             "_output_all_columns": False,
         }
         (self._folder / "state.json").write_text(json.dumps(state, indent=2), encoding="utf-8")
-        answers = self._answers if has_mask else None
         return SplitFacts(
-            self._documents, self._tokens, self._bytes, answers, sha256, shards=self._shards
+            documents=self._documents,
+            tokens=self._tokens,
+            bytes=self._bytes,
+            assistant_tokens=self._learned if has_mask else None,
+            sha256=sha256,
+            shards=self._shards,
         )
 
 
@@ -230,7 +255,7 @@ class Blocks(Protocol):
     def __len__(self) -> int: ...
 
     def batch(self, indices: np.ndarray) -> dict[str, torch.Tensor]:
-        """The blocks at `indices` as keyword arguments of `forward`.
+        """Return the blocks at `indices` as keyword arguments of `forward`.
 
         input_ids and shift_labels, the token after each (-100 if it is not a target), are int64
         (len(indices), block_size); packed conversations and documents add position_ids.
@@ -238,7 +263,7 @@ class Blocks(Protocol):
         ...
 
     def num_targets(self, indices: np.ndarray) -> int:
-        """Number of targets in the blocks at `indices`, those of -100 not counted."""
+        """Count the targets in the blocks at `indices`, without the -100s."""
         ...
 
     @property
@@ -265,9 +290,13 @@ class TokenBlocks(Blocks):
         partial: bool = False,
         starts: np.ndarray | None = None,
     ):
-        self.stream, self.block_size, self.starts = stream, block_size, starts
+        self.stream = stream
+        self.block_size = block_size
+        self.starts = starts
         self.stride = stride or block_size
-        rest = len(stream) - 1 - block_size  # targets after the first block
+        # A block of n tokens reads n + 1: the last one is a target only. So a stream of N tokens
+        # has N - 1 targets, and this many after the first block.
+        rest = len(stream) - 1 - block_size
         self._length = max(0, rest // self.stride + 1)
         if partial and len(stream) > 1:
             self._length = 1 + max(0, -(-rest // self.stride))
@@ -277,7 +306,8 @@ class TokenBlocks(Blocks):
 
     @property
     def samples_per_epoch(self) -> float:
-        return len(self) * self.stride / self.block_size  # windows at random offsets overlap
+        # Windows at random offsets overlap: there are block_size times as many as disjoint ones.
+        return len(self) * self.stride / self.block_size
 
     def targets_of(self, indices: np.ndarray) -> np.ndarray:
         """Targets in each of the blocks at `indices`: fewer than block_size only at the stream's
@@ -286,19 +316,25 @@ class TokenBlocks(Blocks):
         return np.minimum(self.block_size, len(self.stream) - 1 - indices * self.stride)
 
     def batch(self, indices: np.ndarray) -> dict[str, torch.Tensor]:
-        """The blocks at `indices`: input_ids, shift_labels; int64 (len(indices), block_size).
+        """Return the blocks at `indices`: input_ids, shift_labels; int64 (len(indices),
+        block_size).
 
         Past the stream's end the input is 0 and the target -100.
         """
         counts = self.targets_of(indices)
         inputs = np.zeros((len(indices), self.block_size), dtype=np.int64)
         targets = np.full_like(inputs, -100)
+        # All blocks have the same length, but for a last one that ends with the stream.
         for count in np.unique(counts):
             rows = np.flatnonzero(counts == count)
+            # (len(rows), count + 1): each token but the last is read, each but the first predicted
             windows = self.stream.windows(indices[rows] * self.stride, count + 1)
-            inputs[rows, :count], targets[rows, :count] = windows[:, :-1], windows[:, 1:]
+            inputs[rows, :count] = windows[:, :-1]
+            targets[rows, :count] = windows[:, 1:]
         batch = {"input_ids": inputs, "shift_labels": targets}
         if self.starts is not None:
+            # A token's position counts from the beginning of its document, or of the block if the
+            # document began before it. transformers infers from it what attends to what.
             places = indices[:, None] * self.stride + np.arange(self.block_size)
             begins = self.starts[np.searchsorted(self.starts, places, side="right") - 1]
             batch["position_ids"] = places - np.maximum(begins, places[:, :1])

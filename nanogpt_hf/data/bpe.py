@@ -39,7 +39,9 @@ def train_merges(
     """Merges of byte-level BPE trained on `texts`, and the names of the `vocab_size` tokens: bytes,
     merges, end-of-text. Raises DataError if the texts support fewer tokens.
     """
-    rust, sample = byte_level(models.BPE(), pattern), spread_sample(texts)
+    rust = byte_level(models.BPE(), pattern)
+    sample = spread_sample(texts)
+    # A pair that occurs once says nothing about other text: at least two are asked for.
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size - 1,  # without end-of-text
         min_frequency=2,
@@ -75,14 +77,21 @@ def spread_sample(texts: Iterable[str], limit: int = TRAINING_BYTES) -> list[str
     Reads `texts` once, with at most `limit` bytes in memory. The sample has at least half of
     `limit`, and depends on nothing but the texts and their order.
     """
-    sample, size, number, stride = [], 0, 0, 1
+    sample: list[str] = []
+    size = 0  # bytes of the sample
+    number = 0  # the next piece's, counted over all texts
+    stride = 1  # every stride-th piece is in the sample
     for text in texts:
         for start in range(0, len(text), _SAMPLE_PIECE):
+            # With stride 1, until the limit is reached, the sample is all of the texts.
             if number % stride == 0:
                 sample.append(text[start : start + _SAMPLE_PIECE])
                 size += len(sample[-1].encode())
+            # Too much: drop every second piece, and take half as many from here on. The pieces
+            # that are left are those with a number that the new stride divides.
             while size > limit:
-                sample, stride = sample[::2], 2 * stride
+                sample = sample[::2]
+                stride *= 2
                 size = sum(len(piece.encode()) for piece in sample)
             number += 1
     return sample
@@ -94,6 +103,7 @@ def split_at_words(text: str, size: int) -> Iterator[str]:
     Both patterns always split before a space that follows a word, so the pieces have the tokens
     of the whole text.
     """
+    # The last piece is what remains after the last such space.
     start = 0
     while word_end := _WORD_END.search(text, start + size):
         yield text[start : word_end.start()]
@@ -103,7 +113,7 @@ def split_at_words(text: str, size: int) -> Iterator[str]:
 
 def byte_level(model: models.BPE, pattern: BpePattern) -> tokenizers.Tokenizer:
     tokenizer = tokenizers.Tokenizer(model)
-    # splits by GPT-2's pattern
+    # This splits by GPT-2's pattern, and names bytes by printable characters.
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     if pattern == "gpt4":
         words = pre_tokenizers.Split(Regex(GPT4_PATTERN), behavior="isolated")

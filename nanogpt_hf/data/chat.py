@@ -1,4 +1,4 @@
-"""The format `chat`: each document is a conversation, of which the answers alone are learned."""
+"""Format `chat`: each document is a conversation, of which the answers alone are learned."""
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -19,6 +19,8 @@ def _encoder(tokenizer: Tokenizer, _: int | None) -> Encode:
     kind = token_dtype(tokenizer.vocab_size)
 
     def encode(conversations: list[Conversation], first: int) -> list[Row]:
+        # A template that rewrites earlier turns gives several examples of one conversation, a row
+        # each, with the number of the conversation.
         return [
             Row(
                 first + example.conversation,

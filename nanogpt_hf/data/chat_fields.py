@@ -8,16 +8,16 @@ from typing import Any, NamedTuple
 from nanogpt_hf.data.messages import Conversation, fields_of
 from nanogpt_hf.errors import DataError
 
-_SHAPES = 1000  # of conversations whose fields are remembered
+_SHAPES = 1000  # so many shapes of conversations are remembered
 # Yields (index of the last message, text) of the texts that a conversation becomes.
 _TextsOf = Callable[[Conversation, int], Iterator[tuple[int, str]]]
-_NAME = re.compile(r"Part\d+of")
+_NAME = re.compile(r"Part\d+of")  # a text that no template has
 
 
 class _Part(NamedTuple):
     """A field of a message, or an item of one that is a list."""
 
-    message: int  # its index; -1 for what is beside the messages
+    message: int  # the index of the message; -1 for the tools, which belong to none
     field: str
     item: int | None = None
 
@@ -40,6 +40,7 @@ class FieldCheck:
         """Raises DataError for a field, up to the message `last`, that changes nothing in the
         texts that `rendered` gives.
         """
+        # A conversation with the same roles and fields was written completely before.
         parts = list(_parts(conversation))
         shape = (
             rendered.__name__,
@@ -59,6 +60,7 @@ class FieldCheck:
             # A template that writes no calls of tools may fail for want of a text.
             if all(message["content"] is not None for message in conversation.messages):
                 raise
+            # With a text the check finds the calls that are lost, which is the better message.
             filled = [m | {"content": m["content"] or ""} for m in conversation.messages]
             self.check(conversation._replace(messages=filled), rendered, last)
             raise
@@ -71,7 +73,8 @@ class FieldCheck:
                     f"{part}: the model's chat template does not write it, so it would be lost; "
                     "leave it out, or choose another model"
                 )
-        if len(self._checked) < _SHAPES:  # a server's clients choose the fields
+        # The clients of a server choose the fields, so the memory for them is bounded.
+        if len(self._checked) < _SHAPES:
             self._checked.add(digest)
 
 
@@ -87,7 +90,7 @@ def _changes(
 
 
 def _found(conversation: Conversation, parts: list[_Part], rendered: _TextsOf) -> set[_Part]:
-    """The parts of a conversation that are found in the texts if each is a name of its own."""
+    """Return the parts that are found in the texts if each is a name of its own."""
     names = {part: f"Part{number}of" for number, part in enumerate(parts)}
     try:
         text = "".join(text for _, text in rendered(_with_names(conversation, names), 0))
@@ -113,7 +116,7 @@ def _value(conversation: Conversation, number: int, field: str) -> Any:
 
 
 def _replaced(conversation: Conversation, part: _Part, value: Any) -> Conversation:
-    """The conversation with another value of a field; None leaves the field out."""
+    """Return the conversation with another value of a field; None leaves the field out."""
     number, field, _ = part
     if number < 0:
         return conversation._replace(tools=value)
@@ -127,7 +130,7 @@ def _replaced(conversation: Conversation, part: _Part, value: Any) -> Conversati
 
 
 def _without(conversation: Conversation, part: _Part) -> Conversation:
-    """The conversation without a part; a message has other text instead."""
+    """Return the conversation without a part; a message has other text instead."""
     value = _value(conversation, part.message, part.field)
     if part.field == "content":
         return _replaced(conversation, part, "Yes." if value.strip() != "Yes." else "No.")
@@ -138,19 +141,23 @@ def _without(conversation: Conversation, part: _Part) -> Conversation:
 
 
 def _with_names(conversation: Conversation, names: dict[_Part, str]) -> Conversation:
-    """The conversation with names in place of the texts of parts, or of the names of functions."""
+    """Return the conversation with names in place of the texts of parts, or of the names of
+    functions.
+    """
     messages = [dict(message) for message in conversation.messages]
-    beside = {"tools": conversation.tools}
+    others = {"tools": conversation.tools}
     for part, name in names.items():
-        place: Any = messages[part.message] if part.message >= 0 else beside
+        place: Any = messages[part.message] if part.message >= 0 else others
         key: Any = part.field
         if part.item is not None:
-            if not part.item:  # the list is still the conversation's own
+            # The list is the conversation's own until its first item is replaced.
+            if not part.item:
                 place[key] = list(place[key])
-            place, key = place[key], part.item
+            place = place[key]
+            key = part.item
         value = place[key]
         if isinstance(value, str):
             place[key] = name
         elif isinstance(value, dict) and isinstance(value.get("function"), dict):
             place[key] = value | {"function": value["function"] | {"name": name}}
-    return conversation._replace(messages=messages, tools=beside["tools"])
+    return conversation._replace(messages=messages, tools=others["tools"])

@@ -23,12 +23,16 @@ from nanogpt_hf.errors import DataError, one_line
 from nanogpt_hf.time_limit import TimeUpError, time_limit
 
 _SECONDS = 10.0  # templates render in milliseconds
-_LONGEST_SHAPE = 5000  # characters
-_SHAPES = 1000  # of conversations whose special tokens are remembered
+# The special tokens of so many shapes of conversations are remembered, but of none that is longer
+# than so many characters: the clients of a server choose the shapes.
+_SHAPES = 1000
+_LONGEST_SHAPE = 5000
+# What a template may have: marks around the answers, and the date of today.
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _TODAY = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 # The date that templates write: the one that Llama 3.1's has for programs without a clock.
 _DAY = datetime(2024, 7, 26)
+# A conversation to try a template with. The texts are words that no template writes itself.
 _PROBE: list[Message] = [
     {"role": "user", "content": "Why?"},
     {"role": "assistant", "content": "Because."},
@@ -66,6 +70,8 @@ class ChatFormat:
             ) from None
         self._template = _TODAY.sub(lambda found: json.dumps(_DAY.strftime(found[2])), template)
         self.is_marked = bool(_MARK.search(self._template))
+        # Control tokens are all special ones, and added tokens that the template writes around
+        # messages. Words and spaces are added tokens of some models, and harmless.
         special = special_tokens(hf)
         text = (
             self._template
@@ -76,13 +82,14 @@ class ChatFormat:
         control = special | {
             token for token in added if token in text and not re.fullmatch(r"[\w\s]*", token)
         }
-        self._special, self._control = _any_of(special), _any_of(control)
+        self._special = _any_of(special)
+        self._control = _any_of(control)
         vocabulary = hf.get_vocab()
-        self._special_ids, self._control_ids = (
-            {vocabulary[token] for token in tokens} for tokens in (special, control)
-        )
+        self._special_ids = {vocabulary[token] for token in special}
+        self._control_ids = {vocabulary[token] for token in control}
+        # Any text may have characters without a token.
         if hf.unk_token_id not in (hf.bos_token_id, hf.eos_token_id):
-            self._special_ids.discard(hf.unk_token_id)  # any text may have unknown characters
+            self._special_ids.discard(hf.unk_token_id)
         self._remembered = lru_cache(_SHAPES)(self._special_of)
         self._fields = FieldCheck()
         self._begun = set[tuple[tuple[str, str], ...]]()
@@ -103,7 +110,7 @@ class ChatFormat:
         return ids
 
     def examples(self, conversations: list[Conversation]) -> list[ChatExample]:
-        """The conversations as examples to train on, in order.
+        """Return the conversations as examples to train on, in order.
 
         Answers are found by the template's `{% generation %}` marks. Without marks, the prompt
         for each answer and the conversation up to this answer must be prefixes of the whole
@@ -116,6 +123,7 @@ class ChatFormat:
                 # What follows the last learned answer does not matter.
                 last = _learned(conversation)[-1]
                 self._fields.check(conversation, self._example_texts, last)
+        # All conversations are tokenized at once if marks show the answers, which is faster.
         found = list(map(self._harmless, conversations))
         by_marks = self._by_marks(found) if self.is_marked else itertools.repeat(None)
         examples = []
@@ -132,7 +140,8 @@ class ChatFormat:
 
     def check_turns(self) -> None:
         """Raises DataError unless each answer of two has its text and a token that ends it."""
-        answers, wanted = [], [_PROBE[n]["content"] for n in answers_of(_PROBE)]
+        answers = []
+        wanted = [_PROBE[number]["content"] for number in answers_of(_PROBE)]
         for example in self.examples([Conversation(_PROBE)]):
             ids = example.input_ids
             answers += [ids[start:stop] for start, stop in _runs(example.assistant_mask)]
@@ -144,7 +153,7 @@ class ChatFormat:
                 )
 
     def end_of_turn_id(self) -> int:
-        """The token that ends an answer. Raises DataError if it is not certain."""
+        """Return the token that ends an answer. Raises DataError if it is not certain."""
         example = self.examples([Conversation(_PROBE[:2])])[0]
         answer = [
             i for i, counts in zip(example.input_ids, example.assistant_mask, strict=True) if counts
@@ -159,7 +168,7 @@ class ChatFormat:
         return ends[-1]
 
     def _harmless(self, conversation: Conversation) -> Conversation:
-        """The conversation without control tokens in its text."""
+        """Return the conversation without control tokens in its text."""
 
         def broken(value: Any, tokens: re.Pattern[str]) -> Any:
             return _with_texts(
@@ -178,8 +187,8 @@ class ChatFormat:
         yield len(conversation.messages) - 1, self._render(conversation, add_generation_prompt=True)
 
     def _example_texts(self, conversation: Conversation, first: int) -> Iterator[tuple[int, str]]:
-        """The texts of which the examples of a conversation are tokens, each with the index of its
-        last message, if that is not before `first`.
+        """Yield the texts whose tokens are the examples of a conversation, each with the index
+        of its last message, if that is not before `first`.
         """
         if self.is_marked:
             yield len(conversation.messages) - 1, self._render(conversation)
@@ -189,7 +198,7 @@ class ChatFormat:
                 yield number, self._render(_until(conversation, number))
 
     def _render(self, conversation: Conversation, add_generation_prompt: bool = False) -> str:
-        """The text of a conversation.
+        """Return the text of a conversation.
 
         transformers renders templates in Jinja's sandbox, which protects the system, but does
         not stop endless loops.
@@ -230,12 +239,11 @@ class ChatFormat:
         return self.hf(texts, add_special_tokens=False, verbose=False)["input_ids"]
 
     def _expected(self, shape: str, add_generation_prompt: bool) -> list[int]:
-        # a server's clients choose the fields
         special_of = self._remembered if len(shape) < _LONGEST_SHAPE else self._special_of
         return special_of(shape, add_generation_prompt)
 
     def _special_of(self, shape: str, add_generation_prompt: bool) -> list[int]:
-        """The special tokens of a conversation of this shape, as `_shape_of` writes it."""
+        """Return the special tokens of a conversation of this shape, as `_shape_of` writes it."""
         (ids,) = self._tokens(
             [self._render(Conversation(*json.loads(shape)), add_generation_prompt)]
         )
@@ -259,7 +267,8 @@ class ChatFormat:
         return str(self.hf.decode(ids))
 
     def _by_marks(self, conversations: list[Conversation]) -> Iterator[tuple[list[int], list[int]]]:
-        """The ids and the mask of each conversation, by the template's marks."""
+        """Yield the ids and the mask of each conversation, by the template's marks."""
+        # The tools are an argument of the call: conversations with other tools need another one.
         for tools, group in itertools.groupby(conversations, lambda found: found.tools):
             same_tools = list(group)
             texts = itertools.chain.from_iterable(map(texts_of, same_tools))
@@ -274,9 +283,10 @@ class ChatFormat:
             yield from zip(out["input_ids"], out["assistant_masks"], strict=True)
 
     def _marked(self, conversation: Conversation, ids: list[int], mask: list[int]) -> ChatExample:
-        """The example of a conversation from its ids and the mask of all its answers."""
+        """Return the example of a conversation from its ids and the mask of all its answers."""
         self._check_special(ids, conversation)
-        answers, runs = answers_of(conversation.messages), list(_runs(mask))
+        answers = answers_of(conversation.messages)
+        runs = list(_runs(mask))  # one for each answer, if the template marks all of them
         if len(runs) != len(answers):
             raise DataError(
                 f"the marks of the chat template enclose {len(runs)} parts, and there are "
@@ -289,6 +299,7 @@ class ChatFormat:
                     f"message {number + 1}: the marks of the chat template do not enclose the end "
                     "of the answer; mark it inside {% generation %}"
                 )
+            # The template marks all answers; those that are not learned lose their mark here.
             if number in conversation.unlearned:
                 mask[start:stop] = [0] * (stop - start)
         self._check_starts(conversation, ids)
@@ -321,6 +332,7 @@ class ChatFormat:
                         f"{prompt[-30:]!r}, which becomes one token with the start of the answer; "
                         "change how it starts, or the template"
                     )
+            # A token may have any number of spaces, so each start with a space is another case.
             is_space = any(value[:1].isspace() for _, value in start)
             if not is_space and len(self._begun) < _SHAPES:
                 self._begun.add(start)
@@ -339,6 +351,7 @@ class ChatFormat:
         ]
         if example := self._masked(conversation, pairs):
             return [example]
+        # Else an example for each answer, which ends with it, as the prompt of that answer is.
         examples = []
         for number, pair in zip(learned, pairs, strict=True):
             alone = _until(conversation, number)._replace(
@@ -358,7 +371,8 @@ class ChatFormat:
     def _masked(
         self, conversation: Conversation, pairs: list[list[list[int]]]
     ) -> ChatExample | None:
-        """The example of a conversation from the tokens before and after each learned answer.
+        """Return the example of a conversation from the tokens before and after each learned
+        answer.
 
         Each answer is what the second part of a pair adds to the first, without white space after
         the token that ends it. None if a part is not a prefix of the last one.
@@ -366,9 +380,12 @@ class ChatFormat:
         whole = pairs[-1][1]
         mask = [0] * len(whole)
         for before, after in pairs:
-            start, stop = len(before), len(after)
+            start = len(before)
+            stop = len(after)
+            # Other tokens at these places: the template rewrites earlier turns.
             if whole[:start] != before or whole[:stop] != after:
                 return None
+            # An answer ends with its last control token. Only white space may follow.
             end = stop
             while end > start and whole[end - 1] not in self._control_ids:
                 end -= 1
@@ -388,7 +405,7 @@ def chat_of(hf: PreTrainedTokenizerBase) -> ChatFormat | None:
 
 
 def chat_format(hf: PreTrainedTokenizerBase, name: str) -> ChatFormat:
-    """How conversations become tokens to train on. A tokenizer without a chat template gets ours.
+    """Return the chat template to train with. A tokenizer without one gets ours.
 
     Raises DataError if the tokens of an answer cannot be told with certainty.
     """
@@ -409,7 +426,7 @@ def chat_format(hf: PreTrainedTokenizerBase, name: str) -> ChatFormat:
 
 
 def special_tokens(hf: PreTrainedTokenizerBase) -> set[str]:
-    """The special tokens of a tokenizer."""
+    """Return the special tokens of a tokenizer."""
     return {str(token) for token in hf.added_tokens_decoder.values() if token.special} | set(
         hf.all_special_tokens
     )
@@ -444,7 +461,7 @@ def chat_template(hf: PreTrainedTokenizerBase) -> str:
 
 
 def _breakable(tokens: set[str]) -> list[str]:
-    """Those of `tokens` that a space can break, the longest first."""
+    """Return the tokens that a space can break, the longest first."""
     return sorted((token for token in tokens if len(token) > 1), key=lambda t: (-len(t), t))
 
 
@@ -463,7 +480,7 @@ def _named(conversation: Conversation) -> Iterator[None]:
 
 
 def _answer_bytes(conversation: Conversation) -> int:
-    """The bytes of the learned answers; what is no text counts as JSON."""
+    """Return the bytes of the learned answers; what is no text counts as JSON."""
     return sum(
         len((value if isinstance(value, str) else json.dumps(value)).strip().encode())
         for number in _learned(conversation)
@@ -473,7 +490,7 @@ def _answer_bytes(conversation: Conversation) -> int:
 
 
 def _runs(mask: list[int]) -> Iterator[tuple[int, int]]:
-    """The start and end of each run of ones."""
+    """Yield the start and end of each run of ones."""
     start = 0
     for value, group in itertools.groupby(mask):
         stop = start + len(list(group))
@@ -511,6 +528,6 @@ def _shape_of(conversation: Conversation) -> str:
 
 
 def _learned(conversation: Conversation) -> list[int]:
-    """The indices of the answers that are trained on."""
+    """Return the indices of the answers that are trained on."""
     answers = answers_of(conversation.messages)
     return [number for number in answers if number not in conversation.unlearned]

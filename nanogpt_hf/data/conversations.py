@@ -53,7 +53,8 @@ def pair_of(row: Any, _: object = None) -> Pair:
     """
     if not {"chosen", "rejected"} <= _columns(row):
         raise _no_row(row, ("prompt", "chosen", "rejected"))
-    chosen, rejected = _answered(row, "chosen"), _answered(row, "rejected")
+    chosen = _answered(row, "chosen")
+    rejected = _answered(row, "rejected")
     if chosen.messages[:-1] != rejected.messages[:-1]:
         raise ValueError("chosen and rejected differ before their last message")
     if chosen.messages == rejected.messages:
@@ -74,8 +75,11 @@ def labeled_of(row: Any, _: object = None) -> Labeled:
 
 
 def _answered(row: dict[str, Any], column: str) -> Conversation:
-    """The conversation of a row's prompt and the answer in a column. Only that is learned."""
-    prompt, messages = _prompt_of(row), row[column]
+    """Return a row's prompt with the answer in a column, which alone is learned."""
+    prompt = _prompt_of(row)
+    messages = row[column]
+    # 1. The column as a list of messages: it may be the text of an answer, a transcript of the
+    # whole conversation, or one message.
     if isinstance(messages, str):
         if prompt is None and _SPEAKER.match(messages):
             messages = _from_transcript(messages)
@@ -83,6 +87,8 @@ def _answered(row: dict[str, Any], column: str) -> Conversation:
             messages = [_answer(_without_prompt(messages, prompt or [], column))]
     elif isinstance(messages, dict):
         messages = [messages]
+    # 2. The messages before the answer: they may be in the column already, in `prompt`, or in the
+    # row's own messages.
     if isinstance(messages, list):
         if prompt is None:
             if len(messages) == 1:
@@ -102,6 +108,7 @@ def _answered(row: dict[str, Any], column: str) -> Conversation:
             asked = [message["content"] for message in map(standard_message, listed(messages))]
             if prompt[0]["content"] not in asked:
                 raise ValueError(f"prompt: {prompt[0]['content']!r:.40} is not in {column}")
+    # 3. Check all, and learn the last answer alone.
     with named_field(column):
         conversation = checked_conversation(messages, row)
         *earlier, last = answers_of(conversation.messages)
@@ -111,7 +118,7 @@ def _answered(row: dict[str, Any], column: str) -> Conversation:
 
 
 def _prompt_of(row: dict[str, Any]) -> list[Message] | None:
-    """The messages of the prompt of a pair, which has a column of its own; None without one."""
+    """Return the messages of the column with a pair's prompt; None without one."""
     prompt = row.get("prompt")
     if isinstance(prompt, list):
         return prompt
@@ -123,7 +130,7 @@ def _prompt_of(row: dict[str, Any]) -> list[Message] | None:
 
 
 def _columns(row: Any) -> set[str]:
-    """The columns of a row that hold something."""
+    """Return the columns of a row that hold something."""
     return {key for key, value in row.items() if value is not None} if type(row) is dict else set()
 
 
@@ -141,7 +148,7 @@ def _answer(content: Any) -> Message:
 
 
 def _asked(row: dict[str, Any]) -> Message:
-    """The question of an instruction, and of its input (Alpaca) or context (Dolly)."""
+    """Return the question of an instruction, and of its input (Alpaca) or context (Dolly)."""
     parts = [checked_text("instruction", row["instruction"])]
     for column in ("input", "context"):
         given = row.get(column)
@@ -152,7 +159,8 @@ def _asked(row: dict[str, Any]) -> Message:
 
 def _from_prompt(row: dict[str, Any]) -> list[Message]:
     """A prompt and its completion, texts or messages. Answers in a prompt are not learned."""
-    prompt, completion = row["prompt"], row["completion"]
+    prompt = row["prompt"]
+    completion = row["completion"]
     if isinstance(prompt, list):
         prompt = [
             {**standard_message(message), "train": False} if _is_answer(message) else message
@@ -187,10 +195,12 @@ def _without_prompt(text: str, prompt: list[Message], column: str) -> str:
 
     Raises ValueError for another transcript, whose questions would be learned as an answer.
     """
+    # Some data sets have the whole conversation in the column of the answer.
     turns = _from_transcript(text.lstrip()) if _SPEAKER.match(text.lstrip()) else []
     if len(turns) < 2:
         return text
     *asked, answer = turns
+    # A transcript has no system message.
     known = [
         {"role": message["role"], "content": str(message["content"]).strip()}
         for message in map(standard_message, listed(prompt))
@@ -213,7 +223,8 @@ def _replied(asked: Message, row: dict[str, Any], column: str) -> list[Message]:
 
 
 def _from_choices(row: dict[str, Any]) -> list[Message]:
-    choices, answer = row["choices"], row["answer"]
+    choices = row["choices"]
+    answer = row["answer"]
     if type(choices) is not list or type(answer) is not int:
         raise ValueError(
             "expected choices, a list of texts, and answer, the index of one, got "

@@ -1,4 +1,4 @@
-"""The format `datatrove`: token files of Hugging Face's datatrove, which are read in place.
+"""Format `datatrove`: token files of Hugging Face's datatrove, which are read in place.
 
 NAME.ds has the ids of all documents, little-endian, 2 or 4 bytes each, and NAME.ds.index for each
 document the number of tokens up to its end, 8 bytes each (datatrove 0.10,
@@ -34,13 +34,15 @@ class TokenFile(NamedTuple):
 
 
 def open_token_files(data: DataSection) -> list[TokenFile]:
-    """The token files of `data.source`, sorted by path; empty ones are left out.
+    """Return the token files of `data.source`, sorted by path; empty ones are left out.
 
     Raises DataError if there are none, or the size of one does not fit its index.
     """
     files = []
     for path in local_files(data):
         try:
+            # The index has no header. Its last entry is the number of all tokens, which tells how
+            # many bytes a token has.
             ends = np.memmap(path.with_name(f"{path.name}.index"), dtype="<u8", mode="r")
             count = int(ends[-1])
             kind = {2 * count: "<u2", 4 * count: "<u4"}[path.stat().st_size]
@@ -57,7 +59,8 @@ def open_token_files(data: DataSection) -> list[TokenFile]:
 
 def _tokens_of(files: list[TokenFile], split: str, train_tokens: int) -> list[np.ndarray]:
     """What belongs to a split: the first `train_tokens` of all files, or the rest."""
-    chunks, left = [], train_tokens
+    chunks = []
+    left = train_tokens  # tokens of the training split from this file on
     for tokens, _ in files:
         cut = max(0, min(left, len(tokens)))
         left -= len(tokens)
@@ -73,26 +76,36 @@ def describe_token_files(
     Validation takes whole documents at the end, after the last end of a document that leaves
     enough. Raises DataError for a token beyond the vocabulary.
     """
-    files, start, ends = open_token_files(data), 0, []
+    files = open_token_files(data)
     _check_name(local_files(data)[0], data.tokenizer)
+    # The ends of all documents, counted over all files.
+    total = 0
+    ends_of_files = []
     for file in files:
-        ends.append(file.ends.astype(np.int64) + start)
-        start += len(file.tokens)
-    ends, wanted = np.concatenate(ends), min(int(start * (1 - data.validation_fraction)), start - 1)
-    if not (documents := int(np.searchsorted(ends, wanted, side="right"))):
+        ends_of_files.append(file.ends.astype(np.int64) + total)
+        total += len(file.tokens)
+    ends = np.concatenate(ends_of_files)
+    # At least one token is left for validation, even if its fraction rounds to none.
+    wanted = min(int(total * (1 - data.validation_fraction)), total - 1)
+    # Training takes whole documents: those that end within the wanted tokens.
+    documents = int(np.searchsorted(ends, wanted, side="right"))
+    if not documents:
         raise DataError(
             f"data.source: {data.one_source}: no document ends within the first {wanted:,} of its "
-            f"{start:,} tokens; there is too little to train on"
+            f"{total:,} tokens; there is too little to train on"
         )
-    cut, sizes = int(ends[documents - 1]), bytes_of_tokens(tokenizer.hf, tokenizer.name)
-    counts = (documents, cut), (len(ends) - documents, start - cut)
+    cut = int(ends[documents - 1])
+    sizes = bytes_of_tokens(tokenizer.hf, tokenizer.name)
+    counts = (documents, cut), (len(ends) - documents, total - cut)
     facts = {
         split: SplitFacts(
             *count, max(1, _count_bytes(_tokens_of(files, split, cut), sizes, tokenizer))
         )
         for split, count in zip(SPLITS, counts, strict=True)
     }
-    last, end = int(files[0].tokens[int(files[0].ends[0]) - 1]), tokenizer.end_of_text_id
+    # datatrove may or may not have put end-of-text behind documents: the first one shows it.
+    last = int(files[0].tokens[int(files[0].ends[0]) - 1])
+    end = tokenizer.end_of_text_id
     return (end if last == end else None), facts
 
 
@@ -100,6 +113,7 @@ def _count_bytes(chunks: list[np.ndarray], sizes: np.ndarray, tokenizer: Tokeniz
     total = 0
     for tokens in tqdm(chunks, "reading", unit=" files", disable=not shows_bars()):
         for start in range(0, len(tokens), _AT_ONCE):
+            # In pieces, so that a file of any size takes little memory.
             piece = tokens[start : start + _AT_ONCE]
             if piece.max() >= tokenizer.vocab_size:
                 raise DataError(

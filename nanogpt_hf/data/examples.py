@@ -33,13 +33,18 @@ class Examples(Blocks):
         block_size: int,
         packing: str,
     ):
-        self.block_size, self.apart = block_size, packing == "packed"
-        self.stream, self._assistant_mask = ids, assistant_mask
+        self.block_size = block_size
+        self.apart = packing == "packed"
+        self.stream = ids
+        self._assistant_mask = assistant_mask
         self._starts = np.cumsum(lengths) - lengths
+        # The positions that each example takes in a block.
         self._positions = np.minimum(lengths - 1, block_size)
+        # Only an example that is cut can lose what is to be learned, so only these are read here.
         long = np.flatnonzero(lengths - 1 > block_size)
         without = [number for number in long.tolist() if not self._targets_of(number)[1].any()]
-        self.cut, self.skipped = len(long) - len(without), len(without)
+        self.cut = len(long) - len(without)
+        self.skipped = len(without)
         chosen = np.setdiff1d(np.arange(len(lengths)), without)
         if packing == "packed":
             self.blocks = [
@@ -54,16 +59,18 @@ class Examples(Blocks):
         return len(self.blocks)
 
     def _targets_of(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """The tokens of an example that fit into a block, and whether each after the first is a
-        target.
+        """Return the tokens of an example that fit into a block, and whether each after the first
+        is a target.
         """
-        start, length = self._starts[number : number + 1], int(self._positions[number]) + 1
-        return self.stream.windows(start, length)[0], self._assistant_mask.windows(start, length)[
-            0, 1:
-        ] == 1
+        start = self._starts[number : number + 1]
+        length = int(self._positions[number]) + 1
+        tokens = self.stream.windows(start, length)[0]
+        mask = self._assistant_mask.windows(start, length)[0]
+        # The mask is about tokens, the targets are the tokens after each position.
+        return tokens, mask[1:] == 1
 
     def batch(self, indices: np.ndarray) -> dict[str, torch.Tensor]:
-        """The blocks at `indices` as keyword arguments of `forward`, int64 (len(indices),
+        """Return the blocks at `indices` as keyword arguments of `forward`, int64 (len(indices),
         block_size).
 
         shift_labels is -100 if the next token is not part of an answer. If examples are `apart`,
@@ -75,13 +82,14 @@ class Examples(Blocks):
         targets = np.full_like(inputs, -100)
         positions = np.zeros_like(inputs)
         for row, block in enumerate(indices.tolist()):
-            filled = 0
+            filled = 0  # positions of the row
             for number in self.blocks[block]:
                 tokens, is_target = self._targets_of(number)
                 place = slice(filled, filled := filled + len(is_target))
                 inputs[row, place] = tokens[:-1]
                 targets[row, place] = np.where(is_target, tokens[1:], -100)
                 positions[row, place] = np.arange(len(is_target))
+            # Padding is an example of its own, so that no other one attends to it.
             positions[row, filled:] = np.arange(block_size - filled)
         batch = {"input_ids": inputs, "shift_labels": targets}
         if self.apart:
@@ -89,17 +97,18 @@ class Examples(Blocks):
         return {name: torch.from_numpy(array) for name, array in batch.items()}
 
     def documents_of(self, block: int) -> list[int]:
-        """The numbers of the conversations in a block."""
+        """Return the numbers of the conversations in a block."""
         return self.blocks[block]
 
     def num_targets(self, indices: np.ndarray) -> int:
-        """The tokens of answers, or of documents, in the blocks at `indices`."""
+        """Count the tokens of answers, or of documents, in the blocks at `indices`."""
+        # Each example is read: how many of its tokens count is known from its mask alone.
         numbers = (number for block in indices.tolist() for number in self.blocks[block])
         return sum(int(self._targets_of(number)[1].sum()) for number in numbers)
 
 
 def masked_blocks(folder: Path, split: str, manifest: Manifest, data: DataSection) -> Examples:
-    """The blocks of a format whose encoder gives a mask: whole examples, by data.packing."""
+    """Return the blocks of a format whose encoder gives a mask: whole examples, by data.packing."""
     return Examples(
         open_tokens(folder, split, manifest),
         open_tokens(folder, split, manifest, "assistant_mask"),
@@ -111,6 +120,8 @@ def masked_blocks(folder: Path, split: str, manifest: Manifest, data: DataSectio
 
 def pack(lengths: np.ndarray, size: int) -> list[list[int]]:
     """Best-fit decreasing: which of `lengths`, by index, share a block of `size`."""
+    # The largest first, each into the block with the least free space that is enough; a new block
+    # if there is none. The keys of `with_space` are kept sorted, so that each step is a bisection.
     blocks: list[list[int]] = []
     with_space: dict[int, list[int]] = defaultdict(list)  # free positions -> blocks
     spaces: list[int] = []  # the keys of those that are not empty, sorted
@@ -118,7 +129,8 @@ def pack(lengths: np.ndarray, size: int) -> list[list[int]]:
         length = int(lengths[number])
         place = bisect_left(spaces, length)
         if place == len(spaces):
-            space, block = size, len(blocks)
+            space = size
+            block = len(blocks)
             blocks.append([])
         else:
             space = spaces[place]
@@ -136,6 +148,7 @@ def pack(lengths: np.ndarray, size: int) -> list[list[int]]:
 
 def row_lengths(folder: Path) -> np.ndarray:
     """Tokens of each row of a split, such as a document with those that begin and end it."""
+    # Arrow keeps the offsets of the rows of a list column: no token is read.
     chunks = read_column(folder, "input_ids")
     return np.concatenate([np.diff(chunk.offsets.to_numpy()) for chunk in chunks]).astype(np.int64)
 
@@ -152,6 +165,7 @@ def read_from_end(manifest: Manifest) -> bool:
 def document_starts(lengths: np.ndarray, from_end: bool) -> np.ndarray:
     """Where each document begins to be read."""
     starts = np.cumsum(lengths) - lengths
+    # No token is before the first document.
     starts[1:] -= from_end
     return starts
 
@@ -167,18 +181,22 @@ class DocumentBlocks(Examples):
     def __init__(
         self, ids: TokenStream, lengths: np.ndarray, *, block_size: int, from_end: bool, apart: bool
     ):
-        self.block_size, self.apart = block_size, apart
+        self.block_size = block_size
+        self.apart = apart
         starts = document_starts(lengths, from_end)
         sizes = np.cumsum(lengths) - 1 - starts  # the last token is only predicted
-        parts = -(-sizes // block_size)
+        parts = -(-sizes // block_size)  # the number of parts of each document, rounded up
+        # For each part its document, and the positions of the document before it.
         self._documents = np.repeat(np.arange(len(lengths)), parts)
         before = block_size * (
             np.arange(len(self._documents)) - np.repeat(np.cumsum(parts) - parts, parts)
         )
-        self.stream, self._starts = ids, starts[self._documents] + before
+        self.stream = ids
+        self._starts = starts[self._documents] + before
         self._positions = np.minimum(sizes[self._documents] - before, block_size)
         self.blocks = pack(self._positions, block_size)
-        self.filled, self.cut = int(self._positions.sum()), int((parts > 1).sum())
+        self.filled = int(self._positions.sum())
+        self.cut = int((parts > 1).sum())
         self.skipped = 0
 
     def _targets_of(self, number: int) -> tuple[np.ndarray, np.ndarray]:

@@ -1,4 +1,4 @@
-"""The code of a data format: how its source is read, encoded and opened as blocks.
+"""Code of a data format: how its source is read, encoded and opened as blocks.
 
 config/formats.py has a row of facts for each format, and names the file whose FORMAT is its code.
 """
@@ -20,7 +20,10 @@ from nanogpt_hf.data.manifest import Manifest, SplitFacts
 from nanogpt_hf.data.tokenizer import Tokenizer
 from nanogpt_hf.errors import DataError
 
-_BATCH_DOCUMENTS, _BATCH_CHARACTERS = 1000, 2**20  # encoded at once by a thread
+# A thread encodes at most so many documents at once, or a few more characters than these. Larger
+# batches would let one thread work while the others are done.
+_BATCH_DOCUMENTS = 1000
+_BATCH_CHARACTERS = 2**20
 
 
 # (documents, number of the first) -> their rows; an empty document has none
@@ -29,13 +32,13 @@ Encode = Callable[[list[Any], int], list[Row]]
 
 @dataclass(frozen=True)
 class Format:
-    """The code of a value of `data.format`.
+    """Code of a value of `data.format`.
 
     A format whose source holds text has `document`, `texts` and `encoder`; one whose source holds
     tokens has `describe`.
     """
 
-    endings: tuple[str, ...]  # of its files in a folder
+    endings: tuple[str, ...]  # the files of a folder that are read
     # The blocks of a split. The arguments are the prepared folder, the split and its manifest.
     blocks: Callable[[Path, str, Manifest, DataSection], Blocks]
     # Reads a row, or a whole file of plain text. Raises ValueError if it is no document. A false
@@ -65,7 +68,7 @@ class Format:
 
 
 def format_of(data: DataSection) -> Format:
-    """The code of the recipe's format."""
+    """Return the code of the recipe's format."""
     return importlib.import_module(f"nanogpt_hf.data.{FORMATS[data.format].code}").FORMAT
 
 
@@ -79,6 +82,8 @@ def encoded(
     lock, so that threads are enough.
     """
     tokens = 0
+    # Rows are counted one by one: which documents are within the limit must not depend on how they
+    # were batched for the threads.
     for count, rows in _encoded(documents, encode, num_threads):
         for row in rows:
             tokens += len(row.ids)
@@ -102,12 +107,16 @@ def _encoded(
             try:
                 for first, batch in _batches(documents):
                     yield first + len(batch), pool.submit(encode, batch, first)
-            except DataError as error:  # comes after the batches before it, as with one thread
+            except DataError as error:
+                # A row that cannot be read. Its error takes its turn behind the batches before it,
+                # as with one thread: which error a user sees does not depend on their number.
                 failed = Future()
                 failed.set_exception(error)
                 yield 0, failed
 
         try:
+            # Two batches per thread are read ahead: enough that no thread waits for the reader, and
+            # few enough that memory is bounded.
             for batch in submitted():
                 pending.append(batch)
                 if len(pending) > 2 * num_threads:
@@ -121,12 +130,16 @@ def _encoded(
 
 def _batches(documents: Iterable[Any]) -> Iterator[tuple[int, list[Any]]]:
     """(number of the first, documents), of a bounded size."""
-    first, batch, size = 0, [], 0
+    first = 0
+    batch = []
+    size = 0  # characters of texts; other documents count by their number alone
     for document in documents:
         batch.append(document)
         size += len(document or "")
         if len(batch) == _BATCH_DOCUMENTS or size > _BATCH_CHARACTERS:
             yield first, batch
-            first, batch, size = first + len(batch), [], 0
+            first += len(batch)
+            batch = []
+            size = 0
     if batch:
         yield first, batch

@@ -1,6 +1,4 @@
-"""manifest.json: the source, tokenizer and sizes of prepared data; of a mixture, those of its
-sources as one.
-"""
+"""manifest.json: the source, tokenizer and sizes of prepared data; a mixture has its sources' as one."""
 
 import dataclasses
 import hashlib
@@ -18,9 +16,9 @@ from nanogpt_hf.errors import DamagedFileError, DataError
 from nanogpt_hf.own_files import as_type, read_json, reading
 
 MANIFEST = "manifest.json"
-FORMAT = 2
+FORMAT = 2  # the version of manifest.json; another one cannot be read
 SPLITS = ("train", "validation")
-TEACHER_CONFIG = "teacher config"  # in `Manifest.content`
+TEACHER_CONFIG = "teacher config"  # a key of `Manifest.content`
 
 # The knobs that decide the tokens. Prepared data is reused only if all of them are equal.
 DECIDING_KNOBS = (
@@ -54,9 +52,10 @@ def file_state(files: list[Path]) -> str:
 
 
 def file_digest(files: list[Path]) -> str:
-    """The sha256 of the files' contents, one after another, with a zero byte between them."""
+    """Return the sha256 of all files' contents, with a zero byte between two files."""
     digest = hashlib.sha256()
     for number, path in enumerate(files):
+        # Without the zero byte, text that moves from one file to the next would not be noticed.
         digest.update(b"\0" * (number > 0))
         try:
             with path.open("rb") as file:
@@ -77,10 +76,12 @@ class Shard(TypedDict):
 class SplitFacts:
     documents: int
     tokens: int
-    bytes: int  # UTF-8 text; in conversations, only answers count
-    assistant_tokens: int | None = None  # in conversations: tokens that are part of an answer
+    bytes: int  # UTF-8 text; if only a part of a document is learned, of that part
+    # The number of tokens that are learned, such as answers; None if all are. Prepared folders have
+    # this name in their files, from the time when conversations were the only such documents.
+    assistant_tokens: int | None = None
     sha256: str | None = None  # digest of the tokens that we wrote
-    shards: dict[str, Shard] | None = None  # by file name
+    shards: dict[str, Shard] | None = None  # None if the tokens are in the source
 
     @property
     def bytes_per_token(self) -> float:
@@ -118,9 +119,11 @@ class Manifest:
     # the token before each document; None if the tokenizer puts none there
     start_of_text_id: int | None = None
     left_out: int = 0  # rows that could not be used
-    sources: tuple[PreparedSource, ...] = ()  # of a mixture
-    teacher: str | None = None  # of a run with distillation: the hash of its teacher's weights
-    teacher_config: str | None = None  # and that of its configuration
+    # What follows is not written. A mixture has sources. A run with distillation has the hashes of
+    # its teacher's weights and configuration: another teacher gives other targets.
+    sources: tuple[PreparedSource, ...] = ()
+    teacher: str | None = None
+    teacher_config: str | None = None
 
     def content(self) -> dict[str, Any]:
         """What identifies the tokens: equal for the same text and tokenizer."""
@@ -128,13 +131,14 @@ class Manifest:
         for name in SPLITS:
             split = getattr(self, name)
             facts |= {f"{name} tokens": split.tokens, f"{name} sha256": split.sha256}
+        # Another weight is another order of the same tokens, so it is part of their identity.
         weights = ", ".join(f"{source.name} {source.weight}" for source in self.sources)
         extra = {"weights": weights, "teacher": self.teacher, TEACHER_CONFIG: self.teacher_config}
         return facts | {name: value for name, value in extra.items() if value}
 
 
 def read_manifest(folder: Path) -> Manifest | None:
-    """The manifest in `folder`, or None. Raises DataError if it is not ours, or is damaged."""
+    """Read the manifest in `folder`, or None. Raises DataError if it is not ours, or is damaged."""
     path = folder / MANIFEST
     if not path.is_file():
         return None
@@ -157,6 +161,7 @@ def _checked(manifest: Manifest) -> Manifest:
     if unknown := manifest.recipe.keys() - DECIDING_KNOBS:
         raise ValueError(f"recipe.{min(unknown)}: unknown knob")
     as_type(manifest.recipe.get("source"), str, "recipe.source")
+    # Whatever counts tokens or bytes is 0 or more. Two must be at least 1, so 1 is taken off.
     counts: dict[str, Any] = {"vocab_size": manifest.vocab_size - 1}
     counts |= {name: getattr(manifest, name) for name in ("end_of_text_id", "start_of_text_id")}
     for name in SPLITS:
@@ -171,8 +176,10 @@ def _checked(manifest: Manifest) -> Manifest:
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     facts = dataclasses.asdict(manifest)
+    # They belong to a mixture or a run, not to a folder.
     del facts["sources"], facts["teacher"], facts["teacher_config"]
-    partial = folder / f".{uuid.uuid4().hex}"  # replaced at once: other processes may read it
+    # Other processes may read the file at any time, so it is replaced as a whole.
+    partial = folder / f".{uuid.uuid4().hex}"
     partial.write_text(json.dumps(facts, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     partial.replace(folder / MANIFEST)
 
@@ -181,14 +188,15 @@ def identity(config: Config, manifest: Manifest) -> dict[str, Any]:
     """What must be equal on all machines of a run: every knob except paths and reports, and the
     tokens.
     """
+    # Where the data is, and how it is read or reported, may differ between machines.
     local = ("data.source", "data.dir", "data.num_threads", "data.streaming", "tracking.", "hub.")
     facts = {key: get_value(config, key) for key in KNOBS if not key.startswith(local)}
     return facts | {f"the data's {name}": value for name, value in manifest.content().items()}
 
 
 def find_manifest(data: DataSection) -> Manifest | None:
-    """The manifest of prepared data, of a mixture one for all sources; None if a source is not
-    prepared.
+    """Read the manifest of prepared data, for a mixture one of all sources; None if a source is
+    not prepared.
 
     Raises DataError for a manifest that is not ours, and for sources with different tokenizers.
     """
@@ -204,6 +212,7 @@ def find_manifest(data: DataSection) -> Manifest | None:
 
 
 def mixed_manifest(sources: list[PreparedSource]) -> Manifest:
+    # One model reads all sources, so the ids have to mean the same in all of them.
     manifests = [source.manifest for source in sources]
     first = manifests[0]
     for source in sources[1:]:
@@ -228,6 +237,7 @@ def mixed_manifest(sources: list[PreparedSource]) -> Manifest:
             sha256=None if None in checksums else digest(checksums),
         )
 
+    # Only what all sources have in common describes the mixture.
     recipes = [manifest.recipe.items() for manifest in manifests]
     return dataclasses.replace(
         first,

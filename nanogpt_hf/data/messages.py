@@ -1,4 +1,4 @@
-"""The messages of a row: as lists of objects, in the names of chat templates, and checked."""
+"""Messages of a row: as lists of objects, in the names of chat templates, and checked."""
 
 import contextlib
 import json
@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-# role (system, user, assistant or tool), content (a text, or None in an answer that calls tools),
-# and other fields for the chat template
+# A message has a role (system, user, assistant or tool), content (a text, or None in an answer that
+# calls tools), and other fields for the chat template.
 Message = dict[str, Any]
 
 
@@ -16,7 +16,7 @@ class Conversation(NamedTuple):
 
     messages: list[Message]
     tools: list[Any] | None = None
-    # the answers that are not trained on, as indices of messages
+    # The answers that are not trained on, as indices of messages.
     unlearned: frozenset[int] = frozenset()
 
 
@@ -27,7 +27,9 @@ _ROLES = {
     "observation": "tool",
     "tool_response": "tool",
 }
-_CALLS = ("function_call", "tool_call")  # roles whose text is a call of a tool, as JSON
+# Roles whose text is a call of a tool, as JSON.
+_CALLS = ("function_call", "tool_call")
+# The roles that may follow a role; None is the beginning of a conversation.
 _NEXT_ROLES = {
     None: ("user", "system"),
     "system": ("user",),
@@ -35,7 +37,8 @@ _NEXT_ROLES = {
     "assistant": ("user", "tool"),
     "tool": ("tool", "assistant"),
 }
-MARKS = ("weight", "train", "loss")  # of OpenAI and Mistral, of axolotl, of ms-swift
+# The fields by which OpenAI and Mistral, axolotl, and ms-swift say whether an answer is learned.
+MARKS = ("weight", "train", "loss")
 _SYSTEM = ("system", "system_prompt")
 # Columns of a conversation that have no place in the messages.
 _UNSUPPORTED = (
@@ -47,16 +50,18 @@ _MESSAGES = ("messages", "conversations", "prompt", "chosen", "rejected", "compl
 
 
 def answers_of(messages: list[Message]) -> list[int]:
-    """The indices of the assistant's messages."""
+    """Return the indices of the assistant's messages."""
     return [number for number, message in enumerate(messages) if message["role"] == "assistant"]
 
 
 def fields_of(messages: list[Message]) -> Iterator[tuple[int, str]]:
-    """The index and field of everything in the messages that has to change their tokens.
+    """Yield the index and field of everything in the messages that has to change their tokens.
 
     What links the result of a tool with its call (`tool_call_id`, and the tool's `name`) may be
     left out by a template if the results are in the order of the calls.
     """
+    # The results of tools are in the order of the calls, so a template need not write which call a
+    # result belongs to. Each result takes the next call.
     calls: list[Any] = []
     for number, message in enumerate(messages):
         if message["role"] != "tool":
@@ -70,7 +75,7 @@ def fields_of(messages: list[Message]) -> Iterator[tuple[int, str]]:
 
 
 def texts_of(conversation: Conversation) -> Iterator[str]:
-    """The texts of a conversation; what is no text is JSON."""
+    """Yield the texts of a conversation; what is no text is JSON."""
     for message in conversation.messages:
         for field, value in message.items():
             if field != "role" and value is not None:
@@ -90,6 +95,8 @@ def unpacked(row: Any) -> Any:
     parsed = {
         column: _if_json(row[column]) for column in ("messages", "conversations") if column in row
     }
+    # A text that looks like JSON may be an answer in JSON. It is taken for messages only if all
+    # answers of the row, or prompt and completion, are.
     answers = [name for name in ("chosen", "rejected", "completion") if name in row]
     if answers == ["completion"]:
         answers.append("prompt")
@@ -108,7 +115,7 @@ def _is_listed(value: Any) -> bool:
 
 
 def _if_json(value: Any) -> Any:
-    """What a JSON text holds; another value as it is."""
+    """Read a JSON text; return another value as it is."""
     if isinstance(value, str):
         with contextlib.suppress(ValueError, RecursionError):
             return json.loads(value)
@@ -116,7 +123,7 @@ def _if_json(value: Any) -> Any:
 
 
 def _json_messages(value: Any) -> list[Any] | None:
-    """The messages of a JSON text, or those of a value that is no text; None if it is text."""
+    """Return the messages of a value, which may be JSON text; None if it is another text."""
     value = _as_list(_if_json(value))
     is_list = isinstance(value, list) and value
     return value if is_list and all({"role", "from"} & set(_object(m)) for m in value) else None
@@ -178,15 +185,19 @@ def _no_messages(messages: Any) -> ValueError:
 
 
 def standard_message(message: Message) -> Message:
-    """A message with ShareGPT's names of fields and roles in those of chat templates."""
-    rest, role, content = dict(message), "role", "content"
+    """Rename ShareGPT's fields and roles as chat templates call them."""
+    rest = dict(message)
+    role = "role"
+    content = "content"
     if message.get("from") is not None and "value" in message:
-        role, content = "from", "value"
+        role = "from"
+        content = "value"
     if rest.get(role) is None or not (content in rest or rest.get("tool_calls")):
         raise _no_messages([message])
     named = rest.pop(role)
     renamed = {"role": _ROLES.get(named, named) if isinstance(named, str) else named}
     renamed["content"] = rest.pop(content, None)
+    # The text of such a message is the call: it becomes an answer with that call.
     if named in _CALLS:
         renamed = {"role": "assistant", "content": None, "tool_calls": renamed["content"]}
     if clash := renamed.keys() & {key for key in rest if not is_empty(rest[key])}:
@@ -195,7 +206,7 @@ def standard_message(message: Message) -> Message:
 
 
 def checked_conversation(messages: Any, row: dict[str, Any]) -> Conversation:
-    """The checked conversation of messages, and of the columns beside them."""
+    """Check messages and the other columns of their row, and return them as a conversation."""
     for column in _UNSUPPORTED:
         if not is_empty(row.get(column)):
             raise ValueError(f"{column}: is not supported in a conversation; leave the row out")
@@ -205,6 +216,7 @@ def checked_conversation(messages: Any, row: dict[str, Any]) -> Conversation:
                 f"{mark}: {row[mark]!r:.40} beside the messages would be ignored; mark the answers "
                 "themselves, or leave the row or the column out"
             )
+    # The exchanges and the system message that a row has in columns of their own come first.
     messages = [*_history(row), *listed(messages)]
     if system := _system(row):
         renamed = [standard_message(message) for message in messages[:1]]
@@ -213,7 +225,9 @@ def checked_conversation(messages: Any, row: dict[str, Any]) -> Conversation:
                 raise ValueError("system: the conversation has another system message")
         else:
             messages.insert(0, {"role": "system", "content": system})
-    checked, unlearned, previous = [], set[int](), None
+    checked = []
+    unlearned = set[int]()
+    previous = None  # the role of the message before
     for number, message in enumerate(messages, 1):
         with named_field(f"message {number}"):
             learned, message = _message(message, previous)
@@ -236,7 +250,7 @@ def _system(row: dict[str, Any]) -> str | None:
 
 
 def _history(row: dict[str, Any]) -> list[Message]:
-    """The exchanges before the row's own: LLaMA-Factory's pairs of a question and an answer."""
+    """Return the exchanges before the row's own: pairs of question and answer (LLaMA-Factory)."""
     history = row.get("history")
     if is_empty(history):
         return []
@@ -251,7 +265,8 @@ def _message(message: Message, previous: str | None) -> tuple[bool, Message]:
     """Whether a message is learned, and its fields that have content."""
     _check(message)
     renamed = standard_message(message)
-    role, expected = renamed["role"], _NEXT_ROLES[previous]
+    role = renamed["role"]
+    expected = _NEXT_ROLES[previous]
     if role not in expected:
         raise ValueError(f"role: expected {' or '.join(expected)}, got {role!r:.40}")
     learned = True
@@ -263,6 +278,7 @@ def _message(message: Message, previous: str | None) -> tuple[bool, Message]:
                 f"{mark}: expected 0 or 1, and 1 for an answer only, got {value!r:.40}"
             )
         learned = learned and bool(value)
+    # What remains are fields for the chat template. null, "", [] and {} are no content.
     calls = renamed.pop("tool_calls", None)
     content = renamed.pop("content")
     fields = {key: value for key, value in renamed.items() if not is_empty(value)}
@@ -279,10 +295,11 @@ def _message(message: Message, previous: str | None) -> tuple[bool, Message]:
 
 
 def _joined(content: Any) -> Any:
-    """The text of a content's parts."""
+    """Return the text of a content's parts."""
     if type(content) is not list:
         return content
     texts = []
+    # null stands for a field of other rows in tables.
     for part in content:
         given = {k: v for k, v in part.items() if v is not None} if type(part) is dict else part
         if type(given) is not dict or given.keys() != {"type", "text"} or given["type"] != "text":
@@ -323,6 +340,7 @@ def _function(value: Any) -> dict[str, Any]:
     null is no content: tables write it for the fields of other rows. Arguments that are JSON text,
     as OpenAI's are, become what they say, which is what chat templates expect.
     """
+    # A bare {"name": ..., "arguments": ...} is a function without its wrapper.
     value = _without_null(value)
     if type(value) is dict and "function" not in value and "name" in value:
         value = {"type": "function", "function": value}

@@ -45,8 +45,10 @@ from nanogpt_hf.formatting import plural, shows_bars
 from nanogpt_hf.place import make_once
 
 logger = logging.getLogger(__name__)
-_SECONDS_BETWEEN_LINES = 60  # of the log
-_KEPT_CHARACTERS = 100_000_000  # of documents that are kept in memory for the next reading
+_SECONDS_BETWEEN_LINES = 60  # between two lines of the log
+# Documents of up to so many characters are kept in memory for the next reading. More are read
+# again, so that the memory of a preparation does not grow with the source.
+_KEPT_CHARACTERS = 100_000_000
 
 
 def prepare(config: Config) -> tuple[Manifest, bool]:
@@ -60,6 +62,7 @@ def prepare(config: Config) -> tuple[Manifest, bool]:
     """
     if not is_mixture(config.data):
         return _prepare_source(config.data)
+    # The folder of a mixture has a folder for each source, and no manifest.
     if read_manifest(Path(config.data.dir)):
         raise DataError(
             f"{config.data.dir}: holds the prepared data of one source, and the recipe mixes "
@@ -75,7 +78,7 @@ def prepare(config: Config) -> tuple[Manifest, bool]:
 
 
 def _prepare_source(data: DataSection) -> tuple[Manifest, bool]:
-    # the target of a link: no folder can be renamed over the link itself
+    # The target of a link: no folder can be renamed over the link itself.
     folder = Path(data.dir).resolve()
     manifest, is_new = make_once(
         folder,
@@ -84,6 +87,7 @@ def _prepare_source(data: DataSection) -> tuple[Manifest, bool]:
         write=lambda partial: _prepare_in(partial, data),
         last=MANIFEST,
     )
+    # What was just written fits.
     if not is_new:
         check_fits(manifest, data)
     return manifest, is_new
@@ -91,9 +95,11 @@ def _prepare_source(data: DataSection) -> tuple[Manifest, bool]:
 
 def _prepare_in(folder: Path, data: DataSection) -> Manifest:
     form = format_of(data)
-    if data.num_threads:  # of the library tokenizers; it reads this when it starts them
+    # The library `tokenizers` reads this variable when it starts its threads.
+    if data.num_threads:
         os.environ.setdefault("RAYON_NUM_THREADS", str(data.num_threads))
-    if form.describe is not None:  # the source holds tokens, which stay where they are
+    # Tokens that are made already stay where they are: the folder gets their counts.
+    if form.describe is not None:
         tokenizer = build_tokenizer(data.tokenizer, ())
         end_of_text_id, facts = form.describe(data, tokenizer)
         revision = f"sha256:{file_digest(local_files(data))}"
@@ -101,17 +107,20 @@ def _prepare_in(folder: Path, data: DataSection) -> Manifest:
     scratch = folder / "scratch"
     scratch.mkdir()
     source = load_documents(data, scratch)
-    # A tokenizer that is made from the documents reads them before they are encoded.
+    # 1. Read. A tokenizer that is made from the documents reads them before they are encoded.
     is_made = data.tokenizer in ("char", "bpe")
     is_trained = data.tokenizer == "bpe"
     assert form.texts is not None
     assert form.encoder is not None
     train = Reading(source.train, form.texts if is_made else None)
     documents = replace(source, train=train)
-    held = None
+    # 2. Choose what is held out. With streaming or a limit the documents are counted when they are
+    # encoded, and so they are if nothing needs the choice before.
+    held = None  # or whether each document is held out: (documents,) of bool
     several = True
     left_out = 0
     if documents.validation is None and not data.streaming and data.max_tokens is None:
+        # Two documents tell whether there are several; a single one is cut.
         first = train.first(2)
         if not first:
             documents.bad_rows["train"].left_out(0)
@@ -126,10 +135,12 @@ def _prepare_in(folder: Path, data: DataSection) -> Manifest:
             # they are counted when they are encoded.
             count = documents.count or sum(1 for _ in _bar(documents.train(), "counting"))
             held = held_out(count, data, documents.noun)
+    # 3. Make or load the tokenizer.
     texts = _texts(documents, held, is_trained, form.texts)
     tokenizer = build_tokenizer(data.tokenizer, texts, data.vocab_size, data.bpe_pattern)
     # A single document needs no end-of-text token (nor does the cut through it).
     end_of_text_id = tokenizer.end_of_text_id if several else None
+    # 4. Encode, and write the shards of both splits.
     encode = form.encoder(tokenizer, end_of_text_id)
     facts, more = _write_splits(folder, data, documents, held, encode)
     shutil.rmtree(scratch)
@@ -158,7 +169,7 @@ class Spool:
 
 
 class Reading:
-    """The documents of a split, as often as they are asked for, with few openings of the source.
+    """Documents of a split, as often as they are asked for, with few openings of the source.
 
     The first documents that `first` has read are part of the next reading. If `texts` is given,
     documents whose texts fit into memory are kept, and later readings open nothing.
@@ -169,6 +180,7 @@ class Reading:
     ):
         self._read = read
         self._texts = texts
+        # A reading that `first` has begun, and the documents of a whole one.
         self._begun: Iterator[Any] | None = None
         self._kept: list[Any] | None = None
 
@@ -199,7 +211,7 @@ class Reading:
 
 
 def held_out(count: int, data: DataSection, noun: str) -> np.ndarray:
-    """Which of `count` documents are held out for validation, drawn by `data.validation_seed`.
+    """Choose which of `count` documents are held out for validation, by `data.validation_seed`.
 
     Raises DataError if there are too few.
     """
@@ -210,7 +222,7 @@ def held_out(count: int, data: DataSection, noun: str) -> np.ndarray:
             f"hold some out for validation; {limited}give two at least"
         )
     number = max(1, round(count * data.validation_fraction))
-    # argsort of raw bits: a permutation that no version of NumPy changes
+    # An argsort of raw bits is a permutation that no version of NumPy changes.
     bits = np.random.Philox(key=derive_seed(data.validation_seed, "validation")).random_raw(count)
     held = np.zeros(count, dtype=bool)
     held[np.argsort(bits, kind="stable")[:number]] = True
@@ -219,6 +231,7 @@ def held_out(count: int, data: DataSection, noun: str) -> np.ndarray:
 
 def split_documents(documents: Documents, data: DataSection) -> tuple[list[Any], list[Any]]:
     """All documents to train on and to validate on."""
+    # Questions and pairs are few enough to be read whole.
     train = documents.read()
     if documents.validation is not None:
         return train, documents.read("validation")
@@ -253,14 +266,15 @@ def _bar(documents: Iterable[Any], what: str, total: int | None = None) -> Any:
 def _write_splits(
     folder: Path, data: DataSection, documents: Documents, held: np.ndarray | None, encode: Encode
 ) -> tuple[dict[str, SplitFacts], int]:
-    """The facts of both splits, and the number of rows that were left out."""
+    """Write both splits. Return their facts, and the number of rows that were left out."""
     in_threads = format_of(data).in_threads
     threads = (data.num_threads or allowed_cores()) if in_threads else 1
-    left_out = 0
+    left_out = 0  # rows, in both splits
 
     def encoded_split(split: str) -> Iterator[tuple[int, list[Row]]]:
         nonlocal left_out
-        logged, count = time.monotonic(), 0
+        logged = time.monotonic()
+        count = 0
         bar = _bar(getattr(documents, split)(), "tokenizing", documents.count)
         bad = documents.bad_rows[split]
         # Threads would find the documents that cannot be encoded in any order.
@@ -278,11 +292,13 @@ def _write_splits(
             for _, rows in encoded_split(split):
                 writer.write(rows)
     else:
+        # In the folder of the data: it is on the disk that has room for it.
         with tempfile.TemporaryFile(dir=folder) as file:
             batches = (rows for _, rows in encoded_split("train"))
             if held is None:  # the number of documents is known when all are encoded
                 batches = Spool(file, encoded_split("train"))
                 held = held_out(batches.documents, data, documents.noun)
+            # All rows of a document go to the same split.
             for rows in batches:
                 writers["train"].write([row for row in rows if not held[row.document]])
                 writers["validation"].write([row for row in rows if held[row.document]])
@@ -299,6 +315,8 @@ def _without_bad_rows(encode: Encode, bad: BadRows) -> Encode:
     """An encoder that leaves out the documents that it cannot encode, if it may."""
 
     def encode_others(documents: list[Any], first: int) -> list[Row]:
+        # Almost always all can be encoded at once, which is faster. Else one by one, to find those
+        # that cannot.
         try:
             return encode(documents, first)
         except DataError:
@@ -338,6 +356,7 @@ def write_facts(
         start_of_text_id=tokenizer.start_of_text_id if form.starts_documents else None,
         left_out=left_out,
     )
-    open_blocks(folder, manifest, data)  # a text too short for a block is refused here
+    # A text that is too short for a block is refused before the folder is complete.
+    open_blocks(folder, manifest, data)
     write_manifest(folder, manifest)
     return manifest

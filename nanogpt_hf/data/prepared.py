@@ -67,9 +67,10 @@ def in_memory(
     documents: tuple[int, int] | None = None,
 ) -> PreparedData:
     """Data that is not on the disk, such as questions and preference pairs, with a manifest without
-    tokens. `documents` are those of each split, by default its blocks.
+    tokens. `documents` are the numbers of documents of both splits, by default of blocks.
     """
     counts = documents or (len(train), len(validation))
+    # Bytes and tokens are not counted: the losses of such data are not per byte of text.
     splits = (SplitFacts(documents=count, tokens=0, bytes=0) for count in counts)
     manifest = Manifest(
         recipe={"source": source},
@@ -104,7 +105,7 @@ def load_prepared(config: Config, manifest: Manifest | None = None) -> PreparedD
 
 
 def _fitting_manifest(data: DataSection) -> Manifest:
-    """The manifest of the prepared data, whose every source fits the recipe."""
+    """Return the manifest of the prepared data, whose every source fits the recipe."""
     manifest = find_manifest(data)
     if manifest is None:
         for source in sources_of(data):
@@ -126,7 +127,7 @@ def _load_source(data: DataSection, manifest: Manifest) -> PreparedData:
 
 
 def open_blocks(folder: Path, manifest: Manifest, data: DataSection) -> list[Blocks]:
-    """The blocks of both splits in `folder`, which becomes data.dir.
+    """Return the blocks of both splits in `folder`, which becomes data.dir.
 
     Raises DataError if a split is too short for one.
     """
@@ -142,7 +143,7 @@ def open_blocks(folder: Path, manifest: Manifest, data: DataSection) -> list[Blo
 
 
 def require_manifest(folder: Path) -> Manifest:
-    """The manifest in `folder`. Raises DataError if there is none."""
+    """Return the manifest in `folder`. Raises DataError if there is none."""
     manifest = read_manifest(folder)
     if manifest is None:
         raise DataError(f"{folder}: no prepared data; run `prepare` first")
@@ -151,6 +152,8 @@ def require_manifest(folder: Path) -> Manifest:
 
 def check_fits(manifest: Manifest, data: DataSection) -> None:
     """Raises DataError if prepared data does not fit the recipe."""
+    # 1. The knobs that decide the tokens have the recipe's values. A path may be written in several
+    # ways.
     for knob, prepared in manifest.recipe.items():
         wanted = getattr(data, knob)
         if prepared != wanted and not (knob == "source" and Path(prepared) == Path(wanted)):
@@ -158,12 +161,15 @@ def check_fits(manifest: Manifest, data: DataSection) -> None:
                 f"{data.dir}: prepared with data.{knob} {prepared!r}, the recipe says {wanted!r}; "
                 f"{_REMEDY}"
             )
+    # 2. A text from a URL is the one that the recipe expects.
     expected = data.sha256 and f"sha256:{data.sha256.lower()}"
     if is_url(data.one_source) and expected and manifest.revision != expected:
         raise DataError(
             f"{data.dir}: prepared from a text with {manifest.revision}, not the recipe's "
             f"{data.sha256}"
         )
+    # 3. Local files have not changed. Sizes and times show that without reading; if they differ,
+    # the content decides, since a copy has another time.
     if manifest.file_state:
         try:
             files = local_files(data)
@@ -177,13 +183,15 @@ def check_fits(manifest: Manifest, data: DataSection) -> None:
             raise DataError(
                 f"{data.dir}: {data.source} has changed since it was prepared; {_REMEDY}"
             )
-        with contextlib.suppress(OSError):  # the next call does not read the text again
+        # The next call need not read the text again. A folder that cannot be written is no problem.
+        with contextlib.suppress(OSError):
             write_manifest(Path(data.dir), replace(manifest, file_state=state))
 
 
 def open_tokenizer(folder: Path, manifest: Manifest) -> PreTrainedTokenizerBase:
-    """The tokenizer of prepared data. Raises DataError if it is not the manifest's."""
+    """Return the tokenizer of prepared data. Raises DataError if it is not the manifest's."""
     tokenizer = load_tokenizer(folder / TOKENIZER)
+    # With another tokenizer the same ids would be another text.
     facts = vocabulary_hash(tokenizer), len(tokenizer)
     if facts != (manifest.tokenizer_hash, manifest.vocab_size):
         raise DataError(
@@ -194,7 +202,7 @@ def open_tokenizer(folder: Path, manifest: Manifest) -> PreTrainedTokenizerBase:
 
 
 def check_prepared(data: DataSection) -> None:
-    """Verify all prepared data, of a mixture that of every source.
+    """Verify all prepared data, in a mixture of every source.
 
     Raises DataError for a byte that changed since it was prepared.
     """
@@ -202,6 +210,7 @@ def check_prepared(data: DataSection) -> None:
         folder = Path(source.data.dir)
         manifest = require_manifest(folder)
         open_tokenizer(folder, manifest)
+        # (files, digest of their content)
         checks = [
             ([folder / split / name], facts["sha256"])
             for split in SPLITS
@@ -235,7 +244,8 @@ def summary_lines(config: Config, data: PreparedData) -> list[str]:
         ]
         lines += _left_out_lines(source.manifest)
     epochs = epochs_by_source(config, data.train)
-    tokens, total = tokens_by_source(config), planned_tokens(config)
+    tokens = tokens_by_source(config)
+    total = planned_tokens(config)
     width = max(len(name) for name in epochs)
     lines.append(f"mixture of {len(sources)} sources, in {config.train.max_steps:,} steps:")
     return lines + [
@@ -267,6 +277,7 @@ def _line(form: FormatRow, facts: SplitFacts, blocks: Blocks) -> str:
         f"{facts.documents:,} {noun}, {facts.tokens:,} tokens, {learned}"
         f"{facts.bytes_per_token:.2f} bytes per token"
     )
+    # Blocks of whole documents have padding, and cut or leave out what is too long.
     if isinstance(blocks, Examples):
         padding = 1 - blocks.filled / (len(blocks) * blocks.block_size)
         line += f"; {len(blocks):,} blocks of whole {noun}, {padding:.2%} padding"
@@ -278,8 +289,10 @@ def _line(form: FormatRow, facts: SplitFacts, blocks: Blocks) -> str:
 
 
 def epochs_by_source(config: Config, train: Blocks) -> dict[str, float]:
-    """How often a run of `config` reads each source, whose blocks are those of its first stage."""
-    size, steps = config.data.block_size, config.train.max_steps
+    """Return how often a run reads each source; `train` has the blocks of its first stage."""
+    size = config.data.block_size
+    steps = config.train.max_steps
+    # `blocks_read` counts in blocks of the last stage, and `train` has those of the first.
     tokens = np.array(blocks_read(config, steps)) * config_at(config, steps).data.block_size
     names = (source.name for source in sources_of(config.data))
     return dict(zip(names, as_mixture(train).epochs(tokens / size), strict=True))
@@ -287,7 +300,8 @@ def epochs_by_source(config: Config, train: Blocks) -> dict[str, float]:
 
 def repetition_warnings(config: Config, data: PreparedData) -> list[str]:
     """A line for each source that the run would read more often than `data.max_epochs`."""
-    limit, steps = config.data.max_epochs, config.train.max_steps
+    limit = config.data.max_epochs
+    steps = config.train.max_steps
     if limit is None:
         return []
     remedy = "lower its weight, add text" if is_mixture(config.data) else "add text"

@@ -27,6 +27,7 @@ ARCHIVE = ".zip"
 OTHER_ARCHIVES = (".tar", ".tgz", ".tbz", ".tbz2", ".txz", ".7z", ".rar")
 OTHER_COMPRESSIONS = (".lz4", ".snappy", ".sz", ".br", ".lz", ".lzo", ".z")
 NOT_READ = (*OTHER_ARCHIVES, *OTHER_COMPRESSIONS)
+# What messages say of a file that is refused.
 KNOWN = (
     f"known are {', '.join(TEXT_ENDINGS)}, each also compressed ({', '.join(COMPRESSIONS)}) or in "
     f"a {ARCHIVE}"
@@ -39,7 +40,7 @@ _METHODS = {
     zipfile.ZIP_LZMA: "lzma",
 }
 _ENCRYPTED = 0x1  # the bit of a member's flags
-_AT_ONCE = 1 << 17  # bytes
+_AT_ONCE = 1 << 17  # bytes that are read from a compressed file at once
 
 
 def file_ending(path: Path) -> str:
@@ -49,7 +50,7 @@ def file_ending(path: Path) -> str:
 
 
 class _Streams(io.RawIOBase):
-    """The bytes of the compressed streams in a file, one after another.
+    """Bytes of the compressed streams in a file, one after another.
 
     The files of the modules bz2 and lzma ignore whatever follows a whole stream, so they lose the
     rows of one that is damaged, or comes after padding.
@@ -59,13 +60,14 @@ class _Streams(io.RawIOBase):
         self._file = file
         self._begin = begin
         self._stream = begin()
-        self._number = 1
+        self._number = 1  # the stream's, for messages
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
         while True:
+            # After the end of a stream comes padding, another stream, or the end of the file.
             data = b""
             if self._stream.eof:
                 data = self._stream.unused_data
@@ -84,6 +86,7 @@ class _Streams(io.RawIOBase):
                     f"compressed stream {self._number} is damaged, or is none: {error}; copy it "
                     "again"
                 ) from None
+            # A stream may give nothing until it has read more.
             if part:
                 buffer[: len(part)] = part
                 return len(part)
@@ -108,9 +111,10 @@ Rows = Iterator[Any]
 
 
 def text_of(row: Any, column: str) -> str | None:
-    """The text of a row: its column, which may be null, or the row if it is text. Raises ValueError
-    without one.
+    """Return the text of a row: its column, which may be null, or the row if it is text. Raises
+    ValueError without one.
     """
+    # A missing column is an error, a null in it an empty row: `...` tells them apart.
     is_row = isinstance(row, dict)
     text = row.get(column, ...) if is_row else row
     if isinstance(text, bytes):  # a Parquet file whose writer left out that it is text
@@ -132,8 +136,8 @@ def text_of(row: Any, column: str) -> str | None:
 
 
 def read_tables(path: Path, column: str | None) -> Iterator[tuple[str, Rows]]:
-    """The rows of a file, or of each member of an archive in its order, each with the member's
-    name, "" without an archive. Rows have to be read before the next are asked for.
+    """Yield the rows of a file, or of each member of an archive in its order, each with the
+    member's name, "" without an archive. Rows have to be read before the next are asked for.
 
     With `column` a file of plain text is one row, and of Parquet only this column is read, if it
     exists. An exception among the rows is a row that cannot be read. Raises an error of the reader
@@ -164,7 +168,7 @@ def is_skipped(member: str) -> bool:
 def _member_rows(
     archive: zipfile.ZipFile, member: zipfile.ZipInfo, ending: str, column: str | None
 ) -> Rows:
-    """The rows of a member; one without an ending has that of its archive, as in a.jsonl.zip."""
+    """Yield the rows of a member, whose ending may be in the archive's name, as in a.jsonl.zip."""
     kind = stat.S_IFMT(member.external_attr >> 16)  # 0 from systems without kinds of files
     if kind not in (0, stat.S_IFREG):
         what = "symbolic link" if kind == stat.S_IFLNK else "special file"
@@ -183,7 +187,8 @@ def _member_rows(
 
 def _rows(file: Any, name: str, column: str | None) -> Rows:
     while decompress := _DECOMPRESS.get(Path(name).suffix.lower()):
-        file, name = decompress(file), Path(name).stem
+        file = decompress(file)
+        name = Path(name).stem
     ending = Path(name).suffix.lower()
     if ending == ARCHIVE:
         raise ValueError("an archive inside another file; extract it first")
@@ -228,7 +233,9 @@ def _json_lines(lines: Iterable[str]) -> Rows:
 
 
 def _json_file(text: io.TextIOWrapper, column: str | None) -> Rows:
-    """The rows of a list, of {"data": list}, of one row, or of JSON lines under another name."""
+    """Yield the rows of a list, {"data": list}, one row, or JSON lines under another name."""
+    # JSON lines under the name .json: the first line that is not empty is complete, and another one
+    # follows. Otherwise the file is one value, over any number of lines.
     first = ""
     while not first.strip() and (line := text.readline()):
         first += line
@@ -240,6 +247,7 @@ def _json_file(text: io.TextIOWrapper, column: str | None) -> Rows:
         if second := next((line for line in text if line.strip()), ""):
             yield from _json_lines(itertools.chain((first, second), text))
             return
+    # A list of rows may be inside an object, next to facts about it.
     if isinstance(tree, dict) and column not in tree:
         lists = [name for name, value in tree.items() if _is_rows(value, dict)]
         if lists == ["data"] or (not lists and _is_rows(tree.get("data"), str)):
@@ -279,6 +287,7 @@ def _check_names(names: Sequence[str], column: str | None) -> None:
 
 def _table_rows(reader: "csv.DictReader[str]", delimiter: str) -> Rows:
     for row in reader:
+        # csv keeps surplus fields under the name None, and fills missing ones with None.
         if None in row or None in row.values():
             what = "tabs" if delimiter == "\t" else "commas"
             yield ValueError(
@@ -293,6 +302,8 @@ def _table_rows(reader: "csv.DictReader[str]", delimiter: str) -> Rows:
 
 def _plain(text: str, ending: str) -> str | ValueError:
     """A file of text as one row. Raises ValueError if its ending is not known and it is none."""
+    # A file of any other name is text only if it looks like text: a user may have named a file of
+    # source code, or a picture.
     known = ending in TEXT_ENDINGS
     problem = None
     try:
@@ -317,6 +328,7 @@ def _is_json(text: str) -> bool:
     """Whether a text is a JSON object or a list of such, or its first line is."""
     if text.lstrip()[:1] not in ("{", "["):
         return False
+    # The first line alone would be one of JSON lines.
     for part in (text.lstrip().partition("\n")[0], text):
         try:
             tree = json.loads(part)
@@ -341,12 +353,14 @@ def _parquet(file: IO[bytes], column: str | None) -> Rows:
 
 
 def _parquet_rows(table: Any, column: str | None) -> Rows:
-    schema, columns = table.schema_arrow, None
+    schema = table.schema_arrow
+    columns = None  # all
     _check_names(schema.names, column)
     if column in schema.names:
         columns = [column]
     elif column is None:  # a time beyond Python's years would end the reading
         columns = [part.name for part in schema if not pyarrow.types.is_temporal(part.type)]
+    # In batches: a row group may be larger than the memory.
     for batch in table.iter_batches(columns=columns):
         try:
             yield from batch.to_pylist()

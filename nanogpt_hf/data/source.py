@@ -43,7 +43,7 @@ from nanogpt_hf.data.rows import (
 from nanogpt_hf.errors import DataError, UserError, one_line
 from nanogpt_hf.formatting import plural, shows_bars
 
-_NAMED = 3  # rows that a message names
+_NAMED = 3  # a message names so many rows
 _REMEDY = "; data.max_bad_rows N leaves out up to N such rows"
 # What a row raises that cannot be used; another error is one of the file or the machine.
 _ROW_ERRORS = (
@@ -57,7 +57,7 @@ ReadRow = Callable[[Any, DataSection], Any]
 
 
 class BadRows:
-    """The rows of a split that cannot be used: counted, and the first few named.
+    """Rows of a split that cannot be used: counted, and the first few named.
 
     A limit below 1 is a share of the rows.
     """
@@ -67,11 +67,13 @@ class BadRows:
         self.begin()
 
     def begin(self) -> None:
-        """Forget those of an earlier reading."""
-        self._before: list[int] = []  # for each that makes no document, those before it
-        self._failed: list[int] = []  # documents that cannot be encoded
-        self._named: list[str] = []
-        self.empty = 0  # rows whose text is empty or null, which are skipped without a limit
+        """Forget the rows of an earlier reading."""
+        # For each row that makes no document, the number of documents before it.
+        self._before: list[int] = []
+        self._failed: list[int] = []  # the numbers of documents that cannot be encoded
+        self._named: list[str] = []  # the first few rows, with their reasons
+        # Rows whose text is empty or null. They are skipped, whatever the limit is.
+        self.empty = 0
 
     def add(self, documents: int, place: str, reason: str) -> None:
         """Count a row that comes after a number of documents. Raises DataError if it is one too
@@ -84,6 +86,7 @@ class BadRows:
 
     def add_document(self, number: int, reason: str) -> None:
         """Count a row whose document cannot be encoded, as `add` does."""
+        # Documents are numbered without the rows that make none; a user counts all rows.
         row = f"row {number + 1 + self._skipped(number)} of all: {reason}"
         if not self._limit:
             raise DataError(row + _REMEDY)
@@ -93,6 +96,7 @@ class BadRows:
     def _name(self, row: str) -> None:
         if len(self._named) < _NAMED:
             self._named.append(row)
+        # A share is checked at the end, when the number of rows is known.
         if 1 <= self._limit < len(self._before) + len(self._failed):
             self._refuse(f"more than {self._limit:g}")
 
@@ -100,7 +104,7 @@ class BadRows:
         return sum(before <= documents for before in self._before)
 
     def left_out(self, documents: int) -> int:
-        """How many were read with the first `documents` documents; log them. The share is checked
+        """Count those among the first `documents` documents, and log them. The share is checked
         here: raises DataError if it is above the limit.
 
         A reading may be ahead of the documents that are used, by as many as it has threads.
@@ -110,6 +114,7 @@ class BadRows:
                 f"{plural(self.empty, 'row')} whose text is empty or null: skipped",
                 extra={"to_stderr": True},
             )
+        # Documents that were read ahead, and not used, do not count.
         skipped = self._skipped(documents)
         if count := skipped + sum(number < documents for number in self._failed):
             rows = f"{count:,} of {documents + skipped:,}"
@@ -128,11 +133,14 @@ class BadRows:
 
 def _is_read(path: Path, endings: tuple[str, ...]) -> bool:
     """Whether a folder's file is read. Raises DataError for text in a form that is not known."""
-    ending, last = file_ending(path), path.suffix.lower()
+    ending = file_ending(path)
+    last = path.suffix.lower()
     if ending in endings:
         return True
+    # A format that reads no text, such as datatrove's, passes over all other files.
     if TEXT_ENDINGS[0] not in endings and ROW_ENDINGS[0] not in endings:
         return False
+    # Passing over text would train on less than the user believes.
     is_compressed = last in OTHER_COMPRESSIONS and Path(path.stem).suffix.lower() in endings
     if ending in OTHER_ARCHIVES or is_compressed:
         raise DataError(
@@ -146,11 +154,11 @@ def is_url(source: str) -> bool:
 
 
 def find_files(source: str, endings: tuple[str, ...] = TEXT_ENDINGS) -> list[Path]:
-    """The files of a local source, sorted; [] for a URL, a built-in source or a name that may be a
-    Hub data set.
+    """Return the files of a local source, sorted; [] for a URL, a built-in source or a name that
+    may be a Hub data set.
 
-    Of a folder, those of the given endings that are not hidden. Raises DataError for a path without
-    files.
+    A folder gives its files of the given endings that are not hidden. Raises DataError for a path
+    without files.
     """
     if source in BUILT_IN or is_url(source):
         return []
@@ -162,10 +170,12 @@ def find_files(source: str, endings: tuple[str, ...] = TEXT_ENDINGS) -> list[Pat
             if not any(part.startswith(".") for part in file.relative_to(path).parts)
             and _is_read(file, endings)
         ]
-    else:  # a name that exists may have characters of a pattern
+    else:
+        # A name that exists is taken as it is, even if it has characters of a pattern.
         found = [path] if os.path.exists(path) else glob.glob(str(path), recursive=True)
     if files := sorted(Path(file) for file in found if os.path.isfile(file)):
         return files
+    # A Hub data set is called user/name or name. What looks like a path is a file that is missing.
     is_path = source.startswith((".", "/", "~")) or source.count("/") > 1
     is_path |= os.path.exists(path) or glob.has_magic(source)
     if is_path or file_ending(path) in TEXT_ENDINGS:
@@ -182,7 +192,8 @@ def download(url: str, folder: Path, sha256: str | None) -> Path:
     if url.startswith("http"):
         from aiohttp import ClientTimeout
 
-        # by default a download ends after five minutes
+        # By default a download ends after five minutes, however much of it is left. A server that
+        # sends nothing for a minute ends it now.
         options["client_kwargs"] = {"timeout": ClientTimeout(sock_connect=60, sock_read=60)}
     try:
         target = folder / (Path(urllib.parse.urlsplit(url).path).name or "file.txt")
@@ -201,7 +212,7 @@ def download(url: str, folder: Path, sha256: str | None) -> Path:
 
 @dataclass(frozen=True)
 class Documents:
-    """The documents of a source, in order; each call of a split reads them again.
+    """Documents of a source, in order; each call of a split reads them again.
 
     `validation` is None if it has to be held out of `train`.
     """
@@ -209,7 +220,7 @@ class Documents:
     train: Callable[[], Iterable[Any]]
     validation: Callable[[], Iterable[Any]] | None
     revision: str
-    noun: str = "document"  # of one of them, in messages
+    noun: str = "document"  # what messages call one of them
     count: int | None = None  # length of `train`, if it is known without reading
     # the rows of each split's newest reading that cannot be used
     bad_rows: dict[str, BadRows] = field(
@@ -232,7 +243,7 @@ def local_files(data: DataSection) -> list[Path]:
 
 
 def load_documents(data: DataSection, scratch: Path, read_row: ReadRow | None = None) -> Documents:
-    """The documents of `data.source`. `scratch` is a folder for temporary files.
+    """Load the documents of `data.source`. `scratch` is a folder for temporary files.
 
     With `read_row` the source has rows, whatever the recipe's format is, and it makes a document
     of each.
@@ -241,14 +252,18 @@ def load_documents(data: DataSection, scratch: Path, read_row: ReadRow | None = 
     `data.format`, raises it while it is read.
     """
     source = data.one_source
-    noun, reads_plain_text = "row", False
     if read_row is None:
         form = format_of(data)
         assert form.document is not None
-        read_row, noun = form.document, FORMATS[data.format].noun
-        reads_plain_text, files = form.reads_plain_text, local_files(data)
+        read_row = form.document
+        noun = FORMATS[data.format].noun
+        reads_plain_text = form.reads_plain_text
+        files = local_files(data)
     else:
+        noun = "row"
+        reads_plain_text = False
         files = find_files(source, ROW_ENDINGS)
+    # Rows of messages come in several layouts, by the program that wrote them.
     if not reads_plain_text:
         read_row = _of_unpacked(read_row)
     if not (files or source in BUILT_IN or is_url(source)):
@@ -260,12 +275,15 @@ def load_documents(data: DataSection, scratch: Path, read_row: ReadRow | None = 
                 "out (data.validation_fraction is held out)"
             )
     if source in BUILT_IN:
-        rows, revision = [python_docs()], f"Python {sys.version.split()[0]}"
         if source == ARITHMETIC:
             rows = arithmetic_text() if reads_plain_text else arithmetic_rows()
             revision = f"{ARITHMETIC} 1"
+        else:
+            rows = [python_docs()]  # one document
+            revision = f"Python {sys.version.split()[0]}"
         documents = list(_documents([(source, rows)], data, read_row, BadRows()))
         return Documents(lambda: documents, None, revision, noun, len(documents))
+    # What messages call each file: a download is called by its URL.
     names = {path: str(path) for path in files}
     if not files:
         names = {download(source, scratch, data.sha256): source}
@@ -289,6 +307,7 @@ def check_source(data: DataSection, folder: Path) -> None:
     """Raises DataError if a local source is missing, or contains `folder`, which would be read as
     text.
     """
+    # Raises for a path without files.
     local_files(data)
     source = Path(os.path.expanduser(data.one_source))
     if os.path.isdir(source) and folder.is_relative_to(source.resolve()):
@@ -301,7 +320,7 @@ def check_source(data: DataSection, folder: Path) -> None:
 def _tables(
     names: dict[Path, str], column: str | None
 ) -> Generator[tuple[str, Iterable[Any]], None, None]:
-    """The name and the rows of each file, and of each member of an archive."""
+    """Yield the name and the rows of each file, and of each member of an archive."""
     for path, name in names.items():
         try:
             for member, rows in read_tables(path, column):
@@ -318,7 +337,7 @@ def _documents(
     *,
     empty: bool = True,
 ) -> Iterator[Any]:
-    """The document of each row; without `empty`, of each that has text.
+    """Yield the document of each row; without `empty`, of each that has text.
 
     Raises DataError that names the row that cannot be read, unless it may be left out.
     """
@@ -335,6 +354,8 @@ def _documents(
                 except _ROW_ERRORS as error:
                     bad.add(count, f"{where}: row {number}", one_line(error))
                     continue
+                # An empty row of a Hub data set is a document without tokens: which ones are held
+                # out depends on the number of all rows.
                 bad.empty += not document
                 if document or empty:
                     yield document
@@ -347,7 +368,7 @@ def _documents(
 
 
 def _from_hub(data: DataSection, read_row: ReadRow, noun: str, column: str | None) -> Documents:
-    """The rows of a Hub data set; of a `column` that it has, that alone."""
+    """Return the rows of a Hub data set; of a `column` that it has, that alone."""
     import datasets  # slow to import
 
     if not shows_bars():
@@ -393,7 +414,7 @@ def _from_hub(data: DataSection, read_row: ReadRow, noun: str, column: str | Non
 
 
 def _commit(data: DataSection) -> str | None:
-    """The commit of a Hub data set, None if the Hub cannot be reached."""
+    """Return the commit of a Hub data set, None if the Hub cannot be reached."""
     try:
         return HfApi().dataset_info(data.one_source, revision=data.revision).sha
     except Exception:  # the network: the rows are in the cache
@@ -401,7 +422,8 @@ def _commit(data: DataSection) -> str | None:
 
 
 def _rows(split: Any) -> Iterator[dict[str, Any]]:
-    """The rows of a Hub data set, read in batches, which is faster."""
+    """Yield the rows of a Hub data set, read in batches, which is faster."""
+    # A batch has a list for each column: {"text": [...], ...}
     for batch in split.iter(1000):
         for values in zip(*batch.values(), strict=True):
             yield dict(zip(batch, values, strict=True))

@@ -1,4 +1,4 @@
-"""The format `text`: each document is a text, and every token is learned."""
+"""Format `text`: each document is a text, and every token is learned."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,10 +18,15 @@ from nanogpt_hf.errors import DataError
 def text_encoder(tokenizer: Tokenizer, end_of_text_id: int | None) -> Encode:
     """Encode texts, each after the token that the tokenizer itself puts there, if any."""
     kind = token_dtype(tokenizer.vocab_size)
-    start, end = ([] if i is None else [i] for i in (tokenizer.start_of_text_id, end_of_text_id))
-    tokenizer.encode_batch([""])  # sets options of the library, which threads may not
+    # No token, or one, on each side of a text.
+    start = [] if tokenizer.start_of_text_id is None else [tokenizer.start_of_text_id]
+    end = [] if end_of_text_id is None else [end_of_text_id]
+    # The first call sets options of the library, which threads must not do at the same time.
+    tokenizer.encode_batch([""])
 
     def encode(texts: list[str | None], first: int) -> list[Row]:
+        # Empty rows of a Hub data set have a number, so that which documents are held out does not
+        # depend on them, but no tokens.
         kept = {number: text for number, text in enumerate(texts, first) if text}
         rows = []
         encoded = tokenizer.encode_batch([*kept.values()]) if kept else []
@@ -40,7 +45,7 @@ def text_encoder(tokenizer: Tokenizer, end_of_text_id: int | None) -> Encode:
 
 
 def text_blocks(folder: Path, split: str, manifest: Manifest, data: DataSection) -> Blocks:
-    """The blocks of a split: documents end to end, or rows that begin with a document."""
+    """Return the blocks of a split: documents end to end, or rows that begin with a document."""
     stream = open_tokens(folder, split, manifest)
     apart = data.mask == "documents"
     from_end = read_from_end(manifest)
@@ -52,6 +57,7 @@ def text_blocks(folder: Path, split: str, manifest: Manifest, data: DataSection)
             from_end=from_end,
             apart=apart,
         )
+    # Where documents begin is needed, and read, only to keep them apart.
     starts = document_starts(row_lengths(folder / split), from_end) if apart else None
     return end_to_end(stream, split, data, starts)
 

