@@ -1,4 +1,4 @@
-"""manifest.json: the source, tokenizer and sizes of prepared data; a mixture has its sources' as one."""
+"""manifest.json: source, tokenizer and sizes of prepared data; one for all sources of a mixture."""
 
 import dataclasses
 import hashlib
