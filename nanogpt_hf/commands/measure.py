@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanogpt_hf.commands.arguments import add_option, add_output
 from nanogpt_hf.config.load import Overrides
+from nanogpt_hf.config.names import MADE_TOKENIZERS
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.config.sources import source_text
 from nanogpt_hf.config.values import bounded
@@ -128,8 +129,8 @@ def _verdict(reference: "Reference | None", config: Config, events: "list[Event]
 def _tokens_of(config: Config) -> object:
     """A value that is equal for runs with the same tokenizer."""
     data = config.data
-    # These two are made from the text.
-    made_from = source_text(data) if data.tokenizer in ("char", "bpe") else ""
+    # These tokenizers are made from the text.
+    made_from = source_text(data) if data.tokenizer in MADE_TOKENIZERS else ""
     return data.tokenizer, data.vocab_size, made_from
 
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from nanogpt_hf.config import optimizers
 from nanogpt_hf.config.formats import FORMATS, rules_of
 from nanogpt_hf.config.methods import LAYOUTS, RECIPE_METHODS, objective_rules
+from nanogpt_hf.config.names import MADE_TOKENIZERS
 from nanogpt_hf.config.schema import KNOBS, Config, get_value
 from nanogpt_hf.config.settings import (
     FSDP2,
@@ -29,14 +30,14 @@ from nanogpt_hf.errors import UserError
 RULES = [
     # Rules within a recipe.
     *rules(
-        choice("data.tokenizer", "char", "bpe"),
+        choice("data.tokenizer", *MADE_TOKENIZERS),
         Setting.SEVERAL_SOURCES,
         "it is made from one text",
         "use gpt2 or a tokenizer's folder, such as data/NAME/tokenizer of another prepared text",
     ),
     *rules(
         given("data.streaming", "data.max_tokens"),
-        choice("data.tokenizer", "char", "bpe"),
+        choice("data.tokenizer", *MADE_TOKENIZERS),
         "this tokenizer is made from the whole text",
         "use gpt2 or a tokenizer's folder",
     ),

@@ -6,6 +6,7 @@ not: `--help` and the checks of a recipe read it.
 
 from typing import NamedTuple
 
+from nanogpt_hf.config.names import MADE_TOKENIZERS
 from nanogpt_hf.config.settings import FSDP2, Rule, Setting, choice, given, rules
 
 
@@ -63,7 +64,7 @@ def rules_of(name: str, row: FormatRow) -> list[Rule]:
     found: list[Rule] = []
     if row.has_tokens:
         made = f"it is made from text, and {name} has made the tokens"
-        tokenizers = choice("data.tokenizer", "char", "bpe")
+        tokenizers = choice("data.tokenizer", *MADE_TOKENIZERS)
         found += rules(tokenizers, form, made, "name the tokenizer that it used")
         limits = given("data.streaming", "data.max_tokens")
         found += rules(limits, form, "its tokens are read whole", "leave it out")

@@ -72,6 +72,8 @@ GPT2_NAMES = {
     for owner in ("", "openai-community/")
     for size in ("", "-medium", "-large", "-xl")
 }
+# The tokenizers that are made from the text of the source, so that another text gives another one.
+MADE_TOKENIZERS = ("char", "bpe")
 # Texts in English have fewer: Tiny Shakespeare has 65. It only matters for estimates before the
 # data is prepared.
 _ASSUMED_CHARACTERS = 128

@@ -18,6 +18,7 @@ from typing import IO, Any
 import numpy as np
 from tqdm import tqdm
 
+from nanogpt_hf.config.names import MADE_TOKENIZERS
 from nanogpt_hf.config.schema import Config, DataSection
 from nanogpt_hf.config.seeds import derive_seed
 from nanogpt_hf.config.sources import is_mixture, sources_of
@@ -108,7 +109,7 @@ def _prepare_in(folder: Path, data: DataSection) -> Manifest:
     scratch.mkdir()
     source = load_documents(data, scratch)
     # 1. Read. A tokenizer that is made from the documents reads them before they are encoded.
-    is_made = data.tokenizer in ("char", "bpe")
+    is_made = data.tokenizer in MADE_TOKENIZERS
     is_trained = data.tokenizer == "bpe"
     assert form.texts is not None
     assert form.encoder is not None

@@ -195,28 +195,38 @@ def build_tokenizer(
 ) -> Tokenizer:
     """Return the tokenizer that `data.tokenizer` names.
 
-    Only `char` and `bpe` read `texts`, and only `bpe` the last two.
+    Only those of MADE_TOKENIZERS read `texts`, and only `bpe` the last two.
     """
-    if name == "bpe":
-        assert vocab_size is not None  # the recipe has it
-        return train_bpe_tokenizer(texts, vocab_size, bpe_pattern)
-    # All characters of both splits: no text of the source may have an unknown one.
-    if name == "char":
-        characters: set[str] = set()
-        for text in texts:
-            characters.update(text)
-        if not characters:
-            raise DataError("data.source: there is no text whose characters could be numbered")
-        return char_tokenizer(sorted(characters))
-    if name == "gpt2":
-        return gpt2_tokenizer()
-    # Any other name is a folder or an id of the Hub.
+    match name:
+        case "char":
+            return char_tokenizer(characters_of(texts))
+        case "bpe":
+            assert vocab_size is not None  # the recipe has it
+            return train_bpe_tokenizer(texts, vocab_size, bpe_pattern)
+        case "gpt2":
+            return gpt2_tokenizer()
+        case _:
+            return library_tokenizer(name)
+
+
+def library_tokenizer(name: str) -> Tokenizer:
+    """A Hugging Face tokenizer from a folder or the Hub. Raises DataError if there is none."""
     hf = load_tokenizer(name)
 
     def encode_batch(texts: list[str]) -> list[np.ndarray]:
         return [np.asarray(ids, dtype=np.uint32) for ids in _encode(hf, texts)]
 
     return Tokenizer(name, hf, encode_batch)
+
+
+def characters_of(texts: Iterable[str]) -> list[str]:
+    """All characters of the texts, sorted. Raises DataError if there are none."""
+    characters = set[str]()
+    for text in texts:
+        characters.update(text)
+    if not characters:
+        raise DataError("data.source: there is no text whose characters could be numbered")
+    return sorted(characters)
 
 
 def char_tokenizer(characters: list[str]) -> Tokenizer:

@@ -10,7 +10,7 @@ from nanogpt_hf.config.compatibility import check_settings, recipe_settings
 from nanogpt_hf.config.finetune import finetune_defaults
 from nanogpt_hf.config.load import Overrides, load_config, stated_knobs
 from nanogpt_hf.config.methods import POLICY, RecipeMethod, chosen_method
-from nanogpt_hf.config.names import GPT2_NAMES
+from nanogpt_hf.config.names import GPT2_NAMES, MADE_TOKENIZERS
 from nanogpt_hf.config.schema import KNOBS, Config, get_value, replace_knobs
 from nanogpt_hf.config.settings import Setting
 from nanogpt_hf.config.values import convert
@@ -195,7 +195,7 @@ def check_tokenizer(config: Config, base: "PreTrainedConfig") -> str:
                 f"{start}: has no tokenizer beside it; give the one that it was trained with, as a "
                 "folder or Hub id: --data.tokenizer NAME"
             ) from None
-    if name in ("char", "bpe"):
+    if name in MADE_TOKENIZERS:
         # These make a vocabulary of the new text, whose ids mean other tokens.
         given = None
     else:
