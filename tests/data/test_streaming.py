@@ -94,7 +94,7 @@ def test_streamed_folder_equals_the_ordinary_one_byte_for_byte(
     knobs = {"data__max_tokens": 1000, "data__split": "test+train"}
     if case.startswith("one file"):
         del files["data/train-00001.parquet"], files["data/train-00002.parquet"]
-        knobs = {"data__validation_split": "test"}
+        knobs = {"data__validation_split": "test", "data__validation_fraction": 0.0005}  # default
     elif case.startswith("rows"):
         knobs = {"data__max_bad_rows": 0.2, "data__num_threads": 3}
         for number in range(FILES):
