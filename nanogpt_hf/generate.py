@@ -73,7 +73,9 @@ class FilteredDraw:
         top_k: int | None = None,
         top_p: float | None = None,
     ):
-        self._greedy = temperature < 1e-5  # dividing by less overflows
+        # Dividing logits by less overflows, and by then the likeliest token has all probability.
+        self._greedy = temperature < 1e-5
+        # A generator for each row: what one row draws does not move the others.
         self._generators = [torch.Generator().manual_seed(seed) for seed in seeds]
         self._warpers = LogitsProcessorList()
         if not self._greedy:
@@ -92,6 +94,7 @@ class FilteredDraw:
             raise DivergedError(LOGITS_NOT_FINITE)
         if self._greedy:
             return logits.argmax(-1)
+        # (rows, V): a row of probabilities with its generator.
         rows = zip(logits.softmax(-1), self._generators, strict=True)
         return torch.cat([torch.multinomial(row, 1, generator=source) for row, source in rows])
 
@@ -120,8 +123,9 @@ class QuantileDraw:
         if not self._temperature:
             return logits.argmax(-1)
         cumulative = (logits / self._temperature).softmax(-1).cumsum(-1, dtype=self._exact)
-        # The last sum is 1 up to rounding. Scaled by it, a number below 1 falls into the
-        # distribution; the clamp is for a product that is rounded up to that sum.
+        # Inverse transform sampling: a uniform number falls into the interval of token v with
+        # probability p(v). The last sum is 1 up to rounding. Scaled by it, a number below 1 falls
+        # into the distribution; the clamp is for a product that is rounded up to that sum.
         numbers = self._uniform[:, self._drawn, None] * cumulative[:, -1:]  # (rows, 1)
         self._drawn += 1
         tokens = torch.searchsorted(cumulative, numbers, right=True)[:, 0]
@@ -177,6 +181,8 @@ class _Texts:
 
     def _keep_newer_half(self) -> None:
         """Make room in the context; its newer half gets new positions, so it is read again."""
+        # A cached key or value belongs to the position at which it was read, so all of the cache is
+        # of no use at the new positions.
         cut = self._ids.shape[1] - max(1, self._limit // 2)
         self._ids = self._ids[:, cut:]
         self._padding = (self._padding - cut).clamp(min=0)
@@ -210,6 +216,7 @@ class _Texts:
         """Read all texts from their first token, padded on the right, where no token of a text
         sees the padding.
         """
+        # Shift each text to the left by its padding: column t takes the token of t + padding.
         rows, length = self._ids.shape
         places = torch.arange(length, device=self._ids.device) + self._padding[:, None]  # (rows, T)
         texts = self._ids.gather(1, places.clamp(max=length - 1))
@@ -253,6 +260,7 @@ def generate_steps(
     ends = torch.tensor(sorted(end_ids), dtype=torch.int64, device=model.device)
     ended = torch.zeros(len(prompts), dtype=torch.bool, device=model.device)
     for _ in range(max_new_tokens):
+        # The host waits here for the device, once for each token.
         if all_ended(bool(ended.all())):
             return
         tokens = draw(texts.next_logits()).to(model.device)
@@ -293,6 +301,7 @@ def generate_tokens(
         all_ended=(lambda ended: False) if to_the_end else bool,
     )
     for step in steps:
+        # The token that ends a continuation is no part of its text.
         ended = step.ended.tolist()
         if all(ended) and not to_the_end:
             return
@@ -393,6 +402,8 @@ class TextStream:
         return str(self.tokenizer.decode(ids, skip_special_tokens=True))
 
     def _new_text(self, complete: bool) -> str:
+        # The text is decoded with its context and without the new tokens; the difference is new. A
+        # half character decodes to the replacement character at the end.
         text = self._decode(self._ids)
         if not complete and text.endswith("\N{REPLACEMENT CHARACTER}"):
             return ""

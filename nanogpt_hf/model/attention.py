@@ -202,7 +202,8 @@ def _attend_by_blocks(
 ) -> tuple[torch.Tensor, Any]:
     device = query.device.type
     qkv = (query, key, value)
-    if torch.is_autocast_enabled(device):  # as it casts for the fused kernels
+    # autocast knows the fused kernels and casts their inputs, but does not know flex attention.
+    if torch.is_autocast_enabled(device):
         qkv = (x.to(torch.get_autocast_dtype(device)) for x in qkv)
     flex: Any = ALL_ATTENTION_FUNCTIONS["flex_attention"]
     return flex(module, *qkv, mask, **options)

@@ -92,7 +92,8 @@ class Served:
                 ids = prompt_ids(self._encoder, request.prompt)
             elif self.chat is None:
                 raise ValueError(f"{self.name} has no chat template; use /v1/completions")
-            elif request.truncation == "auto":  # as in `chat`
+            elif request.truncation == "auto":
+                # The command `chat` reserves the same room for an answer.
                 room = min(request.limit or self.context, self.context // 2)
                 ids, kept = encode_chat(self.chat, messages, self.context - room, tools)
             elif len(messages) >= self.context:  # a message has at least one token
