@@ -8,10 +8,9 @@ and of a model.
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import replace
 
-from nanogpt_hf.config import optimizers
+from nanogpt_hf.config import data_section, method_sections, optimizers, run_sections
 from nanogpt_hf.config.formats import FORMATS, rules_of
-from nanogpt_hf.config.methods import LAYOUTS, RECIPE_METHODS, objective_rules
-from nanogpt_hf.config.names import MADE_TOKENIZERS
+from nanogpt_hf.config.methods import RECIPE_METHODS, objective_rules
 from nanogpt_hf.config.schema import KNOBS, Config, get_value
 from nanogpt_hf.config.settings import (
     FSDP2,
@@ -20,7 +19,6 @@ from nanogpt_hf.config.settings import (
     Rule,
     Setting,
     Settings,
-    choice,
     given,
     rules,
 )
@@ -28,136 +26,17 @@ from nanogpt_hf.config.sources import is_mixture, sources_of
 from nanogpt_hf.errors import UserError
 
 RULES = [
-    # Rules within a recipe.
-    *rules(
-        choice("data.tokenizer", *MADE_TOKENIZERS),
-        Setting.SEVERAL_SOURCES,
-        "it is made from one text",
-        "use gpt2 or a tokenizer's folder, such as data/NAME/tokenizer of another prepared text",
-    ),
-    *rules(
-        given("data.streaming", "data.max_tokens"),
-        choice("data.tokenizer", *MADE_TOKENIZERS),
-        "this tokenizer is made from the whole text",
-        "use gpt2 or a tokenizer's folder",
-    ),
-    *rules(
-        given("data.streaming"),
-        Setting.SLICE_OF_A_SPLIT,
-        "streaming reads whole splits",
-        "set data.max_tokens to read the first documents only",
-    ),
+    # Each feature of a recipe states what it refuses, where it is declared.
+    *data_section.RULES,
     *(rule for name, row in FORMATS.items() for rule in rules_of(name, row)),
-    *rules(
-        choice("data.order", "random"),
-        choice("data.packing", "documents"),
-        "it would cut documents",
-        "use shuffled",
-    ),
-    *rules(
-        given("eval.metrics"),
-        given("rl.task", "align.loss"),
-        "its evaluations measure answers of their own",
-        "leave it out",
-    ),
-    *rules(
-        choice("data.packing", "documents") + given("data.mask"),
-        given("rl.task", "align.loss"),
-        "only rows of text are documents there",
-        "leave it out",
-    ),
+    *run_sections.RULES,
     *optimizers.RULES,
-    *rules(
-        given("train.stages"),
-        given("finetune.model"),
-        "only pretraining has stages",
-        "leave it out",
-    ),
-    *rules(
-        given("train.stages"),
-        Setting.DEEPSPEED,
-        "DeepSpeed keeps the batch of its start",
-        FSDP2,
-    ),
-    *rules(
-        choice("train.micro_batch_size", "auto"),
-        Setting.DEEPSPEED,
-        "DeepSpeed keeps the batch of its start",
-        "set a number",
-    ),
-    *rules(
-        given("lora.rank"),
-        given("finetune.freeze_layers"),
-        "LoRA freezes the whole model",
-        "leave finetune.freeze_layers out",
-    ),
-    *rules(
-        (*given("lora.rank"), Setting.FROZEN_EMBEDDINGS),
-        Setting.NEW_TOKENS,
-        "the new tokens would not be learned",
-        "leave it out",
-    ),
-    *rules(
-        given("lora.rank"),
-        Setting.OTHER_POSITIONS,
-        "an adapter is opened with its base's positions",
-        "leave model.n_positions and finetune.rope_theta out",
-    ),
-    *rules(
-        given("lora.quantize"),
-        given("lora.merge"),
-        "an adapter cannot be merged into quantized weights",
-        "leave lora.merge out, and merge with `export RUN OUT`",
-    ),
-    *rules(
-        choice("train.micro_batch_size", "auto"),
-        given(
-            "train.stages", "finetune.unfreeze_every", "rl.task", "align.loss", "distill.teacher"
-        ),
-        "auto measures a first step on text, of one model",
-        "set a number",
-    ),
-    *rules(
-        given("data.streaming", "data.max_tokens"),
-        given("rl.task", "align.loss"),
-        "questions and pairs are read whole",
-        "leave it out",
-    ),
-    *rules(
-        choice("data.order", "random"),
-        given("rl.task"),
-        "questions are drawn once per epoch",
-        "use shuffled",
-    ),
-    *rules(
-        given("train.rollback_ratio"),
-        given("rl.task", "align.loss"),
-        "its loss has no trend",
-        "leave it out",
-    ),
-    *rules(
-        given("finetune.unfreeze_every"),
-        given("rl.task", "align.loss"),
-        "not supported there",
-        "leave it out",
-    ),
-    *rules(
-        given("train.gradient_groups"),
-        given("rl.task", "align.loss") + choice("train.micro_batch_size", "auto"),
-        "its sums depend on processes or on free memory",
-        "leave it out",
-    ),
+    *method_sections.RULES,
     *objective_rules(
         RECIPE_METHODS,
         {key: knob.layouts for key, knob in KNOBS.items() if knob.layouts is not None},
     ),
-    # Rules that involve the accelerate config.
-    *rules(
-        given("train.gradient_groups", "eval.metrics"),
-        LAYOUTS,
-        "it needs whole models or FSDP2's shards, and whole sequences",
-        "use accelerate_configs/ddp.yaml or fsdp2.yaml",
-    ),
+    # What the layouts of the accelerate config and the models do not combine with.
     *rules(
         Setting.FP16,
         (
@@ -224,12 +103,6 @@ RULES = [
         "set ddp_comm_hook no, or use accelerate_configs/ddp.yaml",
     ),
     *rules(
-        given("train.gradient_groups"),
-        Setting.GRADIENT_COMPRESSION,
-        "its sums equal the sums of one process",
-        "set ddp_comm_hook no",
-    ),
-    *rules(
         Setting.EXPERT_PARALLELISM,
         Setting.NO_EXPERTS,
         "there is nothing to share",
@@ -269,12 +142,6 @@ RULES = [
         Setting.CONTEXT_PARALLELISM,
         "only whole causal attention is shared",
         FSDP2,
-    ),
-    *rules(
-        given("data.mask"),
-        Setting.RING_ATTENTION,
-        "its kernels take no masks",
-        "set a cp_size that divides the heads, or " + FSDP2,
     ),
     *rules(
         Setting.DROPOUT,
@@ -317,48 +184,6 @@ RULES = [
         Setting.ZERO_BUBBLE,
         "a stage's weights stay gathered until the end of a step",
         "set fsdp_reshard_after_forward false, or pp_schedule 1f1b",
-    ),
-    *rules(
-        given("lora.rank"),
-        Setting.TENSOR_PARALLELISM,
-        "matrices of adapters are not split",
-        FSDP2,
-    ),
-    *rules(
-        given("lora.rank", "finetune.freeze_layers", "finetune.layer_decay"),
-        Setting.PIPELINE_STAGES,
-        "it is not supported there",
-        FSDP2,
-    ),
-    *rules(
-        given("lora.quantize"),
-        (Setting.FSDP2, Setting.DEEPSPEED, Setting.EXPERT_PARALLELISM),
-        "weights in 8 or 4 bits cannot be sharded",
-        "use accelerate_configs/ddp.yaml",
-    ),
-    *rules(
-        choice("lora.quantize", "4bit"),
-        Setting.CPU,
-        "bitsandbytes 0.50 packs the weights at the first evaluation, and cannot unpack them",
-        "use 8bit, or a GPU",
-    ),
-    *rules(
-        given("finetune.unfreeze_every"),
-        Setting.DEEPSPEED,
-        "DeepSpeed has one step count for all parameters, and unfrozen ones start at 0",
-        FSDP2,
-    ),
-    *rules(
-        given("tracking.layers"),
-        Setting.DEEPSPEED,
-        "DeepSpeed gives no access to gradients and weights",
-        FSDP2,
-    ),
-    *rules(
-        given("train.gradient_groups"),
-        Setting.FSDP2_IN_BF16,
-        "FSDP2 rounds the parameters, one process the products",
-        "use accelerate_configs/ddp.yaml",
     ),
     # Rules of the command line.
     *rules(

@@ -12,6 +12,8 @@ from nanogpt_hf.config.knobs import (
     only_with,
     only_without,
 )
+from nanogpt_hf.config.names import MADE_TOKENIZERS
+from nanogpt_hf.config.settings import FSDP2, Setting, choice, given, rules
 
 # Choices without which nothing reads a knob, where several knobs have the same.
 _COLUMN_FORMAT = only_with(
@@ -124,3 +126,56 @@ class DataSection:
         """
         assert isinstance(self.source, str)
         return self.source
+
+
+# What the knobs of this file do not combine with.
+RULES = [
+    *rules(
+        choice("data.tokenizer", *MADE_TOKENIZERS),
+        Setting.SEVERAL_SOURCES,
+        "it is made from one text",
+        "use gpt2 or a tokenizer's folder, such as data/NAME/tokenizer of another prepared text",
+    ),
+    *rules(
+        given("data.streaming", "data.max_tokens"),
+        choice("data.tokenizer", *MADE_TOKENIZERS),
+        "this tokenizer is made from the whole text",
+        "use gpt2 or a tokenizer's folder",
+    ),
+    *rules(
+        given("data.streaming"),
+        Setting.SLICE_OF_A_SPLIT,
+        "streaming reads whole splits",
+        "set data.max_tokens to read the first documents only",
+    ),
+    *rules(
+        choice("data.order", "random"),
+        choice("data.packing", "documents"),
+        "it would cut documents",
+        "use shuffled",
+    ),
+    *rules(
+        choice("data.packing", "documents") + given("data.mask"),
+        given("rl.task", "align.loss"),
+        "only rows of text are documents there",
+        "leave it out",
+    ),
+    *rules(
+        given("data.streaming", "data.max_tokens"),
+        given("rl.task", "align.loss"),
+        "questions and pairs are read whole",
+        "leave it out",
+    ),
+    *rules(
+        choice("data.order", "random"),
+        given("rl.task"),
+        "questions are drawn once per epoch",
+        "use shuffled",
+    ),
+    *rules(
+        given("data.mask"),
+        Setting.RING_ATTENTION,
+        "its kernels take no masks",
+        "set a cp_size that divides the heads, or " + FSDP2,
+    ),
+]

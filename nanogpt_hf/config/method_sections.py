@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from nanogpt_hf.config.knobs import Reader, knob, loss_term, only_above, only_with
+from nanogpt_hf.config.settings import FSDP2, Setting, choice, given, rules
 
 # Choices without which nothing reads a knob, where several knobs have the same.
 _WITH_A_MODEL = only_with("finetune.model", remedy="give --from MODEL")
@@ -167,3 +168,68 @@ class DistillSection:
     temperature: float = knob(
         1.0, "the logits of teacher and student are divided by this", 0.01, 1000
     )
+
+
+# What the knobs of this file do not combine with.
+RULES = [
+    *rules(
+        given("lora.rank"),
+        given("finetune.freeze_layers"),
+        "LoRA freezes the whole model",
+        "leave finetune.freeze_layers out",
+    ),
+    *rules(
+        (*given("lora.rank"), Setting.FROZEN_EMBEDDINGS),
+        Setting.NEW_TOKENS,
+        "the new tokens would not be learned",
+        "leave it out",
+    ),
+    *rules(
+        given("lora.rank"),
+        Setting.OTHER_POSITIONS,
+        "an adapter is opened with its base's positions",
+        "leave model.n_positions and finetune.rope_theta out",
+    ),
+    *rules(
+        given("lora.quantize"),
+        given("lora.merge"),
+        "an adapter cannot be merged into quantized weights",
+        "leave lora.merge out, and merge with `export RUN OUT`",
+    ),
+    *rules(
+        given("finetune.unfreeze_every"),
+        given("rl.task", "align.loss"),
+        "not supported there",
+        "leave it out",
+    ),
+    *rules(
+        given("lora.rank"),
+        Setting.TENSOR_PARALLELISM,
+        "matrices of adapters are not split",
+        FSDP2,
+    ),
+    *rules(
+        given("lora.rank", "finetune.freeze_layers", "finetune.layer_decay"),
+        Setting.PIPELINE_STAGES,
+        "it is not supported there",
+        FSDP2,
+    ),
+    *rules(
+        given("lora.quantize"),
+        (Setting.FSDP2, Setting.DEEPSPEED, Setting.EXPERT_PARALLELISM),
+        "weights in 8 or 4 bits cannot be sharded",
+        "use accelerate_configs/ddp.yaml",
+    ),
+    *rules(
+        choice("lora.quantize", "4bit"),
+        Setting.CPU,
+        "bitsandbytes 0.50 packs the weights at the first evaluation, and cannot unpack them",
+        "use 8bit, or a GPU",
+    ),
+    *rules(
+        given("finetune.unfreeze_every"),
+        Setting.DEEPSPEED,
+        "DeepSpeed has one step count for all parameters, and unfrozen ones start at 0",
+        FSDP2,
+    ),
+]

@@ -4,8 +4,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from nanogpt_hf.config.knobs import knob, loss_term, only_with, only_without
+from nanogpt_hf.config.methods import LAYOUTS
 from nanogpt_hf.config.optimizers import OPTIMIZERS
-from nanogpt_hf.config.settings import Setting
+from nanogpt_hf.config.settings import FSDP2, Setting, choice, given, rules
 
 # Choices without which nothing reads a knob, where several knobs have the same.
 _WITH_DEPTH = only_with("model.depth")
@@ -219,3 +220,76 @@ class HubSection:
     license: str | None = knob(
         None, "license in the model card, by the Hub's name for it, such as apache-2.0"
     )
+
+
+# What the knobs of this file do not combine with.
+RULES = [
+    *rules(
+        given("eval.metrics"),
+        given("rl.task", "align.loss"),
+        "its evaluations measure answers of their own",
+        "leave it out",
+    ),
+    *rules(
+        given("train.stages"),
+        given("finetune.model"),
+        "only pretraining has stages",
+        "leave it out",
+    ),
+    *rules(
+        given("train.stages"),
+        Setting.DEEPSPEED,
+        "DeepSpeed keeps the batch of its start",
+        FSDP2,
+    ),
+    *rules(
+        choice("train.micro_batch_size", "auto"),
+        Setting.DEEPSPEED,
+        "DeepSpeed keeps the batch of its start",
+        "set a number",
+    ),
+    *rules(
+        choice("train.micro_batch_size", "auto"),
+        given(
+            "train.stages", "finetune.unfreeze_every", "rl.task", "align.loss", "distill.teacher"
+        ),
+        "auto measures a first step on text, of one model",
+        "set a number",
+    ),
+    *rules(
+        given("train.rollback_ratio"),
+        given("rl.task", "align.loss"),
+        "its loss has no trend",
+        "leave it out",
+    ),
+    *rules(
+        given("train.gradient_groups"),
+        given("rl.task", "align.loss") + choice("train.micro_batch_size", "auto"),
+        "its sums depend on processes or on free memory",
+        "leave it out",
+    ),
+    *rules(
+        given("train.gradient_groups", "eval.metrics"),
+        LAYOUTS,
+        "it needs whole models or FSDP2's shards, and whole sequences",
+        "use accelerate_configs/ddp.yaml or fsdp2.yaml",
+    ),
+    *rules(
+        given("train.gradient_groups"),
+        Setting.GRADIENT_COMPRESSION,
+        "its sums equal the sums of one process",
+        "set ddp_comm_hook no",
+    ),
+    *rules(
+        given("tracking.layers"),
+        Setting.DEEPSPEED,
+        "DeepSpeed gives no access to gradients and weights",
+        FSDP2,
+    ),
+    *rules(
+        given("train.gradient_groups"),
+        Setting.FSDP2_IN_BF16,
+        "FSDP2 rounds the parameters, one process the products",
+        "use accelerate_configs/ddp.yaml",
+    ),
+]
