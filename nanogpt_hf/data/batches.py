@@ -96,7 +96,7 @@ class MixedBlocks(Blocks):
 
     def _split(self, indices: np.ndarray) -> list[tuple[Blocks, np.ndarray, np.ndarray]]:
         """(part, rows, its own indices) of each part for the blocks at `indices`."""
-        owners = self.owners(indices)
+        owners = self.owners(indices)  # the number of a part for each index
         found = []
         # Block i of a part is block (start of the part + i) of the mixture.
         for number, part in enumerate(self.parts):

@@ -39,6 +39,7 @@ def read_column(folder: Path, name: str) -> list[Any]:
     """Return the arrow chunks of a column of lists in shards, memory-mapped. Raises DataError if it
     cannot be read.
     """
+    # Only state.json knows which shards belong to the split, and their order.
     chunks = []
     try:
         for file in read_json(folder / "state.json", _DataFiles)["_data_files"]:
@@ -192,6 +193,7 @@ class ShardWriter:
             self._learned += int(mask.sum())
         self._documents += len({row.document for row in rows})
         self._pending += rows
+        # A document is never in two record batches: its rows come in one call.
         if self._pending_tokens >= _RECORD_TOKENS:
             self._write_pending()
 

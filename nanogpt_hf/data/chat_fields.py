@@ -64,7 +64,8 @@ class FieldCheck:
             filled = [m | {"content": m["content"] or ""} for m in conversation.messages]
             self.check(conversation._replace(messages=filled), rendered, last)
             raise
-        # 2. A field that is left is written if the texts change without it.
+        # 2. Another field, such as one that a template only compares, is written if the texts
+        # change without it.
         for part in parts:
             if part in written or part.message > last:
                 continue

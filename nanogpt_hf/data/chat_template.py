@@ -101,11 +101,14 @@ class ChatFormat:
         special token, for a character without a token, and for a field that the template does not
         write.
         """
+        # 1. Nothing of the conversation may be lost in the text.
         asked = Conversation(messages, tools)
         self._fields.check(asked, self._prompt_texts, len(messages))
+        # 2. No text of it may end a turn or begin another one.
         asked = self._harmless(asked)
         with unknown_characters_named(self.hf, texts_of(asked)):
             (ids,) = self._tokens([self._render(asked, add_generation_prompt=True)])
+        # 3. Whatever a template does with the text, the tokens themselves show whether 2 holds.
         self._check_special(ids, asked, add_generation_prompt=True)
         return ids
 
@@ -123,8 +126,8 @@ class ChatFormat:
                 # What follows the last learned answer does not matter.
                 last = _learned(conversation)[-1]
                 self._fields.check(conversation, self._example_texts, last)
-        # All conversations are tokenized at once if marks show the answers, which is faster.
         found = list(map(self._harmless, conversations))
+        # If marks show the answers, all conversations are tokenized at once, which is faster.
         by_marks = self._by_marks(found) if self.is_marked else itertools.repeat(None)
         examples = []
         for number, (conversation, tokens) in enumerate(zip(found, by_marks, strict=False)):
@@ -154,6 +157,7 @@ class ChatFormat:
 
     def end_of_turn_id(self) -> int:
         """Return the token that ends an answer. Raises DataError if it is not certain."""
+        # One question and its answer: what counts of it has to be the answer alone, and its end.
         example = self.examples([Conversation(_PROBE[:2])])[0]
         answer = [
             i for i, counts in zip(example.input_ids, example.assistant_mask, strict=True) if counts

@@ -168,6 +168,7 @@ def _from_prompt(row: dict[str, Any]) -> list[Message]:
         ]
     else:
         prompt = [_user(prompt)]
+    # Some data sets repeat the prompt in the completion.
     if isinstance(completion, str):
         completion = _without_prompt(completion, prompt, "completion")
     if not isinstance(completion, list):
@@ -240,6 +241,7 @@ def _from_choices(row: dict[str, Any]) -> list[Message]:
             f"answer: expected the index of one of {len(choices)} choices, which counts from 0, "
             f"got {answer}"
         )
+    # The question, the choices as A, B, ... on lines of their own, and what to answer with.
     texts = (checked_text("choices", choice).strip() for choice in choices)
     lines = "\n".join(f"{_LETTERS[number]}. {text}" for number, text in enumerate(texts))
     question = checked_text("question", row["question"]).strip()
@@ -249,7 +251,9 @@ def _from_choices(row: dict[str, Any]) -> list[Message]:
 
 def _from_question(row: dict[str, Any]) -> list[Message]:
     answer = row["answer"]
-    if isinstance(answer, str) and "\n####" in answer:  # a solution of GSM8K, which ends in #### 72
+    # A solution of GSM8K ends in a line such as "#### 72". Its notes are for a calculator, which a
+    # model trained on them would write, too.
+    if isinstance(answer, str) and "\n####" in answer:
         row = row | {"answer": _CALCULATION.sub("", answer)}
     return _replied(_user(row["question"]), row, "answer")
 

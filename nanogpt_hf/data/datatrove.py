@@ -126,6 +126,7 @@ def _count_bytes(chunks: list[np.ndarray], sizes: np.ndarray, tokenizer: Tokeniz
 
 def _check_name(path: Path, tokenizer: str) -> None:
     """Warn if datatrove's metadata names another tokenizer; the ids alone cannot show it."""
+    # The metadata begins with the tokenizer's name and "|".
     metadata = path.with_name(f"{path.name}.metadata")
     if metadata.is_file():
         name = metadata.read_text(encoding="utf-8", errors="replace").partition("|")[0]

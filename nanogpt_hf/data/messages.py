@@ -145,6 +145,7 @@ def _as_list(value: Any) -> Any:
             return value
         if len({len(part) for part in parts.values()}) > 1:
             raise ValueError("the lists of its messages have different lengths")
+        # {"role": ["user", ...], "content": ["Why?", ...]} -> a message for each place
         messages = zip(*parts.values(), strict=True)
         return [dict(zip(parts, message, strict=True)) for message in messages]
     if isinstance(value, list):
@@ -347,6 +348,7 @@ def _function(value: Any) -> dict[str, Any]:
     function = value.get("function") if type(value) is dict else None
     if type(function) is not dict or not isinstance(function.get("name"), str):
         raise ValueError(f"expected a function with a name, got {value!r:.60}")
+    # OpenAI writes the arguments as JSON text, and templates would put quotes around it again.
     if isinstance(arguments := function.get("arguments"), str):
         with named_field("arguments"):
             function = function | {"arguments": _json(arguments.strip() or "{}")}

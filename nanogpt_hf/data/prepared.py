@@ -132,6 +132,7 @@ def open_blocks(folder: Path, manifest: Manifest, data: DataSection) -> list[Blo
     Raises DataError if a split is too short for one.
     """
     opened = [format_of(data).blocks(folder, split, manifest, data) for split in SPLITS]
+    # A block needs a target: two tokens at least, and in conversations one that is learned.
     for split, of_split in zip(SPLITS, opened, strict=True):
         if not len(of_split):
             raise DataError(

@@ -169,6 +169,7 @@ def _member_rows(
     archive: zipfile.ZipFile, member: zipfile.ZipInfo, ending: str, column: str | None
 ) -> Rows:
     """Yield the rows of a member, whose ending may be in the archive's name, as in a.jsonl.zip."""
+    # The content of a link is the path of its target, which would be read as text.
     kind = stat.S_IFMT(member.external_attr >> 16)  # 0 from systems without kinds of files
     if kind not in (0, stat.S_IFREG):
         what = "symbolic link" if kind == stat.S_IFLNK else "special file"

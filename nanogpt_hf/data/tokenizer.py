@@ -93,6 +93,7 @@ def unknown_characters_named(hf: PreTrainedTokenizerBase, texts: Iterable[str]) 
     except DataError:  # has its reason already
         raise
     except Exception as error:  # the Rust library raises plain Exception for an unknown character
+        # A tokenizer without byte tokens, such as `char`, has no token for other characters.
         unknown = sorted(set[str]().union(*texts) - hf.get_vocab().keys())
         if not unknown:
             if type(error) is Exception:
@@ -131,6 +132,7 @@ def prompt_ids(hf: PreTrainedTokenizerBase, text: str) -> list[int]:
         raise ValueError(
             "this model's tokenizer has no start token, so the prompt must not be empty"
         )
+    # An empty prompt begins with the start token, even if the tokenizer does not add it itself.
     return ids or [hf.bos_token_id]  # pyright: ignore[reportReturnType]
 
 
@@ -184,7 +186,8 @@ def save_tokenizer(hf: PreTrainedTokenizerBase, folder: Path) -> None:
     try:
         hf.save_pretrained(folder)
     except Exception as error:
-        # the Rust library raises plain Exception, such as "Permission denied (os error 13)"
+        # The Rust library raises plain Exception, such as "Permission denied (os error 13)". A full
+        # disk has to be known as one, so the number is read from the text.
         if type(error) is Exception and (number := re.search(r"\(os error (\d+)\)$", str(error))):
             raise OSError(int(number[1]), os.strerror(int(number[1])), str(folder)) from None
         raise
@@ -259,6 +262,7 @@ def gpt2_tokenizer() -> Tokenizer:
     merges = [tuple(line.split(" ")) for line in _gpt2_merges()]
     byte_of = printable_bytes()
     names = [*byte_of, *(first + second for first, second in merges)]
+    # tiktoken wants each token as bytes; GPT-2's names write a byte as a printable character.
     ranks = {bytes(byte_of[c] for c in token): rank for rank, token in enumerate(names)}
     encoding = tiktoken.Encoding(
         "gpt2",
@@ -271,8 +275,8 @@ def gpt2_tokenizer() -> Tokenizer:
     hf = cast(Any, transformers.GPT2Tokenizer)(vocab=vocabulary, merges=merges)
 
     def encode_batch(texts: list[str]) -> list[np.ndarray]:
-        # as encode_ordinary, which gives a list; an empty set of special tokens is allowed by
-        # default
+        # No special token is allowed by default, and none is refused: <|endoftext|> in a text
+        # becomes plain characters, as by `encode_ordinary`.
         return [encoding.encode_to_numpy(text, disallowed_special=()) for text in texts]
 
     return Tokenizer("gpt2", hf, encode_batch)

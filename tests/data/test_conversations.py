@@ -184,7 +184,8 @@ def test_plain_text_single_conversation_and_tokenizer_without_eos_are_refused(
 ):
     assert str(text_file) in refusal(prepare_rows, [], data__source=str(text_file))
     assert "1 conversation" in refusal(prepare_rows, [{"messages": EXCHANGE}])
-    assert "no token that ends a text" in refusal(chat_format, char_tokenizer(list("abc")).hf, "abc")
+    hf = char_tokenizer(list("abc")).hf
+    assert "no token that ends a text" in refusal(chat_format, hf, "abc")
 
 
 def test_saved_template_gives_the_training_tokens(prepare_rows):
