@@ -104,7 +104,7 @@ def _overview() -> str:
 
 
 def functions_of(name: str) -> tuple[Callable[..., None], Callable[..., int | None]]:
-    """What adds the arguments of a command, and what runs it."""
+    """Find the two functions of a command: one adds its arguments, the other runs it."""
     module = importlib.import_module(f"nanogpt_hf.commands.{COMMANDS[name].file}")
     own = name.replace("-", "_")
     return getattr(module, f"add_{own}_arguments"), getattr(module, f"run_{own}")
@@ -114,8 +114,12 @@ def _take_overrides(prog: str, words: list[str]) -> tuple[list[tuple[str, str]],
     """`x --a.b 1 --c.d=2 --e` -> [("a.b", "1"), ("c.d", "2")] and [x, --e]: the knobs, and the
     words for argparse.
     """
-    overrides, others, left = [], [], iter(words)
+    overrides = []
+    others = []
+    left = iter(words)
     for word in left:
+        # No option of a command has a dot in its name, and every knob has one. So argparse need not
+        # know the knobs, whose mistakes are reported by the recipe, all at once.
         key, equals, value = word.partition("=")
         if not (key.startswith("--") and "." in key):
             others.append(word)
@@ -142,6 +146,8 @@ def _refuse(parser: ArgumentParser, word: str) -> NoReturn:
 def _parse(name: str, words: list[str]) -> tuple[Callable[[], int | None], Namespace]:
     """A call of the command, and its arguments."""
     add_arguments, run = functions_of(name)
+    # Abbreviations are not allowed, since `--re` would change its meaning with a new option.
+    # argparse's own --help takes no section: `list_knobs` and `add_help` add one.
     parser = _Parser(
         prog=f"{program()} {name}",
         description=as_started(inspect.getdoc(run)),
@@ -161,7 +167,8 @@ def _parse(name: str, words: list[str]) -> tuple[Callable[[], int | None], Names
         _refuse(parser, unknown[0])
     if not reads_knobs:
         return lambda: run(parsed), parsed
-    # flags that are short names of knobs: see arguments.py
+    # Flags such as --depth are short names of knobs (arguments.py). They come first: a knob that is
+    # also given by its full name overrides its short name.
     short = [
         (key, value) for key, value in vars(parsed).items() if "." in key and value is not None
     ]
@@ -190,7 +197,8 @@ def main(arguments: list[str]) -> int:
     the user or the machine. 75: stopped by a signal, after saving. Any other exception is a bug,
     and is raised.
     """
-    log_level, mesh = None, Mesh()
+    log_level = None
+    mesh = Mesh()
     try:
         check_environment()
         mesh = Mesh.from_environment()

@@ -66,7 +66,8 @@ class _Help(Action):
     def __call__(
         self, parser: ArgumentParser, namespace: Namespace, values: Any, option: str | None = None
     ) -> NoReturn:
-        if not values:
+        # argparse gives None if no word follows --help.
+        if values is None:
             parser.print_help()
         elif values in ("all", *SECTIONS):
             show(*knob_lines(None if values == "all" else values), sep="\n")
@@ -78,6 +79,8 @@ class _Help(Action):
 
 def list_knobs(parser: ArgumentParser) -> None:
     """List the sections of knobs in the help; `--help SECTION` then lists the knobs of one."""
+    # Over a hundred knobs would hide the few options of the command, so a section is one line here.
+    # argparse replaces %(prog)s by the program and the command.
     parser.epilog = "\n".join(
         [
             "knobs of the recipe, set by name, such as --optim.learning_rate 3e-4:",
