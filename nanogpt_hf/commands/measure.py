@@ -55,6 +55,7 @@ def run_compare(arguments: Namespace) -> None:
     if arguments.make_reference:
         _make_reference(folders, arguments.make_reference)
         return
+    # By the folder's path as it was typed: the names in the tables and in the plot.
     configs = {}
     events = {}
     for folder in folders:

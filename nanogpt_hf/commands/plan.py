@@ -166,6 +166,7 @@ def _proposal(arguments: Namespace, config: Config, base: "PreTrainedConfig | No
         Cluster(arguments.gpus, name, gpu, per_machine, network),
         arguments.mfu,
     )
+    # Written only now, when a layout has been found.
     if arguments.write_config:
         with output_target(arguments.write_config) as target:
             target.write_text(config_text(proposal.layout.launch), encoding="utf-8")

@@ -55,6 +55,7 @@ def run_prepare(arguments: Namespace, overrides: Overrides) -> None:
     from nanogpt_hf.data.prepare import prepare
     from nanogpt_hf.data.prepared import check_prepared, load_prepared, summary_lines
 
+    # A second call reads the manifest only.
     prepared_now = prepare(config)[1]
     logger.info(f"{config.data.dir}: {'prepared' if prepared_now else 'is prepared already'}")
     for line in summary_lines(config, load_prepared(config)):

@@ -47,6 +47,7 @@ def evaluate_blocks(
     # A sum over thousands of batches in float32 would lose digits. Apple's GPUs have no float64.
     exact = torch.float32 if accelerator.device.type == "mps" else torch.float64
     total = torch.zeros((), dtype=exact, device=accelerator.device)
+    # Padded batches: a rank without rows of its own still takes part in the forward pass.
     with eval_mode(model):
         for _, batch in rank_batches(accelerator, blocks, indices, micro_batch_size, pad=True):
             total += objective(model, batch)[0].to(exact)
@@ -83,6 +84,7 @@ def evaluate_data(
     for source, part in zip(manifest.sources, as_mixture(blocks).parts, strict=True):
         bytes_per_token = bytes_per_target(part, each, source.manifest, data.tokenizer)
         found = evaluate(part, tokens=each, bytes_per_token=bytes_per_token)
+        # The run is to stop. The mean of some of the sources is no mean of the mixture.
         if found is None:
             return None
         parts[source.name] = found
@@ -182,6 +184,7 @@ def rank_batches(
 
 def pad_batch(batch: dict[str, torch.Tensor], rows: int) -> dict[str, torch.Tensor]:
     """Add rows without targets, up to `rows` rows."""
+    # A name is a column of the batch, such as input_ids, with a row for each block.
     padded = {}
     for name, tensor in batch.items():
         # -100 is the label that cross-entropy ignores
@@ -194,6 +197,7 @@ def pad_batch(batch: dict[str, torch.Tensor], rows: int) -> dict[str, torch.Tens
 @contextmanager
 def eval_mode(model: torch.nn.Module) -> Iterator[None]:
     """Context in which `model` is in evaluation mode; its mode is restored on exit."""
+    # Dropout, among others, is off in evaluation mode.
     was_training = model.training
     model.eval()
     try:

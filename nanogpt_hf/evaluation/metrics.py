@@ -99,8 +99,10 @@ def load_metrics(names: Sequence[str], where: str) -> list[Metric]:
         if not os.path.exists(path) and (os.sep in path or path.endswith(".py")):
             raise UserError(f"{where}: {name}: no such file or folder")
         try:
+            # Otherwise the library writes the texts of each computation to a cache file.
             module = evaluate.load(path, keep_in_memory=True)
             features = module.features
+            # A metric such as BLEU takes one reference for a text, or a list of them.
             columns = features[0] if isinstance(features, list) else features
             dtype = str(getattr(columns["predictions"], "dtype", ""))
         # A metric runs its own code, and the library raises errors of many types.
@@ -210,6 +212,7 @@ def standard_errors(
         figures = compute_metrics(
             metrics, [predictions[row] for row in drawn], [references[row] for row in drawn]
         )
+        # A figure that is not finite in a resample is missing there.
         for name, value in numbers_of(figures).items():
             found.setdefault(name, []).append(value)
     return {
@@ -218,7 +221,7 @@ def standard_errors(
 
 
 class Compared(NamedTuple):
-    """What the metrics found: figures, standard errors, and the texts that were compared."""
+    """The result of metrics: figures, standard errors, and the texts that were compared."""
 
     figures: dict[str, Any]
     errors: dict[str, float]
@@ -264,6 +267,7 @@ def _measure(metrics: Sequence[Metric], task: QuestionTask, subject: Subject) ->
     if task.left_out:
         asked += f" ({task.left_out:,} more leave no room for an answer, left out)"
     lines = [f"{subject.name} on {task.name}: {asked}"]
+    # Lists, such as BLEU's precisions, are in the JSON only.
     for name, value in numbers_of(compared.figures).items():
         error = compared.errors.get(name, math.nan)
         lines.append(f"  {name:<14} {with_error(value, error, 4)}")
@@ -295,5 +299,6 @@ def _measure_in_training(
     compared = compare_answers(metrics, task, subject, with_errors=False)
     numbers = numbers_of(compared.figures)
     shown = ", ".join(f"{name} {value:.4f}" for name, value in numbers.items())
+    # The prefix, since a metric may have the name of another figure of the run.
     figures = {f"metrics/{name}": value for name, value in numbers.items()}
     yield Result([f"  {plural(len(compared.predictions), 'held-out answer')}: {shown}"], figures)

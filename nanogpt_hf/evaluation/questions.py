@@ -49,7 +49,7 @@ class QuestionTask(NamedTuple):
     questions: Sequence[Question]
     revision: str
     sampler: "AnswerSampler"
-    samples: int
+    samples: int  # answers to each question
     left_out: int  # questions that leave no room for an answer
 
 
@@ -162,6 +162,7 @@ def training_question_task(
     Raises UserError if no question leaves room for an answer.
     """
     task = _load("exact", config.data, tokenizer, None, hold_out_all=False)
+    # The batches of training fit into memory. With `auto` their size is not known yet.
     size = config.train.micro_batch_size
     try:
         return _with_sampler(
@@ -169,6 +170,7 @@ def training_question_task(
             task,
             task.held_out[:rows],
             tokenizer,
+            # Greedy: figures of two evaluations differ by the model, not by chance.
             samples=1,
             temperature=0.0,
             max_new_tokens=None,
@@ -221,6 +223,7 @@ def _with_sampler(
     from nanogpt_hf.evaluation.answers import AnswerSampler
     from nanogpt_hf.tasks.reward import RewardFunction
 
+    # While the length of answers is open, a question fits if there is room for one token.
     sampler = AnswerSampler(
         tokenizer,
         RewardFunction(task.score, _SECONDS, "stop"),

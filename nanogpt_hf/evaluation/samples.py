@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# Below 1, so that even an early model writes words; at 0 it would repeat one line.
 _TEMPERATURE = 0.8
 
 

@@ -19,6 +19,7 @@ from nanogpt_hf.program import program
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+# In the order in which their results are printed.
 EVALUATIONS: tuple[Evaluation, ...] = (
     TextLoss(),
     LmEvalTasks(),
@@ -92,6 +93,7 @@ def asked_for(
     if overrides and len(named) != 1:
         flags = " or ".join(option.flag for option in sources)
         raise UserError(f"--{overrides[0][0]}: describes one source; give {flags}")
+    # The values are text from the command line, and get the types of their knobs here.
     knobs = {}
     for key, value in overrides:
         try:

@@ -203,6 +203,7 @@ def measure_texts(
     loaded: Any = load_model(folder)
     tokenizer = build_tokenizer(folder, ())
     check_vocabulary(folder, tokenizer.vocab_size, loaded.config.vocab_size)
+    # From here on it is `evaluate`, for texts in memory instead of a source.
     positions = loaded.config.max_position_embeddings
     size, step = _window(block_size, stride, positions)
     corpus = _corpus_of("texts", texts, "", tokenizer)
@@ -211,12 +212,14 @@ def measure_texts(
     corpus = corpus._replace(first_bytes=_first_bytes(corpus, tokenizer))
     accelerator = build_evaluation_accelerator(Mesh())
     subject = Subject(folder, loaded.to(accelerator.device), tokenizer.hf, accelerator, batch_size)
+    # The last part of the result has the figures.
     *_, result = _measure(corpus, size, step, {}, subject)
     return result.figures["text"]
 
 
 def _window(block_size: int | None, stride: int | None, positions: int) -> tuple[int, int]:
     """Tokens of a window, and from one window to the next. Raises UserError if they do not fit."""
+    # With a stride above the block size, tokens between two windows would not be predicted.
     size = block_size or positions
     step = stride or size
     if not step <= size <= positions:
@@ -297,6 +300,7 @@ def evaluate_text(
     accelerator = subject.accelerator
     mesh = subject.mesh
     model = subject.model
+    # The last window may be shorter: no token is left out.
     blocks = TokenBlocks(corpus.stream, block_size, stride=stride, partial=True)
     windows = np.arange(len(blocks))
     # Windows overlap by block_size - stride tokens; the earlier window predicted them.

@@ -33,6 +33,7 @@ def make_branch(old: RunFolder, checkpoint: Checkpoint, new: RunFolder, config: 
     before = identity_of(checkpoint)
     known = before["data"].get("tokenizer_hash")
     new.lock()
+    # The folder must be new, and the data must be prepared, before anything is copied.
     try:
         new.check(resume=False, overwrite=False)
         manifest = method_of(config).load(config).manifest

@@ -75,6 +75,7 @@ def draw_curves(
     """
     training, lower, label = _AXES[metric]
     is_one = len(runs) == 1
+    # The small plot below, of the learning rate, would be too crowded for several runs.
     figure, (axes, *below) = _new_figure(1 + is_one)
     curves = []
     # All colors as whole lines, then all again dashed, then dotted.
@@ -86,6 +87,7 @@ def draw_curves(
             curves += _draw_single(axes, trained, evaluated, color)
         else:
             curves += _draw_one_of_several(axes, trained, evaluated, style, color, name)
+    # A run that has just begun has no evaluation yet, and no file is written.
     if not curves:
         return False
     last = max(x[-1] for x, _ in curves)
