@@ -48,17 +48,18 @@ def text_blocks(folder: Path, split: str, manifest: Manifest, data: DataSection)
     """Return the blocks of a split: documents end to end, or rows that begin with a document."""
     stream = open_tokens(folder, split, manifest)
     apart = data.mask == "documents"
-    from_end = read_from_end(manifest)
     if data.packing == "documents":
         return DocumentBlocks(
             stream,
             row_lengths(folder / split),
             block_size=data.block_size,
-            from_end=from_end,
+            from_end=read_from_end(manifest),
             apart=apart,
         )
     # Where documents begin is needed, and read, only to keep them apart.
-    starts = document_starts(row_lengths(folder / split), from_end) if apart else None
+    starts = None
+    if apart:
+        starts = document_starts(row_lengths(folder / split), read_from_end(manifest))
     return end_to_end(stream, split, data, starts)
 
 
