@@ -125,6 +125,9 @@ class Evaluation:
     # The options of `evaluate` for it. The first one asks for it; without that one the others are
     # refused. An evaluation that only training asks for has none.
     options: ClassVar[tuple[Option, ...]] = ()
+    # The knob by which a recipe asks for it: a run measures it if the knob has a value that is not
+    # empty. Without a knob, runs do not measure it.
+    knob = ""
 
     @property
     def asked_by(self) -> str:
@@ -139,14 +142,11 @@ class Evaluation:
         """Load data for `evaluate`, on every process. Raises UserError if it cannot be used."""
         raise NotImplementedError
 
-    def load_for_training(
-        self, config: Config, tokenizer: "PreTrainedTokenizerBase"
-    ) -> Measure | None:
-        """Load data for the evaluations of a run; None if the recipe does not ask for it.
-
-        Raises UserError if the data cannot be used.
+    def load_for_training(self, config: Config, tokenizer: "PreTrainedTokenizerBase") -> Measure:
+        """Load data for the evaluations of a run whose recipe asks for it. Raises UserError if the
+        data cannot be used.
         """
-        return None
+        raise NotImplementedError
 
 
 def with_error(value: float, error: float, digits: int) -> str:

@@ -57,6 +57,7 @@ class Metric(NamedTuple):
 
 class AnswerMetrics(Evaluation):
     options = (METRICS, DATA, MAX_NEW_TOKENS, TEMPERATURE, LIMIT)
+    knob = "eval.metrics"
 
     def load(self, request: Request) -> Loaded:
         if not request.arguments.data:
@@ -68,11 +69,7 @@ class AnswerMetrics(Evaluation):
         facts = {f"answers of {rows}": task.revision}
         return Loaded(partial(_measure, metrics, task), facts)
 
-    def load_for_training(
-        self, config: Config, tokenizer: "PreTrainedTokenizerBase"
-    ) -> Measure | None:
-        if not config.eval.metrics:
-            return None
+    def load_for_training(self, config: Config, tokenizer: "PreTrainedTokenizerBase") -> Measure:
         metrics = load_metrics(config.eval.metrics, "eval.metrics")
         task = training_question_task(config, tokenizer, config.eval.metric_rows)
         return partial(_measure_in_training, metrics, task)

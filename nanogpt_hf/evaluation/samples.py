@@ -21,17 +21,15 @@ _TEMPERATURE = 0.8
 
 
 class Samples(Evaluation):
-    def load_for_training(
-        self, config: Config, tokenizer: "PreTrainedTokenizerBase"
-    ) -> Measure | None:
+    knob = "eval.samples"
+
+    def load_for_training(self, config: Config, tokenizer: "PreTrainedTokenizerBase") -> Measure:
         """Encode the prompts before the first step, to report mistakes early.
 
         A prompt that the tokenizer cannot encode is skipped with a message, since a recipe may be
         used with other text. Raises UserError if a prompt is empty and the tokenizer has no start
         token.
         """
-        if not config.eval.samples:
-            return None
         from nanogpt_hf.data.chat_template import ChatFormat
         from nanogpt_hf.data.tokenizer import prompt_ids
 

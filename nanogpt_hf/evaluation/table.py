@@ -4,7 +4,7 @@ from argparse import ArgumentParser, Namespace
 from typing import TYPE_CHECKING, Any
 
 from nanogpt_hf.config.load import Overrides
-from nanogpt_hf.config.schema import KNOBS, Config
+from nanogpt_hf.config.schema import KNOBS, Config, get_value
 from nanogpt_hf.config.values import convert
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.evaluation.base import Evaluation, Measure, Option
@@ -42,12 +42,11 @@ def load_training_evaluations(
     config: Config, tokenizer: "PreTrainedTokenizerBase"
 ) -> list[Measure]:
     """Load what every evaluation of a run measures, in addition to the validation loss."""
-    measures = []
-    for evaluation in EVALUATIONS:
-        measure = evaluation.load_for_training(config, tokenizer)
-        if measure is not None:
-            measures.append(measure)
-    return measures
+    return [
+        evaluation.load_for_training(config, tokenizer)
+        for evaluation in EVALUATIONS
+        if evaluation.knob and get_value(config, evaluation.knob)
+    ]
 
 
 def _options() -> list[Option]:

@@ -52,6 +52,7 @@ Scores = dict[str, dict[str, float]]
 
 class LmEvalTasks(Evaluation):
     options = (TASKS, LIMIT)
+    knob = "eval.tasks"
 
     def wanted(self, arguments: Namespace) -> bool:
         return bool(task_names(arguments, of_rl=False))
@@ -60,11 +61,7 @@ class LmEvalTasks(Evaluation):
         loaded = load_tasks(task_names(request.arguments, of_rl=False))
         return Loaded(partial(_measure, loaded, request.arguments.limit))
 
-    def load_for_training(
-        self, config: Config, tokenizer: "PreTrainedTokenizerBase"
-    ) -> Measure | None:
-        if not config.eval.tasks:
-            return None
+    def load_for_training(self, config: Config, tokenizer: "PreTrainedTokenizerBase") -> Measure:
         loaded = load_tasks(config.eval.tasks, "eval.tasks")
         return partial(_measure_in_training, loaded, config.eval.tasks_limit)
 

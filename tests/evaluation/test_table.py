@@ -20,6 +20,7 @@ class WeightNorm(Evaluation):
     """The norm of all weights, times a factor."""
 
     options = (Option("--norm FACTOR", "the factor", float),)
+    knob = "optim.learning_rate"
 
     def load(self, request):
         return Loaded(lambda subject: self.measure(subject, request.arguments.norm))
@@ -37,15 +38,13 @@ class Cloze(Evaluation):
     """Bits per character of the last word of each line of a file."""
 
     options = (Option("--cloze FILE", "lines whose last word is predicted"),)
+    knob = "eval.samples"  # a row of the package would have a knob of its own, such as eval.cloze
 
     def load(self, request):
         lines = read_lines(request.arguments.cloze)
         return Loaded(partial(self.measure, lines), {"cloze": lines})
 
     def load_for_training(self, config, tokenizer):
-        # A row of the package would have a knob, such as eval.cloze.
-        if not config.eval.samples:
-            return None
         return partial(self.measure, read_lines(config.eval.samples[0]))
 
     def measure(self, lines: list[str], subject: Subject):

@@ -130,8 +130,8 @@ def test_tasks_are_scored_at_every_evaluation_without_effect(write_recipe, tmp_p
             data__source=str(tmp_path / "text.txt"),
             model__n_positions=32,
             model__dropout=0.1,
-            eval__tasks=first_questions,
-            eval__tasks_limit=5,
+            # A limit without tasks is refused.
+            **({"eval__tasks": first_questions, "eval__tasks_limit": 5} if first_questions else {}),
         )
         config = load_config(recipe)
         prepare(config)
