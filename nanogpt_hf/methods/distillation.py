@@ -87,7 +87,7 @@ def load_with_teacher(config: Config, load: Callable[[Config], PreparedData]) ->
 
 
 def _config_of(name: str) -> str:
-    """The digest of the config.json of a teacher; an adapter has the one of its base."""
+    """Compute the digest of a teacher's config.json; an adapter has the one of its base."""
     name = find_model(name)
     revision = None
     if (adapter := Path(name) / "adapter_config.json").is_file():

@@ -54,11 +54,13 @@ def finetune_config(
     config = load_config(recipe, overrides, defaults, f"{_short(start)}-{text}")
     if wrong := _contradictions(config, start, base):
         raise ConfigError(wrong)
+    # An adapter is opened with the positions of its base, so LoRA does not combine with others.
     grows = config.model.n_positions > base.max_position_embeddings
     if grows or config.finetune.rope_theta is not None:
         other = {Setting.OTHER_POSITIONS: Setting.OTHER_POSITIONS.value}
         check_settings(recipe_settings(config) | other)
     check_balance(config, base)
+    # The recipe of the run folder names the exact commit, so that a resume starts from the same.
     resolved = {"finetune.model": start, "finetune.revision": revision or commit}
     if generated:
         resolved["data.source"] = task
@@ -75,7 +77,7 @@ def finetune_config(
 def _defaults(
     stated: dict[str, Any], start: str, base: "PreTrainedConfig", method: RecipeMethod | None
 ) -> dict[str, Any]:
-    """The defaults of a run from the model `start`, with its sizes and its tokenizer."""
+    """Collect the defaults of a run from the model `start`, with its sizes and its tokenizer."""
     from nanogpt_hf.model.adapter_targets import lora_targets
     from nanogpt_hf.model.architecture import architecture_of
 
@@ -201,12 +203,14 @@ def check_tokenizer(config: Config, base: "PreTrainedConfig") -> str:
     else:
         given = own if name == start and own is not None else build_tokenizer(name, ()).hf
     learned = own.get_vocab() if own is not None else {}
+    # Every token that the model has learned must keep its id.
     if given is None or not learned.items() <= given.get_vocab().items():
         raise UserError(
             f"data.tokenizer: {name} is not the tokenizer of {start}, whose tokens the model "
             "has learned; leave it out, or add tokens to that one"
         )
     new = len(given) - len(learned) if learned else 0
+    # A model may have more rows than its tokenizer has tokens, for padding, but not fewer.
     if len(given) - new > base.vocab_size:
         raise UserError(
             f"data.tokenizer: {name} has {len(given):,} tokens, {start} only {base.vocab_size:,}; "

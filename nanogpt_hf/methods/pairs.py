@@ -42,6 +42,7 @@ EncodedPair = tuple[Encoded, Encoded]
 EncodedAnswer = tuple[Encoded, Conversation, bool]
 
 
+# A split is in memory: preference data are small, and each row is read in every epoch.
 class Pairs(Blocks):
     """Preference pairs as blocks: input_ids and shift_labels (n, 2, T), the chosen answer first,
     and `reference` (n, 2), the log-probabilities of the answers under the model before training.
@@ -68,7 +69,9 @@ class Pairs(Blocks):
         for row, index in enumerate(indices.tolist()):
             for side, (ids, prompt) in enumerate(self.pairs[index]):
                 inputs[row, side, : len(ids) - 1] = torch.tensor(ids[:-1])
+                # The last token of the prompt predicts the first one of the answer.
                 labels[row, side, prompt - 1 : len(ids) - 1] = torch.tensor(ids[prompt:])
+        # Zeros until the log-probabilities before training are computed (methods/reference.py).
         reference = self.reference[torch.from_numpy(indices)]
         return {"input_ids": inputs, "shift_labels": labels, "reference": reference}
 
@@ -139,6 +142,7 @@ def _load(
 
 def _check_labels(answers: LabeledAnswers) -> None:
     """Raises DataError if all answers to train on have the same label."""
+    # With one label only, the loss falls by making every answer more probable, or less.
     labels = set(answers.desirable.tolist())
     if len(labels) == 1:
         (label,) = labels
@@ -153,6 +157,7 @@ def _encoded_pair(row: Any, encode: Encode) -> EncodedPair:
     """Encode a row as a pair. Raises ValueError or DataError if its answers cannot be compared."""
     pair = pair_of(row)
     chosen, rejected = (encode(side) for side in pair)
+    # The loss of equal answers is a constant, and its gradient 0.
     if chosen == rejected:
         texts = (f"{side.messages[-1]['content']!r:.40}" for side in pair)
         raise DataError(

@@ -14,7 +14,7 @@ _EXAMPLES = 4
 
 
 def rollouts_of(run: Run) -> Rollouts:
-    """The rollouts of a run of reinforcement learning."""
+    """Get the rollouts of a run of reinforcement learning."""
     assert isinstance(run.data.train, Rollouts)
     return run.data.train
 

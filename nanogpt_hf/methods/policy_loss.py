@@ -1,4 +1,4 @@
-"""The objective of reinforcement learning: group-relative policy optimization (GRPO) on sampled
+"""Objective of reinforcement learning: group-relative policy optimization (GRPO) on sampled
 completions.
 """
 
@@ -37,7 +37,7 @@ def policy_objective(rl: RlSection) -> Objective:
     (arXiv:2402.03300), whose factor r makes its gradient unbiased (DeepSeek-V3.2,
     arXiv:2512.02556), and a mean over all tokens of the step as in DAPO (Yu et al. 2025,
     arXiv:2503.14476). TRL's GRPOTrainer has the same loss. Without `old_log_probs` in the batch
-    π_old is π itself: r is 1, and the gradient that of REINFORCE. ε is `rl.clip` (none: no
+    π_old is π itself: r is 1, and the gradient is REINFORCE's. ε is `rl.clip` (none: no
     clipping), β is `rl.kl`.
     """
 

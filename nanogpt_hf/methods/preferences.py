@@ -39,6 +39,7 @@ def begin_answers(run: Run, step: int) -> dict[str, float]:
     """Estimate the KL divergence on the answers of `step`, which its loss compares with."""
     fill_reference(run, lambda: False)
     blocks: Any = run.data.train
+    # One estimate for the whole step, the same on all processes: it is no part of the gradient.
     blocks.kl = divergence(run, blocks, run.batches.indices(step))
     return {"kl": blocks.kl}
 
@@ -47,6 +48,7 @@ def evaluate_pairs(run: Run, stopping: Callable[[], bool]) -> Evaluated | None:
     """Measure the loss on held-out pairs, how often the chosen answer has the higher reward, and
     the margin between the mean rewards; the same on all processes.
     """
+    # An evaluation at step 0 comes before the first step, so the reference may not be there yet.
     if not fill_reference(run, stopping):
         return None
     blocks = run.data.validation
@@ -81,7 +83,7 @@ def evaluate_answers(run: Run, stopping: Callable[[], bool]) -> Evaluated | None
 
 
 def _evaluated(noun: str, means: dict[str, float], sides: tuple[str, ...]) -> Evaluated:
-    """The findings of an evaluation, with the margin between two rewards if both are known."""
+    """Describe an evaluation, with the margin between two rewards if both are known."""
     line = f"held-out {noun}: loss {format_number(means['loss'], 4)}, "
     line += f"accuracy {means['accuracy']:.3f}"
     if all(side in means for side in sides):
@@ -95,6 +97,7 @@ def _mean_metrics(
     run: Run, blocks: Blocks, indices: np.ndarray, stopping: Callable[[], bool]
 ) -> dict[str, float] | None:
     """Average the objective's loss and metrics over blocks; None if `stopping()` has ended it."""
+    # Sums over this process's batches; one transfer from the device at the end.
     totals: Metrics = {}
     with torch.no_grad(), eval_mode(run.model):
         for _, batch in batches_of(run, blocks, indices):
@@ -123,6 +126,7 @@ def divergence(run: Run, blocks: LabeledAnswers, indices: np.ndarray) -> float:
             labels = batch["shift_labels"][:, 1:]
             sums, lengths = pair_log_probs(run.model, inputs, labels)
             total += torch.where(lengths > 0, sums - batch["reference"][:, 1:], 0.0).sum()
+    # A divergence is not negative; its estimate from few answers may be.
     return max(0.0, sum_over_ranks(run.accelerator, total).item() / len(indices))
 
 
@@ -137,6 +141,7 @@ PREFERENCES = Method(
     begin_step=begin_pairs,
     resume_problem=lost_reference,
 )
+# `align.loss kto` reads rows with a label in place of pairs; all else is the same.
 KTO = replace(
     PREFERENCES,
     name="preference training on single answers",

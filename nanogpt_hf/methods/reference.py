@@ -57,6 +57,7 @@ def read_reference(path: Path, splits: dict[str, Any]) -> Batch:
                 is_whole = saved[name].dtype == torch.float32 and saved[name].isfinite().all()
                 if not is_whole or not saved[name].any():
                     raise ValueError(f"{name} holds no log-probabilities")
+            # A run would train on wrong but plausible values without a sign of it.
             if recorded != _digest(saved):
                 raise ValueError(
                     "it was changed after it was written" if recorded else "it has no checksum"
@@ -73,6 +74,7 @@ def reference_content(tensors: Batch) -> bytes:
 
 
 def _digest(tensors: Batch) -> str:
+    # Names, shapes and types, too: the same bytes may be other rows.
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
@@ -101,6 +103,7 @@ def _start_model_problem(config: Config, folder: RunFolder, state: TrainState) -
         now = weights_of(name)
     except UserError as error:
         return f"{folder.reference}: is lost or damaged, and so is the start model: {error}"
+    # A run records the hashes of the weights that it starts from: compare with what is there now.
     changes = changes_of_origin(recorded, now)
     if START_WEIGHTS in recorded and not now:
         changes = [f"{name}: no such folder"]
@@ -132,6 +135,7 @@ def fill_reference(run: Run, stopping: Callable[[], bool]) -> bool:
     saved: Batch = {}
     if run.mesh.is_main:
         saved = read_reference(run.folder.reference, splits)
+    # The other processes may not see the main process's folder.
     (is_saved,) = broadcast_object_list([bool(saved)], from_process=0)
     if not is_saved and run.state.step:
         problem = None

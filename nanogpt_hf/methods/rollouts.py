@@ -73,6 +73,7 @@ def load_questions(config: Config) -> PreparedData:
         line += f"; {left_out:,} leave no room for rl.max_new_tokens, left out"
         line += " of the first 200" if is_generated(task.name) else ""
     logger.info(f"{line}; the first: {prompt!r:.200}")
+    # Both splits are the rollouts: evaluations ask held-out questions, and read no blocks.
     return in_memory(
         rollouts,
         rollouts,
@@ -84,7 +85,7 @@ def load_questions(config: Config) -> PreparedData:
 
 
 class Rollouts(Blocks):
-    """The `Blocks` of a step: completions with their advantages, from `draw` until the next one.
+    """`Blocks` of a step: completions with their advantages, from `draw` until the next one.
 
     Every process holds all of them, so which rank trains on which does not matter. Before the
     first `draw` they are sequences of full length with advantage 0, for the dry-run step.
@@ -146,6 +147,7 @@ class Rollouts(Blocks):
             for row in range(self._length)
         ]
         self._answers = self.sampler.sample(accelerator, model, self.questions_at(step), seeds)
+        # (questions, samples): an answer is compared with the other answers to its question.
         grouped = advantages(self._answers.grouped_rewards, scaled=self.config.rl.scale_advantages)
         self._advantages = grouped.reshape(-1)
         self._log_probs = {}
@@ -203,6 +205,7 @@ def sequence_batch(answers: Answers, indices: np.ndarray | Sequence[int]) -> dic
         end = len(prompt) + length
         inputs[number, : len(prompt)] = torch.tensor(prompt)
         inputs[number, len(prompt) : end] = answers.completions.ids[row, :length]
+        # Column k of the labels is position start + k; its target is the token after it.
         labels[number, len(prompt) - 1 - start : end - 1 - start] = inputs[
             number, len(prompt) : end
         ]

@@ -1,4 +1,4 @@
-"""The methods of training, a row each; the first one that a recipe chooses is its method."""
+"""Table of the methods of training; the first one that a recipe chooses is its method."""
 
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.methods.method import Method
@@ -6,9 +6,10 @@ from nanogpt_hf.methods.policy import POLICY
 from nanogpt_hf.methods.preferences import KTO, PREFERENCES
 from nanogpt_hf.methods.text import DISTILLATION, TEXT
 
+# The next token of text is last, since every recipe could choose it.
 METHODS = [POLICY, KTO, PREFERENCES, DISTILLATION, TEXT]
 
 
 def method_of(config: Config) -> Method:
-    """The method that a recipe chooses; config/compatibility.py refuses a recipe with two."""
+    """Find the method that a recipe chooses; config/compatibility.py refuses a recipe with two."""
     return next(method for method in METHODS if method.is_chosen(config))

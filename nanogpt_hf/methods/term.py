@@ -37,7 +37,7 @@ class Term:
     )
     # From the output of the model, the value of a micro-batch, summed over its targets.
     output: Callable[[Any], Tensor] | None = None
-    # The factor of the cross-entropy beside this term.
+    # The factor of the cross-entropy in a loss with this term.
     share: Callable[[Config], float] = lambda config: 1.0
 
     def __post_init__(self) -> None:

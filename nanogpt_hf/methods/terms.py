@@ -1,4 +1,4 @@
-"""The loss on text: the cross-entropy of the next token, and the terms that a recipe adds to it."""
+"""Loss on text: the cross-entropy of the next token, and the terms that a recipe adds to it."""
 
 import math
 from collections.abc import Sequence
@@ -27,10 +27,11 @@ TERMS = [DIVERGENCE, BALANCE]
 
 
 def text_objective(config: Config, data: PreparedData) -> Objective:
-    """The objective of a recipe on text: the cross-entropy with the chosen terms."""
+    """Build the objective of a recipe on text: the cross-entropy with the chosen terms."""
     chosen = [term for term in TERMS if term.is_chosen(config)]
     of_rows = [term for term in chosen if term.rows]
     of_output = [term for term in chosen if term.output]
+    # Without distillation the cross-entropy counts whole.
     share = math.prod(term.share(config) for term in of_rows)
 
     def objective(model: torch.nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Metrics]:
@@ -61,11 +62,12 @@ def next_token_loss(model: torch.nn.Module, batch: dict[str, Tensor]) -> tuple[T
 
 
 def _forward(model: torch.nn.Module, batch: dict[str, Any]) -> tuple[Tensor, Metrics, Any]:
-    """The summed loss of a batch, metrics of its experts in training, and the model's output."""
+    """Compute the summed loss of a batch, metrics of its experts, and the model's output."""
     out = model(**batch, num_items_in_batch=1, skip_logits=True, use_cache=False)
     routing = getattr(out, "routing", None)
     if routing is None:
         return out.loss, {}, out
+    # Logged with any weight of the balance loss, 0 too: they show whether experts idle.
     metrics = {
         "balance_loss": routing.balance,
         "router_entropy": routing.entropy,
@@ -75,7 +77,7 @@ def _forward(model: torch.nn.Module, batch: dict[str, Any]) -> tuple[Tensor, Met
 
 
 class SummedTerms:
-    """The loss of a micro-batch's rows from their logits: cross-entropy and terms.
+    """Loss of a micro-batch's rows from their logits: cross-entropy and terms.
 
     The model calls it for each chunk of rows, in place of its own cross-entropy. `sums` has the
     value of each part, summed over the targets so far.
@@ -88,7 +90,8 @@ class SummedTerms:
         self.sums: Metrics = {}
 
     def __call__(self, chunk: slice, logits: Tensor, targets: Tensor) -> Tensor:
-        """The summed loss of some rows from their logits (R, V) and targets (R,)."""
+        """Sum the loss of some rows from their logits (R, V) and targets (R,)."""
+        # Sums of exponentials over a vocabulary need float32, whatever the model computes in.
         logits = logits.float()
         counts = targets != IGNORED
         cross_entropy = F.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORED)

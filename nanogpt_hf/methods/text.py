@@ -61,6 +61,7 @@ def evaluate_validation(run: Run, stopping: Callable[[], bool]) -> Evaluated | N
         f"(perplexity {format_number(result.perplexity, 2)}, "
         f"{format_number(result.bits_per_byte, 3)} bits per byte)"
     ]
+    # In bits per byte, models with different tokenizers compare.
     if by_source:
         losses = (f"{name} {format_number(part.loss, 4)}" for name, part in by_source.items())
         lines.append(f"  {', '.join(losses)}")

@@ -1,4 +1,4 @@
-"""The training loop: evaluate, save, step, until the last step is done.
+"""Training loop: evaluate, save, step, until the last step is done.
 
 A run is a pure function of its recipe, its seed and the step: the tokens of a step, its learning
 rate and its dropout masks never depend on earlier steps or restarts. So a run can stop at any step
@@ -26,7 +26,7 @@ from nanogpt_hf.training.tracking import log_summary
 
 
 class Action(Enum):
-    """What a run does next."""
+    """An action of the loop; `next_action` chooses the next one."""
 
     EVALUATE = auto()
     SAVE = auto()  # a checkpoint
@@ -52,7 +52,7 @@ def next_action(
     step has, so the run goes back to its checkpoint.
     """
     if spiked:
-        # Nothing is saved: the weights are those of the step that has spiked.
+        # Nothing is saved: the weights are already spoiled by the step that has spiked.
         return Action.START_AGAIN
     step = state.step
     done = is_done(config, state)
@@ -150,6 +150,7 @@ def evaluate(run: Run, report: Report) -> bool:
     state = run.state
     evaluated = method_of(run.config).evaluate(run, report.stop_requested)
     if evaluated is not None:
+        # The state goes into the checkpoint, so a resumed run knows its best model and patience.
         state.evaluation = evaluated.evaluation
         state.evaluated_step = state.step
         state.score = evaluated.score
@@ -161,5 +162,6 @@ def evaluate(run: Run, report: Report) -> bool:
             state.best_loss = evaluated.score
             state.best_step = state.step
         report.evaluation(evaluated, is_best=is_best)
+    # An evaluation is no part of the training speed.
     report.restart_clock()
     return evaluated is not None

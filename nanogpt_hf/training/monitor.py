@@ -216,7 +216,7 @@ class LayerStats:
         self._norms = (gradients, weights, updates)
 
     def step_report(self, grad_norm: float) -> dict[str, float]:
-        """The norms of the last `measured_step`.
+        """Report the norms of the last `measured_step`.
 
         `grad_norm` is the whole gradient's before clipping.
         """

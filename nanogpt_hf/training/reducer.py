@@ -19,7 +19,7 @@ from nanogpt_hf.optim.optimizer import skip_step_unless_finite
 
 
 class Reducer(Protocol):
-    """What `train_step` asks for the gradients of one step."""
+    """Interface of the two reducers to `train_step`, for one step."""
 
     def micro_batch(self) -> Any:
         """Context for the forward and the backward pass of the next micro-batch."""
@@ -80,6 +80,7 @@ class TreeReducer:
             yield
 
     def backward(self, loss: torch.Tensor) -> None:
+        # FSDP2 reduces gradients in the backward pass, so it has to know whether a group ends.
         self.tree.before_backward()
         self.run.accelerator.backward(loss)
         self.tree.add(loss.detach())
@@ -90,12 +91,13 @@ class TreeReducer:
         return loss if self.run.mesh.is_main else torch.zeros_like(loss)
 
     def clip(self, max_norm: float) -> torch.Tensor:
+        # The norm is summed row by row: its bytes do not depend on the shards either.
         grad_norm = self.tree.clip(max_norm)
         skip_step_unless_finite(self.bare, grad_norm)
         return grad_norm
 
 
 def reducer_of(run: Run) -> Reducer:
-    """The reducer of a run's next step."""
+    """Make the reducer of a run's next step."""
     groups = run.config.train.gradient_groups
     return TreeReducer(run, groups) if groups else MeanReducer(run)

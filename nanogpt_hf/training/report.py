@@ -35,7 +35,7 @@ from nanogpt_hf.training.tracking import Tracking, start_tracking
 
 @dataclass
 class Report:
-    """The outputs of one run, and the request to stop that the system may send."""
+    """Outputs of one run, and the request to stop that the system may send."""
 
     run: Run
     stop: StopRequest
@@ -82,6 +82,7 @@ class Report:
         if run.state.step % run.config.tracking.every:
             return False
         loss = sum_over_ranks(run.accelerator, result.loss).item()
+        # From here on the host waits: the norms and the loss of the step are read.
         metrics = self.monitor.report(run.state)
         metrics |= self.layers.step_report(result.grad_norm.item())
         metrics |= step_metrics(run, result)
@@ -91,6 +92,7 @@ class Report:
     def evaluation(self, evaluated: Evaluated, *, is_best: bool) -> None:
         """Run the recipe's other evaluations, and log all; save the model to best/ if it is."""
         run = self.run
+        # Before the other evaluations, which may take long: a kill meanwhile keeps the best model.
         if is_best:
             self.save_model(run.folder.best)
         evaluated = self._with_other_evaluations(evaluated)
@@ -115,7 +117,7 @@ class Report:
             self.tracking.alert("Stopped early", f"{text} (eval.patience)")
 
     def _with_other_evaluations(self, evaluated: Evaluated) -> Evaluated:
-        """The method's evaluation of a step, with the figures of the recipe's other evaluations."""
+        """Add the figures of the recipe's other evaluations to the method's own."""
         run = self.run
         subject = Subject(
             name=run.config.name,
@@ -138,6 +140,7 @@ class Report:
     def checkpoint(self) -> None:
         """Save a checkpoint; a thread writes it while training continues."""
         run = self.run
+        # The state that is saved counts skipped and clipped steps up to here.
         self.monitor.count_steps(run.state)
         self.checkpoints.save(run.model, run.optimizer, run.state)
         run.saved = replace(run.state)

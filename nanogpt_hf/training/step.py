@@ -42,6 +42,7 @@ def train_step(run: Run, step: int, learning_rate: float) -> StepResult:
             # Before the objective, so that its terms see the positions that the model computes.
             if run.mesh.cp_size > 1:
                 batch = own_positions(batch, run.model, run.mesh)
+            # The last micro-batch of the step reduces the gradients over the ranks.
             with reducer.micro_batch():
                 summed_loss, sums = run.objective(run.model, batch)
                 reducer.backward(summed_loss / num_targets)
@@ -66,8 +67,8 @@ def take_step(run: Run, step: int, learning_rate: float) -> StepResult:
 def seed_micro_batch(run: Run, step: int, index: int) -> None:
     """Seed dropout for this rank's micro-batch `index` of a step.
 
-    The seed follows from the micro-batch's number among those of all ranks. So a resumed run draws
-    the masks of an uninterrupted one, and several processes those of one.
+    The seed follows from the number of the micro-batch among all ranks. So a resumed run draws the
+    masks of an uninterrupted one, and several processes draw the masks of one.
     """
     batches = run.batches
     # Processes that share the positions of a sequence draw masks of their own parts.

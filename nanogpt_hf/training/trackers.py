@@ -92,7 +92,7 @@ def _as_scalar(value: Any) -> Any:
 
 
 def _tracker_options(run: Run, name: str, step: int) -> dict[str, Any]:
-    """The options with which a tracker starts a run of its own."""
+    """Choose the options with which a tracker starts a run of its own."""
     title = run.config.name
     if name == "trackio":
         # Its runs are identified by their names, so another run must not have the same.

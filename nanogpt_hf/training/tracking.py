@@ -63,7 +63,7 @@ class Tracking:
 
     @property
     def config(self) -> Config:
-        """The recipe of the run's stage."""
+        """Recipe of the run's stage."""
         return self.run.config
 
     def begin(self) -> None:
@@ -129,8 +129,8 @@ class Tracking:
     def train(self, loss: float, learning_rate: float, metrics: dict[str, float]) -> None:
         """Log the last step, with further metrics by name.
 
-        Call it after the loss was read from the device, so that the speed is that of finished
-        steps.
+        Call it after the loss was read from the device, so that the speed counts finished steps
+        only.
         """
         now = time.perf_counter()
         tokens = self.run.state.tokens
@@ -152,6 +152,7 @@ class Tracking:
                 rate * self.flops_per_token / self.peak / self.run.mesh.world_size, 4
             )
         self._write(values)
+        # Reinforcement learning has no loss with a meaning: its reward is the headline.
         headline = f"loss {format_number(loss, 4)}"
         if "train/reward" in metrics:
             headline = f"reward {metrics['train/reward']:.4f}"
@@ -159,15 +160,17 @@ class Tracking:
         self._show(f"{headline}, {speed}")
         if self.bar.disable and now - self._last_line >= _SECONDS_BETWEEN_LINES:
             self._last_line = now
+            # By the speed since the last report, without evaluations and checkpoints.
             left = format_duration((planned_tokens(self.config) - tokens) / rate)
             self._log(f"train {headline}, {speed}, {left} left")
 
     def _epochs(self) -> dict[str, float]:
-        """How often each source of a mixture has been read."""
+        """Count how often each source of a mixture has been read."""
         state = self.run.state
         batches = self.run.batches
         if not is_mixture(self.config.data):
             return {}
+        # After loss spikes the data is ahead of the steps.
         epochs = batches.epochs(state.step + state.skipped_steps)
         names = [source.name for source in sources_of(self.config.data)]
         return {f"train/epochs/{name}": value for name, value in zip(names, epochs, strict=True)}
@@ -187,6 +190,7 @@ class Tracking:
         if evaluated.samples:
             self._append({"samples": evaluated.samples})
         self._write(evaluated.metrics)
+        # The line of the method's own evaluation comes first; the bar shows it without its details.
         first, *others = evaluated.lines
         self._log(f"{first}{' -> best/' if is_best else ''}", *others)
         self._show(first.partition(" (")[0])
