@@ -22,7 +22,6 @@ from nanogpt_hf.runs.state import TrainState
 from nanogpt_hf.training.build import start_again
 from nanogpt_hf.training.report import Report, reporting
 from nanogpt_hf.training.step import take_step
-from nanogpt_hf.training.tracking import log_summary
 
 
 class Action(Enum):
@@ -86,7 +85,7 @@ def train(run: Run) -> RunFolder:
     """
     with reporting(run) as report:
         train_steps(run, report)
-    log_summary(run)
+    report.log_summary()
     if run.state.has_diverged:
         raise DivergedError(
             f"{run.folder.path}: the run has diverged: its last evaluation, at step "

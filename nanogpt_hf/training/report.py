@@ -30,7 +30,7 @@ from nanogpt_hf.runs.files import write_whole
 from nanogpt_hf.training.micro_batch import one_line_for_too_little_memory
 from nanogpt_hf.training.monitor import LayerStats, Monitor
 from nanogpt_hf.training.step import step_metrics
-from nanogpt_hf.training.tracking import Tracking, start_tracking
+from nanogpt_hf.training.tracking import Tracking, log_summary, start_tracking
 
 
 @dataclass
@@ -187,6 +187,10 @@ class Report:
     def restart_clock(self) -> None:
         """Leave the time since the last report out of the training speed."""
         self.tracking.restart_clock()
+
+    def log_summary(self) -> None:
+        """Log the last lines of a run, when all is written."""
+        log_summary(self.run)
 
     def step_done(self) -> None:
         """Move the progress bar."""
