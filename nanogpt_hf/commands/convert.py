@@ -19,6 +19,7 @@ _DTYPES = {"float32": "float32", "bf16": "bfloat16", "fp16": "float16", "q8_0": 
 # The packages of a format; the extra that installs them has the format's name.
 _NEEDS = {"gguf": ("gguf",), "onnx": ("onnx", "onnxscript", "onnxruntime")}
 # The library that opens the written files again.
+_QUANTIZED = ("q2_k", "q3_k_m", "q4_0", "q4_k_s", "q4_k_m", "q5_k_s", "q5_k_m", "q6_k", "q8_0")
 _READERS = {"safetensors": "transformers", "gguf": "transformers", "onnx": "onnxruntime"}
 
 
@@ -34,6 +35,8 @@ def add_export_arguments(parser: ArgumentParser) -> None:
         choices=_DTYPES,
         default="float32",
     )
+    kinds = "quantize the weights of a GGUF file by llama.cpp's llama-quantize"
+    add_option(parser, "--quantize", kinds, choices=_QUANTIZED)
 
 
 def run_export(arguments: Namespace) -> None:
@@ -54,6 +57,8 @@ def run_export(arguments: Namespace) -> None:
         )
     if kind == "safetensors" and arguments.dtype == "q8_0":
         raise UserError("--dtype q8_0: is of GGUF files; add --format gguf")
+    if arguments.quantize and (kind != "gguf" or arguments.dtype != "float32"):
+        raise UserError("--quantize: is of GGUF files; give --format gguf, and no --dtype")
 
     import torch
     from transformers.utils import logging
@@ -71,10 +76,9 @@ def run_export(arguments: Namespace) -> None:
         model: Any = load_model(source)
         tokenizer = load_tokenizer(source)
         card = _card(source, model, library="transformers" if kind == "safetensors" else kind)
+        lines = []
         if kind == "gguf":
-            from nanogpt_hf.export.gguf import export_gguf
-
-            difference = export_gguf(folder, model, tokenizer, arguments.dtype)
+            difference, lines = _write_gguf(folder, model, tokenizer, arguments)
         elif kind == "onnx":
             from nanogpt_hf.export.onnx import export_onnx
 
@@ -85,19 +89,66 @@ def run_export(arguments: Namespace) -> None:
         # A difference says something only next to the size of the logits.
         largest = logits_of(model).abs().max().item()
     form = f"plain {architecture_of(model).title}" if kind == "safetensors" else kind.upper()
-    show(f"{out}: {source} as {form}, {arguments.dtype}")
-    show(
-        f"  opened again with {_READERS[kind]}: logits up to {largest:.3g} differ by at most "
-        f"{difference:.2g}"
-    )
+    show(f"{out}: {source} as {form}, {arguments.quantize or arguments.dtype}")
+    if difference is not None:
+        show(
+            f"  opened again with {_READERS[kind]}: logits up to {largest:.3g} differ by at most "
+            f"{difference:.2g}"
+        )
+    for line in lines:
+        show(line)
     show(f"next: {_use_of_export(kind, out)}")
+
+
+def _write_gguf(
+    folder: Path, model: Any, tokenizer: Any, arguments: Namespace
+) -> tuple[float | None, list[str]]:
+    """Write a GGUF file, by llama.cpp's converter if ours does not know the model or tokenizer.
+
+    Returns the largest difference of the logits, None for a file of llama.cpp's converter, which
+    transformers may not read, and lines on what llama.cpp's programs wrote.
+    """
+    from nanogpt_hf.export.gguf import FILE, export_gguf
+    from nanogpt_hf.export.llama_cpp import (
+        CONVERTER,
+        QUANTIZER,
+        convert,
+        find_program,
+        quantize,
+        require_program,
+    )
+
+    if arguments.quantize:
+        # Before the file is written, which may take minutes.
+        require_program(QUANTIZER, f"--quantize {arguments.quantize}")
+    file = folder / FILE
+    difference, lines = None, []
+    try:
+        difference = export_gguf(folder, model, tokenizer, arguments.dtype)
+    except UserError as error:
+        if find_program(CONVERTER) is None:
+            raise UserError(
+                f"{error}; llama.cpp's own converter may know it: put {CONVERTER} on PATH, or set "
+                "LLAMA_CPP to its folder"
+            ) from None
+        for path in folder.iterdir():
+            path.unlink()
+        found = convert(file, model, tokenizer, arguments.dtype)
+        lines.append(f"  written by {CONVERTER}: token embeddings differ by at most {found:.2g}")
+    if arguments.quantize:
+        share = quantize(file, arguments.quantize)
+        size = file.stat().st_size
+        lines.append(f"  quantized by {QUANTIZER}: {size:,} bytes, weights changed by {share:.2%}")
+    return difference, lines
 
 
 def _use_of_export(kind: str, out: Path) -> str:
     """A command that uses an exported model."""
-    if kind == "gguf":
+    if kind == "gguf" and (out / "Modelfile").is_file():
         modelfile = shlex.quote(str(out / "Modelfile"))
         return f"ollama create {shlex.quote(out.resolve().name.lower())} -f {modelfile}"
+    if kind == "gguf":
+        return f"llama-cli -m {shlex.quote(str(out / 'model.gguf'))}"
     if kind == "onnx":
         path = str(out / "model.onnx")
         return f'python -c "import onnxruntime; onnxruntime.InferenceSession({path!r})"'

@@ -217,7 +217,6 @@ FEATURES = {
             "train.rollback_ratio": 1.003,
             "train.tokens_per_step": 64,
             "optim.learning_rate": 1e-4,
-            "optim.min_learning_rate": 0,
         },
         ("PP",),
         exhaustive=("ZeRO-2",),
