@@ -32,6 +32,7 @@ from nanogpt_hf.errors import DataError, UserError
 from nanogpt_hf.formatting import plural
 from nanogpt_hf.methods.finetuning import check_tokenizer, finetune_config
 from nanogpt_hf.program import program
+from nanogpt_hf.reports.settings import settings_table
 from nanogpt_hf.runs.files import write_json
 from nanogpt_hf.runs.folder import find_run
 
@@ -277,8 +278,9 @@ def run_sweep(arguments: Namespace, overrides: Overrides) -> int:
 
     Every combination of values is an ordinary run folder below the sweep's. Run the same command
     again to continue: what is done is skipped, what was interrupted resumes, what failed is tried
-    again. A failed run does not stop the others. At the end there are a table (sweep.json) and a
-    plot (sweep.png), with --depth 2,3,4 also a fitted scaling law.
+    again. A failed run does not stop the others. At the end there are a table (sweep.json), the
+    curves (sweep.png) and the loss over each knob (settings.png), with means over the seeds where
+    train.seed is swept, and with --depth 2,3,4 a fitted scaling law.
 
     Values with commas are quoted as in YAML: --data.text_column '"a,b", c'. A list is one value.
     """
@@ -315,7 +317,9 @@ def run_sweep(arguments: Namespace, overrides: Overrides) -> int:
                 f"scaling over depths: loss = {law['coefficient']:.4g} × "
                 f"FLOPs^{law['exponent']:.4f} ± {law['standard_error']:.4f}"
             )
-        lines.append(f"{folder}: sweep.png, sweep.json")
+        if len(tree["settings"]) < len(runs):
+            lines += ["means over the seeds, best first:", settings_table(tree["settings"]), ""]
+        lines.append(f"{folder}: sweep.png, settings.png, sweep.json")
     show("\n".join(lines))
     write_json(arguments.json, tree)
     return exit_status

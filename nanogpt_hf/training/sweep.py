@@ -38,6 +38,7 @@ from nanogpt_hf.planning.estimate import estimate
 from nanogpt_hf.program import program
 from nanogpt_hf.reports.comparison import diverged_at
 from nanogpt_hf.reports.curves import draw_curves
+from nanogpt_hf.reports.settings import draw_settings, settings_of
 from nanogpt_hf.runs.files import write_json
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.metrics import last_value, read_metrics
@@ -336,8 +337,13 @@ def write_results(sweep: Sweep, statuses: dict[str, str]) -> dict[str, Any]:
             row[f"val_{name}"] = last_value(events, f"val/{name}")
     tree = {"sweep": sweep.folder.resolve().name, "runs": rows}
     tree["fit"] = None if other_tokens else fit_scaling(rows)
+    metric = "val/bits_per_byte" if other_tokens else "val/loss"
+    # A diverged run, or one that is not done, says nothing of its setting.
+    losses = [row[metric.replace("/", "_")] if row["status"] == "done" else None for row in rows]
+    values = [run.values for run in sweep.runs]
+    tree["settings"] = settings_of(list(zip(values, losses, strict=True)))
     sweep.folder.mkdir(parents=True, exist_ok=True)
     write_json(sweep.folder / "sweep.json", tree)
-    metric = "val/bits_per_byte" if other_tokens else "val/loss"
     draw_curves(events_of, sweep.folder / "sweep.png", metric, "tokens")
+    draw_settings(tree["settings"], sweep.folder / "settings.png")
     return tree

@@ -61,6 +61,7 @@ def test_sweep_trains_runs_and_skips_finished_ones(
     assert in_process == ["learning_rate=0.01", "learning_rate=0.02"]
     assert "0.01" in capsys.readouterr().out
     assert (folder / "sweep.png").read_bytes().startswith(b"\x89PNG")
+    assert (folder / "settings.png").read_bytes().startswith(b"\x89PNG")
     rows = read_table(folder).values()
     values = [(row["status"], row["steps"], row["optim.learning_rate"]) for row in rows]
     assert values == [("done", 2, 0.01), ("done", 2, 0.02)]
@@ -80,6 +81,16 @@ def test_sweep_trains_runs_and_skips_finished_ones(
     assert "train.seed: 1337 -> 3" in capsys.readouterr().err
     assert run_sweep("--overwrite") == 0
     assert in_process[3:] == ["learning_rate=0.01", "learning_rate=0.02"]
+
+
+@pytest.mark.long
+def test_sweep_shows_means_over_seeds(run_sweep, in_process, capsys):
+    assert run_sweep("--train.seed 1,2") == 0
+    out = capsys.readouterr().out
+    _, _, table = out.partition("means over the seeds, best first:\n")
+    header, first, second, *_ = table.splitlines()
+    assert header.split()[0] == "optim.learning_rate"
+    assert first.split()[1] == second.split()[1] == "2"
 
 
 @pytest.mark.long
