@@ -41,7 +41,7 @@ from nanogpt_hf.data.manifest import (
 from nanogpt_hf.data.prepared import TOKENIZER, check_fits, open_blocks
 from nanogpt_hf.data.source import BadRows, Documents, check_source, load_documents, local_files
 from nanogpt_hf.data.tokenizer import Tokenizer, build_tokenizer, save_tokenizer, vocabulary_hash
-from nanogpt_hf.errors import DataError
+from nanogpt_hf.errors import DataError, one_line
 from nanogpt_hf.formatting import plural, shows_bars
 from nanogpt_hf.place import make_once
 
@@ -320,13 +320,16 @@ def _without_bad_rows(encode: Encode, bad: BadRows) -> Encode:
         # that cannot.
         try:
             return encode(documents, first)
-        except DataError:
+        except (DataError, UnicodeError):
             rows = []
         for number, document in enumerate(documents, first):
             try:
                 rows += encode([document], number)
             except DataError as error:
                 bad.add_document(number, str(error))
+            # Half of a pair of surrogates, which JSON can write and UTF-8 has no bytes for.
+            except UnicodeError as error:
+                bad.add_document(number, f"holds a character that is no text: {one_line(error)}")
         return rows
 
     return encode_others

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from nanogpt_hf.config.schema import KNOBS, Config, get_value
+from nanogpt_hf.config.settings import Setting
 from nanogpt_hf.data.prepared import PreparedData
 
 # From some rows of a micro-batch, and their logits (R, vocabulary) in float32, the values (R,) of a
@@ -41,8 +42,19 @@ class Term:
     share: Callable[[Config], float] = lambda config: 1.0
 
     def __post_init__(self) -> None:
-        if KNOBS[self.knob].layouts is None:
+        layouts = KNOBS[self.knob].layouts
+        if layouts is None:
             raise ValueError(f"{self.knob}: declare it by `loss_term` in config/run_sections.py")
+        # Stages compute the cross-entropy by themselves, and processes that split the vocabulary
+        # have no row of logits: a term would be left out in silence.
+        impossible = {Setting.PIPELINE_STAGES}
+        if self.rows is not None:
+            impossible.add(Setting.TENSOR_PARALLELISM)
+        if wrong := impossible & set(layouts):
+            names = ", ".join(sorted(setting.value for setting in wrong))
+            raise ValueError(
+                f"{self.knob}: no such term can honour {names}; leave it out of layouts"
+            )
 
     def is_chosen(self, config: Config) -> bool:
         return get_value(config, self.knob) != KNOBS[self.knob].default

@@ -37,11 +37,11 @@ class WeightNorm(Evaluation):
 class Cloze(Evaluation):
     """Bits per character of the last word of each line of a file."""
 
-    options = (Option("--cloze FILE", "lines whose last word is predicted"),)
+    options = (Option("--test-cloze FILE", "lines whose last word is predicted"),)
     knob = "eval.samples"  # a row of the package would have a knob of its own, such as eval.cloze
 
     def load(self, request):
-        lines = read_lines(request.arguments.cloze)
+        lines = read_lines(request.arguments.test_cloze)
         return Loaded(partial(self.measure, lines), {"cloze": lines})
 
     def load_for_training(self, config, tokenizer):
@@ -75,7 +75,7 @@ def read_lines(path: str) -> list[str]:
     try:
         return Path(path).read_text().splitlines()
     except OSError as error:
-        raise DataError(f"--cloze: {path}: {error.strerror}") from None
+        raise DataError(f"--test-cloze: {path}: {error.strerror}") from None
 
 
 @pytest.fixture(autouse=True)
@@ -112,12 +112,14 @@ def cloze_file(tmp_path) -> Path:
 
 def test_evaluate_measures_a_cloze(letter_model, tmp_path, cloze_file, capsys, refused):
     output = tmp_path / "out.json"
-    assert main(argv("evaluate {} --cloze {} --output {}", letter_model, cloze_file, output)) == 0
+    assert (
+        main(argv("evaluate {} --test-cloze {} --output {}", letter_model, cloze_file, output)) == 0
+    )
     bits = json.loads(output.read_text())["cloze/bits_per_character"]
     assert f"cloze {bits:.4f} bits per character" in capsys.readouterr().out
     assert 0 < bits < 20
-    assert "--cloze: none.txt: No such file" in refused(
-        "evaluate", letter_model, "--cloze", "none.txt"
+    assert "--test-cloze: none.txt: No such file" in refused(
+        "evaluate", letter_model, "--test-cloze", "none.txt"
     )
 
 

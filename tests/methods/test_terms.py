@@ -158,3 +158,27 @@ def test_a_row_that_the_recipe_does_not_declare_is_an_error():
         Term("z_loss", knob=KNOB, weight=lambda config: 0.01, rows=squared_log_partition)
     with pytest.raises(ValueError, match="halves: list its recipe in RECIPE_METHODS"):
         replace(TEXT, name="halves", recipe=RecipeMethod(KNOB, "halves", {}, 16, "text"))
+
+
+@pytest.mark.parametrize(
+    ("layouts", "kind", "named"),
+    [
+        ((Setting.PIPELINE_STAGES,), "rows", "pipeline stages"),
+        ((Setting.PIPELINE_STAGES,), "output", "pipeline stages"),
+        ((Setting.TENSOR_PARALLELISM,), "rows", "tensor parallelism"),
+        ((Setting.TENSOR_PARALLELISM,), "output", None),
+        ((Setting.DEEPSPEED,), "rows", None),
+    ],
+)
+def test_term_cannot_state_a_layout_that_would_leave_it_out(monkeypatch, layouts, kind, named):
+    monkeypatch.setitem(KNOBS, KNOB, replace(KNOBS[KNOB], layouts=layouts))
+    parts = {kind: squared_log_partition}
+
+    def build_term() -> Term:
+        return Term("z_loss", knob=KNOB, weight=lambda config: 0.01, **parts)
+
+    if named is None:
+        assert build_term().knob == KNOB
+        return
+    with pytest.raises(ValueError, match=f"no such term can honour {named}"):
+        build_term()

