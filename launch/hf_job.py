@@ -116,13 +116,27 @@ def main() -> int:
         if warning := check_login(arguments.repo_id):
             raise UserError(warning)
     except UserError as error:
-        print(f"{error}\nnothing was started", file=sys.stderr)
+        print(error, file=sys.stderr)
         return 2
+    command = pretrain_command(recipe, run, arguments.repo_id, knobs)
+    # A mistake in the recipe or a knob ends here, before a repository is made.
+    checked = subprocess.run(
+        [sys.executable, "-m", "nanogpt_hf", *command[command.index("pretrain") :], "--dry-run"],
+        stdout=subprocess.DEVNULL,
+    )
+    if checked.returncode:
+        return checked.returncode
     api = HfApi()
     api.create_repo(arguments.repo_id, private=True, exist_ok=True)
+    # The branch has checkpoints and the description of the machine, which are for nobody else.
+    if not api.model_info(arguments.repo_id).private:
+        line = (
+            f"{arguments.repo_id}: it is public; make it private in its settings, or name another"
+        )
+        print(line, file=sys.stderr)
+        return 2
     if download_run(api, arguments.repo_id, run):
         print(f"continuing from {run.newest_checkpoint()}", flush=True)
-    command = pretrain_command(recipe, run, arguments.repo_id, knobs)
     return train(command, api, arguments.repo_id, run)
 
 

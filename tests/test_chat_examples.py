@@ -80,6 +80,11 @@ CLAUDE = [
     }
 ]
 SUM = [["2 + 2?", "4"]]
+CYCLE = [
+    {"current_node": "a", "mapping": node("a", "b", "user", "x") | node("b", "a", "user", "y")}
+]
+NUMBER = {"messages": [SUMMER[3] | {"from": 1}, SUMMER[3]]}
+ZONES = {"messages": [SUMMER[1] | {"date": "2025-06-01T10:00:00Z"}, SUMMER[3]]}
 # reader, export, options, then the contents of each conversation: of user and assistant in turns
 EXPORTS = {
     "whatsapp on iOS": (
@@ -118,6 +123,7 @@ EXPORTS = {
         ["--me", "Ada", "--gap", "48"],
         [["Look:\nat https://example.org now", "Fine\nGood morning", "Morning", "Coffee?"]] * 2,
     ),
+    "telegram, zones of some times": ("telegram", ZONES, ["--me", "Ada"], [["Look:", "Fine"]]),
     "chatgpt": ("chatgpt", CHATGPT, [], SUM),
     "claude": ("claude", CLAUDE, [], SUM),
     "claude, an older export": (
@@ -168,6 +174,11 @@ def test_export_becomes_conversations(tmp_path, name):
         ("chatgpt", [], [], "no message is from 'assistant'; senders: none"),
         ("claude", CHATGPT, [], "not an export that this reads"),
         ("claude", "\x00", [], "not an export that this reads"),
+        ("claude", "[" * 100_000, [], "not an export that this reads"),
+        ("chatgpt", CYCLE, [], "a message is its own parent"),
+        ("telegram", NUMBER, ["--me", "Ada"], "a message is Message("),
+        ("whatsapp", IOS, ["--me", "Ada", "--gap", "nan"], "--gap nan: expected hours"),
+        ("whatsapp", IOS, ["--me", "Ada", "--gap", "1e30"], "--gap 1e+30: expected hours"),
     ],
 )
 def test_other_files_are_refused_in_one_line(tmp_path, reader, export, options, reason):
@@ -185,3 +196,23 @@ def test_rows_are_prepared_as_conversations(tmp_path, capsys):
     knobs = ["--data.source", rows, "--data.sha256", "null", "--data.dir", str(tmp_path / "data")]
     assert main(["prepare", "sft_instructions", *knobs, "--data.validation_fraction", "0.3"]) == 0
     assert "conversations" in capsys.readouterr().out
+
+
+def test_export_is_never_replaced_and_no_file_is_left_half_written(tmp_path):
+    file = tmp_path / "export.json"
+    file.write_text(json.dumps(TELEGRAM))
+    command = [sys.executable, FOLDER / "telegram.py", file]
+    for rows in (file, tmp_path / "none" / "rows.jsonl"):
+        completed = subprocess.run(
+            [*command, rows, "--me", "Ada"], capture_output=True, text=True, timeout=60
+        )
+        assert completed.returncode == 2
+        assert completed.stderr.count("\n") == 1
+        assert json.loads(file.read_text()) == TELEGRAM
+        assert [path.name for path in tmp_path.iterdir()] == ["export.json"]
+
+
+def test_half_a_character_is_replaced(tmp_path):
+    export = json.dumps(CHATGPT).replace("2 + 2?", "2 \\ud800 2?")
+    assert read(tmp_path, "chatgpt", export, []).returncode == 0
+    assert json.loads((tmp_path / "rows.jsonl").read_text())["messages"][0]["content"] == "2 ? 2?"

@@ -18,6 +18,8 @@ def read(path: Path) -> Iterator[Message]:
         # what the user saw last.
         branch, name = [], conversation["current_node"]
         while name is not None:
+            if len(branch) > len(nodes):
+                raise ValueError("a message is its own parent")
             branch.append(nodes[name].get("message"))
             name = nodes[name].get("parent")
         for message in reversed(branch):

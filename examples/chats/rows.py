@@ -54,7 +54,10 @@ def conversations(messages: Iterable[Message], me: str, gap: timedelta) -> Itera
 def is_new_conversation(before: Message, message: Message, gap: timedelta) -> bool:
     if before.chat != message.chat:
         return True
-    return bool(before.time and message.time and message.time - before.time > gap)
+    if before.time is None or message.time is None:
+        return False
+    # Some exports state the zone of some times only.
+    return message.time.replace(tzinfo=None) - before.time.replace(tzinfo=None) > gap
 
 
 def complete(turns: list[dict]) -> list[list[dict]]:
@@ -75,21 +78,49 @@ def write_rows(read: Callable[[Path], Iterable[Message]], me: str | None, descri
         )
     arguments = parser.parse_args()
     try:
-        messages = list(read(arguments.export))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        print(f"{arguments.export}: not an export that this reads: {error!r}", file=sys.stderr)
+        rows = read_rows(
+            read, arguments.export, me or arguments.me, getattr(arguments, "gap", None)
+        )
+        write_whole(arguments.rows, arguments.export, rows)
+    except (OSError, ValueError) as error:
+        print(f"{arguments.export}: {error}", file=sys.stderr)
         return 2
-    answering = me or arguments.me
-    names = sorted({message.sender for message in messages})
-    if answering not in names:
-        known = ", ".join(names) or "none"
-        reason = f"no message is from {answering!r}; senders: {known}"
-        print(f"{arguments.export}: {reason}", file=sys.stderr)
-        return 2
-    gap = timedelta(hours=getattr(arguments, "gap", 24 * 365 * 100))
-    rows = list(conversations(messages, answering, gap))
-    lines = [json.dumps({"messages": turns}, ensure_ascii=False) for turns in rows]
-    arguments.rows.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     answers = sum(turn["role"] == "assistant" for turns in rows for turn in turns)
     print(f"{arguments.rows}: {len(rows)} conversations with {answers} answers")
     return 0
+
+
+def read_rows(
+    read: Callable[[Path], Iterable[Message]], export: Path, me: str, gap: float | None
+) -> list[list[dict]]:
+    """The conversations of an export. Raises ValueError if it cannot be read, or has no `me`."""
+    if gap is not None and not 0 <= gap <= 1e6:
+        raise ValueError(f"--gap {gap:g}: expected hours, from 0 to a million")
+    try:
+        messages = list(read(export))
+    # Services change their exports, so anything may be missing or of another type.
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"not an export that this reads: {error!r:.200}") from None
+    for message in messages:
+        if not isinstance(message.sender, str) or not isinstance(message.text, str):
+            raise ValueError(f"not an export that this reads: a message is {message!r:.100}")
+    names = sorted({message.sender for message in messages})
+    if me not in names:
+        raise ValueError(f"no message is from {me!r}; senders: {', '.join(names) or 'none'}")
+    # Assistants' chats are apart already.
+    hours = timedelta.max if gap is None else timedelta(hours=gap)
+    return list(conversations(messages, me, hours))
+
+
+def write_whole(path: Path, export: Path, rows: list[list[dict]]) -> None:
+    """Write JSON lines in one rename. Raises ValueError if that would replace the export."""
+    if path.exists() and path.samefile(export):
+        raise ValueError("is also the file to write; name another one")
+    lines = [json.dumps({"messages": turns}, ensure_ascii=False) for turns in rows]
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        # Half of a pair of surrogates, which JSON can write, has no bytes in UTF-8.
+        partial.write_text("".join(f"{line}\n" for line in lines), "utf-8", errors="replace")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)

@@ -4,6 +4,7 @@ sweep.
 
 import gc
 import logging
+import os
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from nanogpt_hf.commands.arguments import (
 from nanogpt_hf.config.dial import dial_lines
 from nanogpt_hf.config.load import Overrides, config_to_yaml
 from nanogpt_hf.config.methods import POLICY, PREFERENCES, RecipeMethod, chosen_method
+from nanogpt_hf.config.names import folder_or_hub_id
 from nanogpt_hf.config.schema import Config, get_value
 from nanogpt_hf.config.stages import naming, planned_tokens, stage_lines, stages_of
 from nanogpt_hf.console import show
@@ -164,10 +166,30 @@ def run_resume(arguments: Namespace, overrides: Overrides) -> None:
     # From here on it is the command that began the run, with --resume.
     run_arguments = {"run_dir": run.path, "resume": True, "auto_resume": False, "overwrite": False}
     arguments = Namespace(recipe=str(run.recipe), **vars(arguments) | run_arguments)
+    if missing := _path_of_elsewhere(config):
+        raise UserError(
+            f"{run.path}: its recipe names {missing}, which is not in this folder; resume it in "
+            "the folder where it began"
+        )
     if config.finetune.model is None:
         _run(config, arguments)
     else:
         _run_from_model(arguments, overrides, chosen_method(partial(get_value, config)))
+
+
+def _path_of_elsewhere(config: Config) -> str | None:
+    """The first knob of a recipe whose path does not exist here, with its value; None if all do."""
+    for key in ("finetune.model", "distill.teacher"):
+        name = get_value(config, key)
+        try:
+            # A name that may be on the Hub is looked up by who loads it.
+            if name is not None:
+                folder_or_hub_id(name)
+        except UserError:
+            return f"{key} {name}"
+    if config.rl.reward and not os.path.isfile(config.rl.reward.rpartition(":")[0]):
+        return f"rl.reward {config.rl.reward}"
+    return None
 
 
 def _run_from_model(

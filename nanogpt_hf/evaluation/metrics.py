@@ -62,7 +62,7 @@ class AnswerMetrics(Evaluation):
     def load(self, request: Request) -> Loaded:
         if not request.arguments.data:
             raise UserError("--metrics: needs rows with questions and answers: --data rows.jsonl")
-        names = [name for name in request.arguments.metrics.split(",") if name]
+        names = [name.strip() for name in request.arguments.metrics.split(",") if name.strip()]
         metrics = load_metrics(names, "--metrics")
         rows = request.arguments.data
         task = load_question_task("exact", request, title=rows, source=rows, option="--data")
@@ -102,8 +102,9 @@ def load_metrics(names: Sequence[str], where: str) -> list[Metric]:
             # A metric such as BLEU takes one reference for a text, or a list of them.
             columns = features[0] if isinstance(features, list) else features
             dtype = str(getattr(columns["predictions"], "dtype", ""))
-        # A metric runs its own code, and the library raises errors of many types.
-        except Exception as error:
+        # A metric runs its own code, which may even end the program, and the library raises errors
+        # of many types.
+        except (Exception, SystemExit) as error:
             raise UserError(f"{where}: {name}: {_reason(name, error)}") from None
         if not {"predictions", "references"} <= set(columns):
             inputs = ", ".join(columns)
@@ -160,33 +161,46 @@ def compute_metrics(
         try:
             # Names that two metrics share get the names of their modules as prefixes.
             computed = evaluate.combine(modules).compute(**inputs)
-        except Exception as error:
+            if not isinstance(computed, Mapping):
+                raise TypeError(f"expected figures by name, got {computed!r:.40}")
+            plain = _plain(computed)
+        except (Exception, SystemExit) as error:
             names = ", ".join(modules)
             raise UserError(
                 f"{names}: cannot be computed for these answers: {type(error).__name__}: "
                 f"{one_line(error)}"
             ) from None
-        figures |= _plain(computed)
+        figures |= plain
     return figures
 
 
 def _plain(value: Any) -> Any:
-    """A value of a metric as JSON has it: NumPy's numbers as Python's."""
+    """A value of a metric as JSON has it: NumPy's numbers as Python's, None for NaN.
+
+    Raises TypeError for a value that has no form in JSON.
+    """
     if isinstance(value, Mapping):
-        return {str(key): _plain(part) for key, part in value.items()}
+        return {" ".join(str(key).split()): _plain(part) for key, part in value.items()}
     if hasattr(value, "tolist"):
-        return value.tolist()
+        return _plain(value.tolist())
     if isinstance(value, list | tuple):
         return [_plain(part) for part in value]
-    return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, bool | str):
+        return value
+    # JSON has integers of any size; readers of it have not.
+    if isinstance(value, int) and abs(value) < 2**63:
+        return value
+    raise TypeError(f"a figure is {value!r:.40}, which is no number, text or list")
 
 
 def numbers_of(figures: Mapping[str, Any]) -> dict[str, float]:
-    """The figures that are single finite numbers."""
+    """The figures that are single numbers."""
     return {
         name: float(value)
         for name, value in figures.items()
-        if isinstance(value, int | float) and math.isfinite(value)
+        if isinstance(value, int | float) and not isinstance(value, bool)
     }
 
 
@@ -265,7 +279,8 @@ def _measure(metrics: Sequence[Metric], task: QuestionTask, subject: Subject) ->
         asked += f" ({task.left_out:,} more leave no room for an answer, left out)"
     lines = [f"{subject.name} on {task.name}: {asked}"]
     # Lists, such as BLEU's precisions, are in the JSON only.
-    for name, value in numbers_of(compared.figures).items():
+    numbers = numbers_of(compared.figures)
+    for name, value in numbers.items():
         error = compared.errors.get(name, math.nan)
         lines.append(f"  {name:<14} {with_error(value, error, 4)}")
     cut = f"{compared.cut_share:.1%} cut at {sampler.max_new_tokens:,}"
@@ -274,9 +289,11 @@ def _measure(metrics: Sequence[Metric], task: QuestionTask, subject: Subject) ->
         {"prompt": question.prompt, "answer": answer, "reference": question.answer}
         for question, answer in zip(task.questions, compared.predictions, strict=True)
     ]
+    if not numbers:
+        lines.append("  no figure is a single finite number; --json has all")
     figures = {
-        **compared.figures,
-        **{f"{name}_stderr": error for name, error in compared.errors.items()},
+        "figures": compared.figures,
+        "standard_errors": compared.errors,
         "data": task.name,
         "rows": len(answers),
         "rows_left_out": task.left_out,

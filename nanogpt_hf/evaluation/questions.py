@@ -258,9 +258,13 @@ def answers_to(task: QuestionTask, subject: Subject) -> "Answers":
         disable=not subject.shows_bars,
         leave=False,
     ) as bar:
-        return task.sampler.sample(
-            subject.accelerator, subject.model, task.questions, seeds, bar.update
-        )
+        try:
+            return task.sampler.sample(
+                subject.accelerator, subject.model, task.questions, seeds, bar.update
+            )
+        except UserError as error:
+            # `evaluate` counts no error as 0, and has no such knob.
+            raise UserError(str(error).partition(", or set --rl.reward_errors")[0]) from None
 
 
 def _measure(tasks: list[QuestionTask], subject: Subject) -> Iterator[Result]:

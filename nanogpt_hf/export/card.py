@@ -4,6 +4,7 @@ No text of a run becomes markup in it.
 """
 
 import html
+import math
 import re
 from datetime import timedelta
 from pathlib import Path
@@ -26,8 +27,6 @@ from nanogpt_hf.runs.state import TrainState
 
 # Figures of `evaluate` that the Hub shows, and their names there.
 _TEXT_FIGURES = {"loss": "Loss", "perplexity": "Perplexity", "bits_per_byte": "Bits per byte"}
-# What `evaluate --metrics` records in addition to the figures of metrics.
-_METRIC_FACTS = {"rows", "rows_left_out", "temperature", "max_new_tokens", "resamples"}
 # The model's place in the examples of a card; a push replaces it by the repository.
 PLACEHOLDER = "path/to/this/folder"
 
@@ -203,7 +202,8 @@ def card_with_results(card: str, name: str, results: dict[str, Any]) -> str:
     def add(figures: dict[str, Any], data: str, names: dict[str, str]) -> None:
         for key, title in names.items():
             value = figures.get(key)
-            if isinstance(value, int | float) and not isinstance(value, bool):
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if is_number and math.isfinite(value):
                 found.append(
                     EvalResult(
                         task_type="text-generation",
@@ -218,10 +218,11 @@ def card_with_results(card: str, name: str, results: dict[str, Any]) -> str:
 
     if text := results.get("text"):
         # A path of this machine says nothing to others, its last part does.
-        add(text, Path(redact(str(text.get("data")))).name, _TEXT_FIGURES)
+        add(text, Path(redact(text["data"])).name, _TEXT_FIGURES)
     if metrics := results.get("metrics"):
-        numbers = {key: key for key in metrics if key not in _METRIC_FACTS}
-        add(metrics, Path(redact(str(metrics.get("data")))).name, numbers)
+        figures = metrics["figures"]
+        names = {key: key for key in figures}
+        add(figures | {"revision": metrics["revision"]}, Path(redact(metrics["data"])).name, names)
     if not found:
         raise ValueError("it has no figures of a text or of metrics; write it by evaluate --json")
     page = ModelCard(card)

@@ -173,8 +173,14 @@ def _card_with_results(card: bytes | Path, repo_id: str, results: Path) -> bytes
         if not isinstance(figures, dict):
             raise ValueError("expected an object")
         return card_with_results(card.decode(), repo_id.partition("/")[2], figures).encode()
-    except (OSError, ValueError, AttributeError, TypeError) as error:
+    except OSError as error:
+        raise RunFolderError(f"--results {results}: {error.strerror}") from None
+    except ValueError as error:
         raise RunFolderError(f"--results {results}: {one_line(error)}") from None
+    # Another program's JSON, with other keys and types.
+    except (AttributeError, KeyError, TypeError, OverflowError):
+        line = "not a file that `evaluate --json` has written"
+        raise RunFolderError(f"--results {results}: {line}") from None
 
 
 def _missing_card(folder: Path) -> str:

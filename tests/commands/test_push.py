@@ -250,13 +250,16 @@ def test_push_shows_results_on_the_page_of_the_model(capsys, hub, trained, text_
     words = ["evaluate", str(trained), "--data", str(text_file), "--json", str(results)]
     assert main(words) == 0
     figures = json.loads(results.read_text())
-    figures["metrics"] = {"data": "/home/me/rows.jsonl", "rougeL": 0.25, "answers": [], "rows": 9}
-    figures["metrics"] |= {"rougeL_stderr": 0.01, "text": "x", "revision": "sha256:1"}
+    figures["metrics"] = {
+        "data": "/home/me/rows.jsonl",
+        "figures": {"rougeL": 0.25, "nan": None, "words": ["a"], "large": 1e999},
+        "revision": "sha256:1",
+    }
     results.write_text(json.dumps(figures))
     push(capsys, trained, "tester/tiny", "--results", results)
     card = ModelCard(hub.repositories["tester/tiny"].files()["README.md"].decode())
     found = {result.metric_type: result for result in card.data.eval_results}
-    assert found.keys() == {"loss", "perplexity", "bits_per_byte", "rougeL", "rougeL_stderr"}
+    assert found.keys() == {"loss", "perplexity", "bits_per_byte", "rougeL"}
     assert found["loss"].metric_value == figures["text"]["loss"]
     assert found["loss"].dataset_name == text_file.name
     assert found["rougeL"].dataset_name == "rows.jsonl"
@@ -273,9 +276,11 @@ def test_push_shows_results_on_the_page_of_the_model(capsys, hub, trained, text_
         ("{", "Expecting property name"),
         ("[]", "expected an object"),
         ("{}", "no figures of a text or of metrics"),
-        ('{"text": {"loss": null}}', "no figures"),
-        ('{"text": 3}', "results.json: "),
-        ('{"metrics": {"rouge": "high"}}', "no figures"),
+        ('{"text": {"loss": null, "data": "a"}}', "no figures"),
+        ('{"text": {"loss": NaN, "data": "a"}}', "no figures"),
+        ('{"text": 3}', "not a file that `evaluate --json` has written"),
+        ('{"metrics": {"rouge": "high"}}', "not a file that `evaluate --json` has written"),
+        ('{"metrics": [1]}', "not a file that `evaluate --json` has written"),
         (None, "No such file"),
     ],
 )

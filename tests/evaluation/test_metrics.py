@@ -63,6 +63,18 @@ _MODULES = {
     "share": ("", "string", 'return {"share": sum(float(p) for p, _ in pairs) / len(pairs)}'),
     "numbers": ("", "float32", 'return {"distance": 0.0}'),
     "broken": ("", "string", "return 1 / 0"),
+    "ends": ("", "string", "raise SystemExit(0)"),
+    "ends_at_import": ("raise SystemExit(0)", "string", "return {}"),
+    "nothing": ("", "string", "return None"),
+    "number": ("", "string", "return 3.0"),
+    "objects": ("", "string", 'return {"figure": object()}'),
+    "huge": ("", "string", 'return {"figure": 10**400}'),
+    "names": (
+        "",
+        "string",
+        'return {"data": 1.0, "rows": 2.0, "a\\nb": 3.0, "nan": float("nan"), "s": "x"}',
+    ),
+    "silent": ("", "string", 'return {"nan": float("nan"), "word": "x"}'),
     "missing": ("import no_such_package", "string", "return {}"),
     "several": ("", "string", 'return {"exact_match": 0.0, "nothing": float("nan")}'),
 }
@@ -129,10 +141,10 @@ def test_figures_equal_those_of_the_libraries(evaluated, capsys, rows):
         scorer.score(reference, prediction)["rougeL"].fmeasure
         for prediction, reference in zip(predictions, references, strict=True)
     ]
-    assert found["rougeL"] == pytest.approx(sum(scores) / len(scores), abs=1e-12)
+    assert found["figures"]["rougeL"] == pytest.approx(sum(scores) / len(scores), abs=1e-12)
     chrf = sacrebleu.corpus_chrf(predictions, [references]).score
-    assert found["score"] == pytest.approx(chrf, abs=1e-12)
-    assert found["exact_match"] == found["accuracy"]
+    assert found["figures"]["score"] == pytest.approx(chrf, abs=1e-12)
+    assert found["figures"]["exact_match"] == found["figures"]["accuracy"]
     assert f"  score          {chrf:.4f} ± " in out
     assert "12 questions, greedy" in out
     assert found["rows"] == 12
@@ -160,9 +172,19 @@ def test_figures_of_equal_names_get_the_names_of_their_metrics(metrics):
 
 def test_lists_are_in_the_json_and_only_numbers_in_the_table(evaluated, capsys):
     found, out = evaluated(capsys, "lengths", "several", options=("--max-new-tokens", 4))
-    assert len(found["lengths"]) == 12
+    assert len(found["figures"]["lengths"]) == 12
     assert "lengths" not in out
     assert "nothing" not in out
+
+
+def test_names_and_values_of_figures_are_the_metrics_own(evaluated, capsys):
+    found, out = evaluated(capsys, "names", options=("--max-new-tokens", 2, "--limit", 2))
+    figures = {"data": 1.0, "rows": 2.0, "a b": 3.0, "nan": None, "s": "x"}
+    assert found["figures"] == figures
+    assert found["rows"] == 2
+    assert "  a b            3.0000" in out
+    _, out = evaluated(capsys, "silent", options=("--max-new-tokens", 2, "--limit", 2))
+    assert "no figure is a single finite number" in out
 
 
 @pytest.mark.parametrize(
@@ -249,6 +271,12 @@ def test_training_measures_held_out_rows(chat_model, chat_file, metrics, tmp_pat
     ("named", "reason"),
     [
         ("{}/broken", "ZeroDivisionError: division by zero"),
+        ("{}/ends", "cannot be computed for these answers: SystemExit: 0"),
+        ("{}/ends_at_import", "ends_at_import: SystemExit: 0"),
+        ("{}/nothing", "cannot be computed"),
+        ("{}/number", "cannot be computed"),
+        ("{}/objects", "which is no number, text or list"),
+        ("{}/huge", "which is no number, text or list"),
         ("{}/numbers", "cannot be computed for these answers"),
         ("{}/missing", "no_such_package"),
         ("{}/judged", "compares predictions, sources"),
@@ -302,6 +330,10 @@ def test_reward_function_scores_rows(capsys, chat_model, rows, tmp_path, refused
     (found,) = json.loads(output.read_text())["answers"].values()
     assert found["reward"] == 0.25
     assert "--reward" in refused("evaluate", chat_model, "--questions", rows, "--reward", "no.py:f")
+    reward.write_text("def score(prompt, completion, answer):\n    return 1 / 0\n")
+    line = refused("evaluate", chat_model, *words)
+    assert "ZeroDivisionError" in line
+    assert "reward_errors" not in line
     assert "questions" in refused("evaluate", chat_model, "--reward", f"{reward}:score")
 
 

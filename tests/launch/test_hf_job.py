@@ -28,7 +28,8 @@ def job(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.slow
 def test_second_job_continues_the_run_of_the_first(hub, write_recipe, tmp_path):
-    recipe = write_recipe(checkpoint__every=2, checkpoint__keep=2)
+    # a learning rate that does not depend on the number of steps, which time decides here
+    recipe = write_recipe(checkpoint__every=2, checkpoint__keep=2, optim__schedule="constant")
     first, second = RunFolder(tmp_path / "first"), RunFolder(tmp_path / "second")
     arguments = ["tester/tiny", recipe, "--run-dir"]
     # a job whose time is up at once: it saves after its first step
@@ -65,4 +66,20 @@ def test_job_without_permission_starts_nothing(hub, write_recipe, tmp_path, monk
     assert completed.returncode == 2
     assert "Invalid user token" in completed.stderr
     assert not (tmp_path / "run").exists()
+    assert hub.repositories == {}
+
+
+def test_job_keeps_nothing_in_a_public_repository(hub, write_recipe, tmp_path):
+    public = hub.add("tester/public")
+    completed = job("tester/public", write_recipe(), "--run-dir", tmp_path / "run")
+    assert completed.returncode == 2
+    assert "tester/public: it is public" in completed.stderr
+    assert public.branches.keys() == {"main"}
+    assert not (tmp_path / "run").exists()
+
+
+def test_mistake_makes_no_repository(hub, write_recipe, tmp_path):
+    completed = job("tester/tiny", write_recipe(), "--train.max_step", "3")
+    assert completed.returncode == 2
+    assert "did you mean" in completed.stderr
     assert hub.repositories == {}

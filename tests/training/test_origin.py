@@ -261,3 +261,26 @@ def test_resume_command_refuses(words, reason, write_recipe, tmp_path, refused, 
     monkeypatch.chdir(tmp_path)
     assert main(["pretrain", str(write_recipe()), "--run-dir", "run"]) == 0
     assert reason in refused("resume", *words)
+
+
+@pytest.mark.parametrize(
+    ("name", "knobs", "key"),
+    [("finetune", (), "finetune.model"), ("rl", tuple(RL.items()), "rl.reward")],
+)
+def test_resume_command_in_another_folder_says_where_to_go(
+    name, knobs, key, trained, tmp_path, capsys, monkeypatch
+):
+    trained(tmp_path, name, knobs)
+    recipe = tmp_path / "run" / "recipe.yaml"
+    # as a run that began with relative paths has recorded them
+    recipe.write_text(
+        recipe.read_text().replace(
+            f"{tmp_path}/{'start' if name == 'finetune' else 'reward'}", "./gone"
+        )
+    )
+    for flags in ([], ["--dry-run"]):
+        capsys.readouterr()
+        assert main(["resume", str(tmp_path / "run"), "--train.max_steps", "3", *flags]) == 2
+        line = capsys.readouterr().err.splitlines()[-1]
+        assert f"its recipe names {key} ./gone" in line
+        assert "resume it in the folder where it began" in line
