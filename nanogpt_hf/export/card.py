@@ -202,8 +202,9 @@ def card_with_results(card: str, name: str, results: dict[str, Any]) -> str:
     def add(figures: dict[str, Any], data: str, names: dict[str, str]) -> None:
         for key, title in names.items():
             value = figures.get(key)
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if is_number and math.isfinite(value):
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                continue
+            if math.isfinite(value):
                 found.append(
                     EvalResult(
                         task_type="text-generation",
