@@ -116,7 +116,7 @@ def load_metrics(names: Sequence[str], where: str) -> list[Metric]:
     return metrics
 
 
-def _reason(name: str, error: Exception) -> str:
+def _reason(name: str, error: BaseException) -> str:
     """Why a metric cannot be loaded, and the remedy."""
     if isinstance(error, FileNotFoundError | ConnectionError):
         return (
