@@ -98,9 +98,9 @@ def simulated(row: Published) -> float:
     layout = next(
         x
         for x in found
-        if (x.place.name, bool(x.place.checkpointing)) == (row.layout, row.checkpointing)
+        if (x.launch.name, bool(x.launch.checkpointing)) == (row.layout, row.checkpointing)
     )
-    return config.train.tokens_per_step / layout.step_seconds / layout.place.processes
+    return config.train.tokens_per_step / layout.step_seconds / layout.launch.world_size
 
 
 def published_table() -> list[str]:
