@@ -34,7 +34,6 @@ from nanogpt_hf.errors import DataError, UserError
 from nanogpt_hf.formatting import plural
 from nanogpt_hf.methods.finetuning import check_tokenizer, finetune_config
 from nanogpt_hf.program import program
-from nanogpt_hf.reports.settings import settings_table
 from nanogpt_hf.runs.files import write_json
 from nanogpt_hf.runs.folder import find_run
 
@@ -306,6 +305,7 @@ def run_sweep(arguments: Namespace, overrides: Overrides) -> int:
 
     Values with commas are quoted as in YAML: --data.text_column '"a,b", c'. A list is one value.
     """
+    from nanogpt_hf.reports.settings import settings_table
     from nanogpt_hf.training import sweep as grid
 
     # The knobs with several values name the folder: another grid gets another one.
