@@ -43,7 +43,7 @@ test-lower-bounds: ## run the tests of numbers under the lowest versions of pypr
 	grep -vE '^($(if $(TORCH),torch|)nvidia|cuda|triton)' .venv-lowest/all.txt >.venv-lowest/lowest.txt
 	$(if $(TORCH),echo 'torch==$(TORCH)' >>.venv-lowest/lowest.txt)
 	.venv-lowest/bin/python -m pip install --quiet --constraint .venv-lowest/lowest.txt --editable '.[test-quick]'
-	.venv-lowest/bin/python -m pytest -m 'not long and not slow' tests/model tests/optim tests/training tests/distributed tests/rl
+	.venv-lowest/bin/python -m pytest -m 'not long and not slow' tests/model tests/optim tests/training tests/distributed tests/methods
 
 # Each is tried by `uvx`, in an environment that has nothing else, as a user would who has no clone.
 release: ## build wheel and sdist into dist/, check them, and train with each in a bare environment
