@@ -128,7 +128,7 @@ def main() -> int:
         return checked.returncode
     api = HfApi()
     api.create_repo(arguments.repo_id, private=True, exist_ok=True)
-    # The branch has checkpoints and the description of the machine, which are for nobody else.
+    # The branch has checkpoints and a description of the machine, so it must not be public.
     if not api.model_info(arguments.repo_id).private:
         line = (
             f"{arguments.repo_id}: it is public; make it private in its settings, or name another"

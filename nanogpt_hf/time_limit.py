@@ -91,5 +91,5 @@ def _thread_alarms(seconds: float) -> Iterator[None]:
     finally:
         with lock:
             over.set()
-            # Take back an error that was set and not raised yet.
+            # Clear an error that was set and has not been raised.
             raise_in(limited, None)

@@ -632,12 +632,14 @@ def running():
     """
     pytest.importorskip("uvicorn", reason="the extra `serve` is not installed")
     from nanogpt_hf.commands.generate import open_model
+    from nanogpt_hf.serving.generation import Served
     from nanogpt_hf.serving.server import Server, listen
 
     @contextlib.contextmanager
     def running(folder, name):
         with listen("127.0.0.1", 0) as listener:
-            server = Server(name, *open_model(str(folder)), contextlib.nullcontext, "127.0.0.1")
+            served = Served(name, *open_model(str(folder)), contextlib.nullcontext)
+            server = Server(served, "127.0.0.1")
             server.port = listener.getsockname()[1]
             thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
             thread.start()

@@ -312,6 +312,7 @@ def run_serve(arguments: Namespace) -> None:
         )
 
     from nanogpt_hf.distributed.accelerator import build_evaluation_accelerator
+    from nanogpt_hf.serving.generation import Served
     from nanogpt_hf.serving.server import Server, is_loopback, listen
 
     accelerator = build_evaluation_accelerator(arguments.mesh)
@@ -324,7 +325,8 @@ def run_serve(arguments: Namespace) -> None:
         # Clients name the model in their requests: a folder by its last part, a Hub id as it is.
         path = Path(arguments.model)
         name = path.resolve().name if path.is_dir() else arguments.model
-        server = Server(name, model.to(accelerator.device), tokenizer, precision, arguments.host)
+        served = Served(name, model.to(accelerator.device), tokenizer, precision)
+        server = Server(served, arguments.host)
         host, port = listener.getsockname()[:2]
         # A server has no password, so its user should know who can reach it.
         if not is_loopback(arguments.host):

@@ -62,7 +62,7 @@ def run_verify(arguments: Namespace) -> int:
     config = verify.recipe_of(folder)
     segments = verify.segments_to_verify(folder, arguments.steps, arguments.sample)
     verify.check_repeatable(folder, config, mesh, segments)
-    # Verifying must not prepare data anew: it would no longer be the data of the run.
+    # Verifying must not prepare the data again: it would no longer be the data of the run.
     for source in sources_of(config.data):
         require_manifest(Path(source.data.dir))
     texts = [f"{first:,} to {last:,}" for first, last in segments]

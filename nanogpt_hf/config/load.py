@@ -248,7 +248,7 @@ def _refused_unread(stated: _Stated) -> list[Unread]:
     """The knobs to refuse, since nothing reads them.
 
     A knob of the recipe that is read without the overrides is left out instead: they took its
-    reader away. A recipe that a run wrote lists every knob, so nobody stated the unread ones.
+    reader away. A recipe that a run wrote lists every knob, so its unread ones were not stated.
     """
     unread = _unread(stated)
     by_overrides = [knob for knob in unread if stated.origins[knob.key] == _COMMAND_LINE]

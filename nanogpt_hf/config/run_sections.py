@@ -199,7 +199,7 @@ class TrackingSection:
         [], "names of accelerate's trackers: wandb, tensorboard, ..."
     )
     # A label of the experiment that no number depends on. It may stand in a recipe without
-    # trackers, for whoever adds them on the command line.
+    # trackers, so that trackers can be added on the command line.
     project: str = knob("nanogpt_hf", "project name for the trackers")
     layers: bool = knob(False, "log for each layer: norms of gradient and weights, update ratio")
 

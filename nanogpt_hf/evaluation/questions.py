@@ -163,7 +163,6 @@ def training_question_task(
     """
     task = _load("exact", config.data, tokenizer, None, hold_out_all=False)
     # The batches of training fit into memory. With `auto` their size is not known yet.
-    size = config.train.micro_batch_size
     try:
         return _with_sampler(
             "held-out rows",
@@ -174,7 +173,7 @@ def training_question_task(
             samples=1,
             temperature=0.0,
             max_new_tokens=None,
-            batch_size=size if isinstance(size, int) else 1,
+            batch_size=config.train.min_micro_batch_size,
             positions=config.data.block_size,
         )
     except UserError as error:

@@ -74,7 +74,7 @@ def asked_for(
     if not wanted:
         ways = ", ".join(row.asked_by for row in EVALUATIONS if row.options)
         raise UserError(f"{program()} evaluate: give something to measure: {ways}")
-    # An option of an evaluation that nobody asked for would have no effect.
+    # An option of an evaluation that was not asked for would have no effect.
     for option in _options():
         rows = [row for row in EVALUATIONS if option in row.options]
         if option.given(arguments) is not None and not set(rows) & set(wanted):

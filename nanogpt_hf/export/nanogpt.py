@@ -56,7 +56,7 @@ def load_nanogpt(
     `meta` is no vocabulary.
     """
     try:
-        # Memory-mapped, since two thirds of the file are optimizer state, which nobody reads.
+        # Memory-mapped, since two thirds of the file are optimizer state, which is not read.
         saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         arguments = saved["model_args"]
         # First the sizes, which tell other files from nanoGPT's.

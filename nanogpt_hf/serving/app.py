@@ -74,7 +74,7 @@ async def _read_body(request: HTTPRequest) -> bytes:
 async def _collect(http: HTTPRequest, generation: Generation) -> list[str]:
     """Wait for the texts of all choices. Raises ClientDisconnect when the client is gone."""
     texts = [""] * len(generation.choices)
-    # aclosing ends the generation with this function, also by an exception: nobody would read it.
+    # aclosing ends the generation with this function, also by an exception: its text has no reader.
     async with aclosing(generation.pieces()) as pieces:
         async for piece in pieces:
             if await http.is_disconnected():
@@ -205,7 +205,7 @@ def build_app(served: Served, hosts: list[str]) -> Starlette:
         try:
             return await _respond(served, http, chat)
         except ClientDisconnect:
-            # Nobody gets this answer; 499 is nginx's status for it.
+            # The client has gone, so it does not get this answer; 499 is nginx's status for that.
             return Response(status_code=499)
         except Exception as error:
             raise _error_of(error) from None

@@ -4,14 +4,12 @@ import asyncio
 import ipaddress
 import math
 import socket
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Iterable
 from typing import Any
 
 import h11
 import uvicorn
 from starlette.responses import JSONResponse
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from nanogpt_hf.errors import UserError, is_utf8
@@ -56,19 +54,12 @@ def listen(host: str, port: int) -> socket.socket:
 class Server(uvicorn.Server):
     """A server for one model. `run(sockets=[...])` returns after a signal."""
 
-    def __init__(
-        self,
-        name: str,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        precision: Callable[[], AbstractContextManager],
-        host: str,
-    ):
+    def __init__(self, served: Served, host: str):
         # An attacker may point the name of his own site to this machine (DNS rebinding). A browser
         # then takes the server for a part of that site, but still sends its name as Host, which is
         # refused. A server for other machines has names that we do not know.
         hosts = [*_LOOPBACK, host] if is_loopback(host) else ["*"]
-        self.served = Served(name, model, tokenizer, precision)
+        self.served = served
         config = uvicorn.Config(
             build_app(self.served, hosts),
             http=Protocol,

@@ -133,10 +133,7 @@ def train_steps(run: Run, report: Report) -> None:
                 stopping = report.should_stop()
                 clock = time.perf_counter()
             case Action.STOP:
-                reason = report.stop.reason or "another process asked for it"
-                raise Stopped(
-                    f"stopped at step {state.step:,}, saved ({reason}); continue with --resume"
-                )
+                raise Stopped(report.how_to_continue())
             case Action.FINISH:
                 report.save_model(run.folder.final)
                 return

@@ -5,6 +5,7 @@ models to the Hub. All processes call it; each part decides which of them writes
 """
 
 import contextlib
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from nanogpt_hf.evaluation.table import load_training_evaluations
 from nanogpt_hf.export.hub import BackgroundPush
 from nanogpt_hf.export.model_folder import save_trained
 from nanogpt_hf.methods.run import Evaluated, Run, StepResult, is_done
+from nanogpt_hf.program import program
 from nanogpt_hf.reports.page import LiveReports
 from nanogpt_hf.runs.files import write_whole
 from nanogpt_hf.training.micro_batch import one_line_for_too_little_memory
@@ -64,6 +66,17 @@ class Report:
     def stop_requested(self) -> bool:
         """Whether a signal has arrived on any process, or the time is up; a collective."""
         return self.stop.on_any_process(self.run.accelerator)
+
+    def how_to_continue(self) -> str:
+        """The line of a run that was stopped and saved: why, and the command that continues it."""
+        run = self.run
+        reason = self.stop.reason or "another process asked for it"
+        # `resume` takes the run's own recipe, so that no knob of the first command is forgotten.
+        command = f"{program()} resume {shlex.quote(str(run.folder.path))}"
+        return (
+            f"stopped at step {run.state.step:,}, saved ({reason}); continue with --resume, or "
+            f"with {command}"
+        )
 
     @contextlib.contextmanager
     def measured_step(self) -> Iterator[None]:

@@ -12,6 +12,10 @@ import pytest
 
 import nanogpt_hf
 from nanogpt_hf.commands import main
+from nanogpt_hf.config.load import load_config
+from nanogpt_hf.data.blocks import open_tokens
+from nanogpt_hf.data.prepare import prepare
+from nanogpt_hf.data.tokenizer import build_tokenizer
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.evaluation.metrics import (
     class_numbers,
@@ -19,6 +23,7 @@ from nanogpt_hf.evaluation.metrics import (
     load_metrics,
     standard_errors,
 )
+from nanogpt_hf.evaluation.questions import training_question_task
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.training.tracking import read_metrics
 
@@ -265,6 +270,41 @@ def test_training_measures_held_out_rows(chat_model, chat_file, metrics, tmp_pat
         for one in (run, plain)
     )
     assert losses == expected
+
+
+def test_questions_of_training_are_the_conversations_that_it_holds_out(
+    byte_tokenizer, tmp_path, make_recipe
+):
+    source = tmp_path / "rows.jsonl"
+    rows = [{"prompt": f"number {n:04d}?", "completion": f"{n}"} for n in range(80)]
+    source.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    config = load_config(
+        make_recipe(
+            tmp_path / "recipe.yaml",
+            data__source=str(source),
+            data__format="chat",
+            data__tokenizer=str(byte_tokenizer),
+            data__block_size=64,
+            model__n_positions=64,
+            train__tokens_per_step=256,
+            data__validation_fraction=0.2,
+            eval__metrics=["exact"],
+        )
+    )
+    manifest, _ = prepare(config)
+    tokenizer = build_tokenizer(config.data.tokenizer, ()).hf
+    held_out, trained = (
+        tokenizer.decode([t for ids in open_tokens(folder, split, manifest).chunks for t in ids])
+        for folder in [Path(config.data.dir)]
+        for split in ("validation", "train")
+    )
+    task = training_question_task(config, tokenizer, 10**6)
+    assert len(task.questions) == manifest.validation.documents == 16
+    for question in task.questions:
+        assert question.prompt in held_out
+        assert question.prompt not in trained
+    first = training_question_task(config, tokenizer, 3).questions
+    assert list(first) == list(task.questions[:3])
 
 
 @pytest.mark.parametrize(

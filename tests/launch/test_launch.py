@@ -92,7 +92,8 @@ def test_signal_saves_and_same_command_resumes(
         process.send_signal(number)  # like Docker, Kubernetes and users
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 75, out
-    assert "continue with --resume" in out
+    assert "continue with --resume, or with " in out
+    assert f" resume {run.path}\n" in out
     assert ("2-way pipeline-parallel (zero_bubble)" in out) == (machine is STAGES)
     assert "Traceback" not in out
     assert "exitcode" not in out  # from torch's table of failures

