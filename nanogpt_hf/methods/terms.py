@@ -24,6 +24,9 @@ BALANCE = Term(
 )
 # A recipe may choose any of them; all that it chooses are added.
 TERMS = [DIVERGENCE, BALANCE]
+# The metric of the cross-entropy alone, which a loss with terms of rows has. It compares with the
+# validation loss, and the loss of a step does not.
+CROSS_ENTROPY = "cross_entropy"
 
 
 def text_objective(config: Config, data: PreparedData) -> Objective:
@@ -54,6 +57,16 @@ def text_objective(config: Config, data: PreparedData) -> Objective:
         return loss, metrics
 
     return objective
+
+
+def loss_parts(config: Config) -> list[str]:
+    """Names of the metrics whose weighted sum is the loss of a step on text.
+
+    Empty if the loss is the model's own cross-entropy, which then has no metric of its own.
+    """
+    of_rows = [term.name for term in TERMS if term.rows and term.is_chosen(config)]
+    of_output = [term.name for term in TERMS if term.output and term.is_chosen(config)]
+    return [CROSS_ENTROPY, *of_rows, *of_output] if of_rows else []
 
 
 def next_token_loss(model: torch.nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Metrics]:
@@ -95,7 +108,7 @@ class SummedTerms:
         logits = logits.float()
         counts = targets != IGNORED
         cross_entropy = F.cross_entropy(logits, targets, reduction="sum", ignore_index=IGNORED)
-        self._add("cross_entropy", cross_entropy)
+        self._add(CROSS_ENTROPY, cross_entropy)
         loss = self.share * cross_entropy
         for term, values_of in self.terms:
             value = values_of(chunk, logits).where(counts, 0.0).sum()

@@ -33,6 +33,8 @@ _DOTTED: dict[str, Any] = {
     "markersize": 4.5,
     "markeredgecolor": "white",
 }
+# The part of a training loss with terms (a teacher, a z-loss) that compares with val/loss.
+_CROSS_ENTROPY = "train/cross_entropy"
 # x and y of a curve
 Points = tuple[np.ndarray, np.ndarray]
 # For each validation metric: the metric of training in the same plot, the metric in the small plot
@@ -69,7 +71,8 @@ def draw_curves(
     line. A single run also gets its raw loss, its best evaluation, the learning rate below, and a
     line at the first step of each stage (-> name).
 
-    `metric` is val/loss, val/bits_per_byte if the tokenizers differ, or val/pass@1 together with
+    The training loss of a run with a teacher or another term is drawn without it: the cross-entropy
+    alone compares with val/loss. `metric` is val/loss, val/bits_per_byte if the tokenizers differ, or val/pass@1 together with
     the reward and the entropy of reinforcement learning; `by`, the x axis, is step, tokens or
     seconds. Returns whether there was anything to draw.
     """
@@ -81,10 +84,12 @@ def draw_curves(
     # All colors as whole lines, then all again dashed, then dotted.
     looks = itertools.cycle(itertools.product(_LINE_STYLES, RUN_COLORS))
     for (name, events), (style, color) in zip(runs.items(), looks, strict=False):
-        trained = column(events, training, by)
+        has_parts = training == "train/loss" and _CROSS_ENTROPY in names(events)
+        trained = column(_with_cross_entropy(events) if has_parts else events, training, by)
         evaluated = column(events, metric, by)
         if is_one:
-            curves += _draw_single(axes, trained, evaluated, color)
+            what = "training cross-entropy" if has_parts else "training"
+            curves += _draw_single(axes, trained, evaluated, color, what)
         else:
             curves += _draw_one_of_several(axes, trained, evaluated, style, color, name)
     # A run that has just begun has no evaluation yet, and no file is written.
@@ -119,10 +124,22 @@ def draw_curves(
     return True
 
 
-def _draw_single(axes: "Axes", trained: Points, evaluated: Points, color: str) -> list[Points]:
-    """Draw the curves of a run that is alone in its plot; return the ones that have points."""
+def _with_cross_entropy(events: list[Event]) -> list[Event]:
+    """Put the cross-entropy in place of the training loss, in the events that have it."""
+    return [
+        event | {"train/loss": event[_CROSS_ENTROPY]} if _CROSS_ENTROPY in event else event
+        for event in events
+    ]
+
+
+def _draw_single(
+    axes: "Axes", trained: Points, evaluated: Points, color: str, what: str
+) -> list[Points]:
+    """Draw the curves of a run that is alone in its plot, with `what` as the name of training's;
+    return the ones that have points.
+    """
     smoothed = _smoothed(trained)
-    axes.plot(*smoothed, "-", color=color, label="training, smoothed", **_THIN)
+    axes.plot(*smoothed, "-", color=color, label=f"{what}, smoothed", **_THIN)
     # The raw loss is drawn, too: smoothing hides spikes.
     axes.plot(*trained, color=color, linewidth=0.7, alpha=0.25)
     # Another color than training's. Several runs need their colors to tell them apart.

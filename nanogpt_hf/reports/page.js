@@ -4,9 +4,9 @@ const data = JSON.parse(document.getElementById("data").textContent);
 const get = (id) => document.getElementById(id);
 const BOX = { left: 64, right: 930, top: 10, bottom: 380 };
 
-// The menu: both losses, rewards and pass rates together, a metric of all layers or of all sources together, and every other metric alone.
+// The menu: the losses, rewards and pass rates together, a metric of all layers or of all sources together, and every other metric alone.
 const families = new Map([["reward", []], ["loss", []]]);
-const FAMILY = { "train/loss": "loss", "val/loss": "loss", "train/reward": "reward", "val/reward": "reward" };
+const FAMILY = { "train/loss": "loss", "train/cross_entropy": "loss", "val/loss": "loss", "train/reward": "reward", "val/reward": "reward" };
 data.groups.forEach((group) => Object.keys(group.metrics).forEach((name) => {
   const family = FAMILY[name] ?? (name.startsWith("val/pass@") ? "reward" : name).replace(/^layers\/[^/]+\//, "layers/*/").replace(/^((?:val|train)\/\w+)\/.+/, "$1/*");
   if (!families.has(family)) families.set(family, []);

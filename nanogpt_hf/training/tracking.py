@@ -22,6 +22,7 @@ from nanogpt_hf.errors import RunFolderError
 from nanogpt_hf.formatting import format_duration, format_number, shows_bars
 from nanogpt_hf.methods.run import Evaluated, Run
 from nanogpt_hf.methods.table import method_of
+from nanogpt_hf.methods.terms import loss_parts
 from nanogpt_hf.model.architecture import count_parameters
 from nanogpt_hf.planning.hardware import peak_flops
 from nanogpt_hf.program import program
@@ -152,10 +153,7 @@ class Tracking:
                 rate * self.flops_per_token / self.peak / self.run.mesh.world_size, 4
             )
         self._write(values)
-        # Reinforcement learning has no loss with a meaning: its reward is the headline.
-        headline = f"loss {format_number(loss, 4)}"
-        if "train/reward" in metrics:
-            headline = f"reward {metrics['train/reward']:.4f}"
+        headline = self._headline(loss, metrics)
         speed = f"{rate:,.0f} tokens/s" + (f", MFU {values['train/mfu']:.1%}" if self.peak else "")
         self._show(f"{headline}, {speed}")
         if self.bar.disable and now - self._last_line >= _SECONDS_BETWEEN_LINES:
@@ -163,6 +161,20 @@ class Tracking:
             # By the speed since the last report, without evaluations and checkpoints.
             left = format_duration((planned_tokens(self.config) - tokens) / rate)
             self._log(f"train {headline}, {speed}, {left} left")
+
+    def _headline(self, loss: float, metrics: dict[str, float]) -> str:
+        """The figures of training that come first in a line: the loss and its parts."""
+        # Reinforcement learning has no loss with a meaning: its reward is the headline.
+        if "train/reward" in metrics:
+            return f"reward {metrics['train/reward']:.4f}"
+        # With a teacher or another term, the loss does not compare with the validation loss, but
+        # its cross-entropy does.
+        parts = [
+            f"{name.replace('_', '-')} {format_number(metrics[f'train/{name}'], 4)}"
+            for name in loss_parts(self.config)
+            if f"train/{name}" in metrics
+        ]
+        return f"loss {format_number(loss, 4)}" + (f" ({', '.join(parts)})" if parts else "")
 
     def _epochs(self) -> dict[str, float]:
         """Count how often each source of a mixture has been read."""

@@ -46,6 +46,26 @@ def test_draw_curves_of_many_runs_with_long_names(tmp_path):
         draw_curves(runs, tmp_path / "no" / "loss.png")
 
 
+def test_plot_has_the_cross_entropy_of_a_loss_with_other_parts(tmp_path):
+    """A stage begins to distil: its training loss is no cross-entropy, but one of its parts is."""
+    alone = events(30)
+    taught = [
+        event | {"train/loss": 99.0, "train/cross_entropy": event["train/loss"]}
+        if event["step"] > 20 and "train/loss" in event
+        else event
+        for event in alone
+    ]
+    for number in (1, 2):
+        for name, drawn in {"alone": alone, "taught": taught}.items():
+            runs = {f"run {i}": drawn for i in range(number)}
+            draw_curves(runs, tmp_path / f"{name} {number}.png")
+    differing = pixels(tmp_path / "alone 1.png") != pixels(tmp_path / "taught 1.png")
+    # The legend alone: it names the cross-entropy, at the upper right.
+    assert 0 < differing.any(axis=-1).sum() < 3000
+    assert not differing[200:].any()
+    assert (pixels(tmp_path / "alone 2.png") == pixels(tmp_path / "taught 2.png")).all()
+
+
 def test_draw_curves_of_rewards_shows_pass_rates(tmp_path):
     train = [{"step": i, "train/reward": i / 30, "train/entropy": 1 - i / 40} for i in range(1, 31)]
     passed = [{"step": step, "val/pass@1": step / 40} for step in (0, 15, 30)]

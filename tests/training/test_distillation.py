@@ -171,8 +171,14 @@ def teacher(tmp_path, tiny_base, text_file):
     return tmp_path / "teacher"
 
 
-def test_run_learns_the_teacher_and_exports_the_student(start, teacher):
+def test_run_learns_the_teacher_and_exports_the_student(start, teacher, caplog):
+    caplog.set_level("INFO", "nanogpt_hf")
     run = start(distill__teacher=str(teacher), distill__weight=1.0, train__max_steps=30)
+    # The loss does not compare with the validation loss, so that its parts have names.
+    found = re.search(r"train loss (\S+) \(cross-entropy (\S+), kl (\S+)\), ", caplog.text)
+    assert found
+    parts = [column(run, f"train/{name}")[1] for name in ("loss", "cross_entropy", "kl")]
+    assert [float(number) for number in found.groups()] == pytest.approx(parts, abs=1e-4)
     divergences = column(run, "train/kl")
     assert divergences[30] < 0.7 * divergences[1]
     alone = start("alone")
