@@ -72,7 +72,9 @@ def draw_curves(
     line at the first step of each stage (-> name).
 
     The training loss of a run with a teacher or another term is drawn without it: the cross-entropy
-    alone compares with val/loss. `metric` is val/loss, val/bits_per_byte if the tokenizers differ, or val/pass@1 together with
+    alone compares with val/loss.
+
+    `metric` is val/loss, val/bits_per_byte if the tokenizers differ, or val/pass@1 together with
     the reward and the entropy of reinforcement learning; `by`, the x axis, is step, tokens or
     seconds. Returns whether there was anything to draw.
     """
