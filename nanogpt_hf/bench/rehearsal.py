@@ -34,6 +34,7 @@ from nanogpt_hf.bench.clock import communicated_bytes, synthetic_data
 from nanogpt_hf.config.schema import Config, replace_knobs
 from nanogpt_hf.data.prepared import PreparedData
 from nanogpt_hf.distributed import expert_parallel, pipeline
+from nanogpt_hf.distributed.accelerate_config import check_launch
 from nanogpt_hf.distributed.accelerator import build_accelerator
 from nanogpt_hf.distributed.context_parallel import needs_ring
 from nanogpt_hf.distributed.launch import Launch
@@ -348,6 +349,7 @@ def _rehearse(config: Config, launch: Launch, index: int, shapes: dict[type, Any
     rank = index * launch.world_size // launch.pp_size
     with _faked(launch, meter, rank, shapes):
         mesh = Mesh.from_environment()
+        check_launch(config, mesh)
         accelerator = build_accelerator(config, RunFolder("runs"), mesh)
         cast(Any, accelerator.state).device = state.PartialState().device = _DEVICE
         data = cast(PreparedData, synthetic_data(config))

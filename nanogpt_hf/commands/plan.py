@@ -209,6 +209,7 @@ def run_bench(arguments: Namespace, overrides: Overrides) -> None:
         summary_lines,
         write_trace,
     )
+    from nanogpt_hf.distributed.accelerate_config import check_launch
     from nanogpt_hf.distributed.accelerator import build_accelerator
     from nanogpt_hf.runs.folder import RunFolder
 
@@ -218,6 +219,7 @@ def run_bench(arguments: Namespace, overrides: Overrides) -> None:
         config = small_config("bench", arguments.mesh.world_size)
     # Nothing is logged, so the recipe's trackers need not be installed.
     config = replace_knobs(config, {"tracking.trackers": []})
+    check_launch(config, arguments.mesh)
     accelerator = build_accelerator(config, RunFolder("runs"), arguments.mesh)
     work = build_workload(accelerator, config, use_prepared=arguments.recipe is not None)
 

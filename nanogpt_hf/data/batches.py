@@ -12,7 +12,7 @@ import torch
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.config.seeds import derive_seed
 from nanogpt_hf.config.sources import sources_of
-from nanogpt_hf.config.stages import config_at, stages_of
+from nanogpt_hf.config.stages import stages_of
 from nanogpt_hf.data.blocks import Blocks
 
 
@@ -257,14 +257,16 @@ def blocks_read(config: Config, step: int) -> list[int]:
     """
     # Tokens and not blocks are added up, since stages may have blocks of other lengths.
     tokens = np.zeros(len(sources_of(config.data)), dtype=np.int64)
+    size = config.data.block_size
     for stage in stages_of(config):
-        steps = min(step, stage.last) - stage.first
-        if steps > 0:
-            size = stage.config.data.block_size
+        # The stages that have begun; the last of them has the length at `step`.
+        if stage.first > step:
+            break
+        size = stage.config.data.block_size
+        if steps := min(step, stage.last) - stage.first:
             weights = tuple(source.weight for source in sources_of(stage.config.data))
             samples = steps * (stage.config.train.tokens_per_step // size)
             tokens += Interleave.of(weights).counts(samples) * size
-    size = config_at(config, step).data.block_size
     return (-(-tokens // size)).tolist()
 
 

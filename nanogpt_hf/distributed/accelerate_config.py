@@ -20,7 +20,12 @@ from accelerate.utils import LoggerType
 from nanogpt_hf import cpu
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.distributed import deepspeed
-from nanogpt_hf.distributed.environment import SIZE_VARIABLES, check_environment, is_true
+from nanogpt_hf.distributed.environment import (
+    SIZE_VARIABLES,
+    check_environment,
+    is_true,
+    states_cpu,
+)
 from nanogpt_hf.distributed.layout import check_layout
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import UserError, did_you_mean, one_line
@@ -213,7 +218,7 @@ def check_device() -> None:
 
 
 def _on_the_cpu() -> bool:
-    return Mesh.from_environment().on_cpu or not torch.accelerator.is_available()
+    return states_cpu(os.environ) or not torch.accelerator.is_available()
 
 
 def _started_alone() -> bool:

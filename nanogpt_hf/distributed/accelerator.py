@@ -27,11 +27,11 @@ from accelerate.utils import (
 )
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from nanogpt_hf.config.checks import accumulation_steps
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.distributed import deepspeed, rendezvous
 from nanogpt_hf.distributed.accelerate_config import (
     check_config,
-    check_launch,
     chooses_for_one_gpu,
     default_to_cpu,
     hide_layout,
@@ -134,11 +134,11 @@ def build_accelerator(
     """Build the Accelerator of this process, with the accumulation that the recipe's tokens per
     step imply, and with `trackers` in addition to the recipe's.
 
-    Raises UserError if `check_launch` does, and if this machine does not provide what the
-    accelerate config sets.
+    `check_launch` has checked the recipe on this launch. Raises UserError if this machine does not
+    provide what the accelerate config sets.
     """
-    accumulation = check_launch(config, mesh)
     mesh = settled(mesh, config)
+    accumulation = accumulation_steps(config, mesh.dp_size)
     hide_layout(mesh)
     if mesh.sharding == "zero" and not torch.accelerator.is_available():
         deepspeed.reduce_with_gloo()

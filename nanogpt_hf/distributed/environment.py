@@ -8,7 +8,7 @@ value. Imports no torch, so that a command can check them before heavy imports.
 import json
 import os
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +149,11 @@ def level_of(stated: object) -> str:
     """
     level = str(stated).lower()
     return "" if level in ("false", "none") else level
+
+
+def states_cpu(given: Mapping[str, str]) -> bool:
+    """Whether the launcher's variables say that the launch runs on CPUs."""
+    return is_true(given.get("ACCELERATE_USE_CPU")) or given.get("ACCELERATE_TORCH_DEVICE") == "cpu"
 
 
 def check_environment() -> None:

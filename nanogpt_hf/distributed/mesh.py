@@ -15,6 +15,7 @@ from nanogpt_hf.distributed.environment import (
     SIZE_VARIABLES,
     is_true,
     level_of,
+    states_cpu,
 )
 from nanogpt_hf.distributed.launch import Launch
 
@@ -57,7 +58,6 @@ class Mesh(Launch):
         if is_true(given.get("ACCELERATE_USE_DEEPSPEED")):
             sharding = "zero"
         is_fsdp = sharding == "fsdp"
-        on_cpu = is_true(given.get("ACCELERATE_USE_CPU"))
         return cls(
             world_size=int(given.get("WORLD_SIZE", 1)),
             local_world_size=int(given.get("LOCAL_WORLD_SIZE", 1)),
@@ -70,7 +70,7 @@ class Mesh(Launch):
             reshards=is_fsdp and is_true(given.get("FSDP_RESHARD_AFTER_FORWARD", "true")),
             sends_weights=is_fsdp and is_true(given.get("FSDP_CPU_RAM_EFFICIENT_LOADING")),
             compression=given.get("PARALLELISM_CONFIG_DDP_COMM_HOOK", "no"),
-            device="cpu" if on_cpu or given.get("ACCELERATE_TORCH_DEVICE") == "cpu" else "cuda",
+            device="cpu" if states_cpu(given) else "cuda",
             precision=given.get("ACCELERATE_MIXED_PRECISION", "no"),
             compiles=given.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no",
             checkpointing=level_of(given.get("FSDP_ACTIVATION_CHECKPOINTING")),

@@ -23,6 +23,7 @@ from huggingface_hub.constants import HF_HOME
 from nanogpt_hf.bench.clock import small_config, time_of
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.cpu import share_threads
+from nanogpt_hf.distributed.accelerate_config import check_launch
 from nanogpt_hf.distributed.accelerator import actual_settings, build_accelerator
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import UserError, one_line
@@ -132,6 +133,7 @@ def diagnose(recipe: Config | None, run_dir: str | None, report: Report, mesh: M
     # The accelerator that a run would have: its process group, devices and precision.
     try:
         with report.together("launch"):
+            check_launch(config, mesh)
             accelerator = build_accelerator(config, folder, mesh)
             share_threads(mesh.local_world_size)
     except UserError as error:

@@ -42,16 +42,15 @@ class MeanReducer:
     def __init__(self, run: Run):
         self.run = run
         self.loss_sum = torch.zeros((), device=run.accelerator.device)
+        # The loss is divided by the targets of the whole step already. So cancel two means:
+        # accelerate's over the micro-batches, and the one over the ranks.
+        self.means = run.accelerator.gradient_accumulation_steps * run.mesh.dp_cp_size
 
     def micro_batch(self) -> Any:
         return accumulate(self.run.accelerator, self.run.model)
 
     def backward(self, loss: torch.Tensor) -> None:
-        accelerator = self.run.accelerator
-        # The loss is divided by the targets of the whole step already. So cancel two means:
-        # accelerate's over the micro-batches, and the one over the ranks.
-        means = accelerator.gradient_accumulation_steps * self.run.mesh.dp_cp_size
-        accelerator.backward(loss * means)
+        self.run.accelerator.backward(loss * self.means)
         self.loss_sum = self.loss_sum + loss.detach()
 
     def finish(self) -> torch.Tensor:

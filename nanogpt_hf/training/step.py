@@ -20,6 +20,7 @@ def train_step(run: Run, step: int, learning_rate: float) -> StepResult:
     target counts the same, in whichever micro-batch it is.
     """
     batches = run.batches
+    mesh = run.mesh
     reducer = reducer_of(run)
     set_learning_rate(run.optimizer, learning_rate)
     num_targets = batches.num_targets(step)
@@ -40,8 +41,8 @@ def train_step(run: Run, step: int, learning_rate: float) -> StepResult:
                 for name, tensor in batch.items()
             }
             # Before the objective, so that its terms see the positions that the model computes.
-            if run.mesh.cp_size > 1:
-                batch = own_positions(batch, run.model, run.mesh)
+            if mesh.cp_size > 1:
+                batch = own_positions(batch, run.model, mesh)
             # The last micro-batch of the step reduces the gradients over the ranks.
             with reducer.micro_batch():
                 summed_loss, sums = run.objective(run.model, batch)
@@ -71,10 +72,11 @@ def seed_micro_batch(run: Run, step: int, index: int) -> None:
     masks of an uninterrupted one, and several processes draw the masks of one.
     """
     batches = run.batches
+    mesh = run.mesh
     # Processes that share the positions of a sequence draw masks of their own parts.
-    place = batches.micro_batch_number(index) * run.mesh.cp_size + run.mesh.cp_rank
+    place = batches.micro_batch_number(index) * mesh.cp_size + mesh.cp_rank
     # The first pipeline stage draws what one process would; later stages need other masks.
-    stage = [run.pipeline.index] if run.pipeline and run.pipeline.index else []
+    stage = [mesh.pp_rank] if mesh.pp_rank else []
     seed = derive_seed(batches.seed, "dropout", step, place, *stage)
     seed_dropout(run.accelerator.device, seed)
 
