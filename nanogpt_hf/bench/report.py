@@ -77,6 +77,9 @@ def summary_lines(figures: dict[str, Any]) -> list[str]:
         f"{plural(figures['windows'], 'window')} of {plural(figures['steps_per_window'], 'step')}"
     )
     lines = [f"step        {_ms(figures['step_seconds'])} over {windows}"]
+    # A run of so many steps spends its whole schedule within an hour.
+    per_hour = int(3600 / figures["step_seconds"]["median"])
+    lines.append(f"an hour     {plural(per_hour, 'step')}, without evaluations and checkpoints")
     if sent := figures["communicated_bytes"]:
         kinds = ", ".join(f"{kind} {format_bytes(count)}" for kind, count in sent.items())
         lines.append(

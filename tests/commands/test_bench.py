@@ -19,9 +19,11 @@ def test_bench_prints_and_writes_each_measurement(tmp_path, make_recipe, monkeyp
     lines = capsys.readouterr().out.splitlines()
     while not lines[0].endswith("4 sequences × 16 × 1 processes × 2 accumulated"):
         del lines[0]  # of a library
-    topics = "tokens machine step throughput MFU memory against trace"
+    topics = "tokens machine step an throughput MFU memory against trace"
     assert [line.split()[0] for line in lines[1:]] == topics.split()
     figures = json.loads((tmp_path / "figures.json").read_text())
+    per_hour = int(lines[4].split()[2].replace(",", ""))
+    assert per_hour == pytest.approx(3600 / figures["step_seconds"]["median"], abs=1)
     assert figures["tokens_per_second"] == pytest.approx(128 / figures["step_seconds"]["median"])
     assert figures["mfu"] is None
     assert figures["against_bare"]["ratio"]["median"] > 0

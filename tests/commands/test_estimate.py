@@ -115,6 +115,7 @@ ON_GPUS = {
     "gpt2_350m": "ddp",
     "gpt2_774m": "fsdp2",
     "gpt2_1558m": "hsdp",
+    "fineweb_124m": "ddp",
     "modern_124m": "fsdp2",
     "nanochat_d12": "ddp",
     "experts_124m": "fsdp2",
