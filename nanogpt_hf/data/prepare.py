@@ -20,10 +20,10 @@ from tqdm import tqdm
 
 from nanogpt_hf.config.names import MADE_TOKENIZERS
 from nanogpt_hf.config.schema import Config, DataSection
-from nanogpt_hf.config.seeds import derive_seed
 from nanogpt_hf.config.sources import is_mixture, sources_of
 from nanogpt_hf.cpu import allowed_cores
 from nanogpt_hf.data.blocks import Row, ShardWriter
+from nanogpt_hf.data.documents import BadRows, Documents, Reading, held_out
 from nanogpt_hf.data.formats import Encode, encoded, format_of
 from nanogpt_hf.data.manifest import (
     DECIDING_KNOBS,
@@ -39,17 +39,14 @@ from nanogpt_hf.data.manifest import (
     write_manifest,
 )
 from nanogpt_hf.data.prepared import TOKENIZER, check_fits, open_blocks
-from nanogpt_hf.data.source import BadRows, Documents, check_source, load_documents, local_files
+from nanogpt_hf.data.source import check_source, load_documents, local_files
 from nanogpt_hf.data.tokenizer import Tokenizer, build_tokenizer, save_tokenizer, vocabulary_hash
 from nanogpt_hf.errors import DataError, one_line
-from nanogpt_hf.formatting import plural, shows_bars
+from nanogpt_hf.formatting import shows_bars
 from nanogpt_hf.place import make_once
 
 logger = logging.getLogger(__name__)
 _SECONDS_BETWEEN_LINES = 60  # between two lines of the log
-# Documents of up to so many characters are kept in memory for the next reading. More are read
-# again, so that the memory of a preparation does not grow with the source.
-_KEPT_CHARACTERS = 100_000_000
 
 
 def prepare(config: Config) -> tuple[Manifest, bool]:
@@ -167,80 +164,6 @@ class Spool:
         self._file.seek(0)
         for _ in range(self._batches):
             yield pickle.load(self._file)
-
-
-class Reading:
-    """Documents of a split, as often as they are asked for, with few openings of the source.
-
-    The first documents that `first` has read are part of the next reading. If `texts` is given,
-    documents whose texts fit into memory are kept, and later readings open nothing.
-    """
-
-    def __init__(
-        self, read: Callable[[], Iterable[Any]], texts: Callable[[Any], Iterable[str]] | None
-    ):
-        self._read = read
-        self._texts = texts
-        # A reading that `first` has begun, and the documents of a whole one.
-        self._begun: Iterator[Any] | None = None
-        self._kept: list[Any] | None = None
-
-    def first(self, number: int) -> list[Any]:
-        """Up to `number` documents from the beginning."""
-        reading = iter(self())
-        first = list(itertools.islice(reading, number))
-        self._begun = itertools.chain(first, reading)
-        return first
-
-    def __call__(self) -> Iterable[Any]:
-        if self._begun is not None:
-            begun = self._begun
-            self._begun = None
-            return begun
-        return self._open() if self._kept is None else self._kept
-
-    def _open(self) -> Iterator[Any]:
-        kept = []
-        size = 0
-        for document in self._read():
-            if self._texts is not None and size <= _KEPT_CHARACTERS:
-                kept.append(document)
-                size += sum(map(len, self._texts(document)))
-            yield document
-        if self._texts is not None and size <= _KEPT_CHARACTERS:
-            self._kept = kept
-
-
-def held_out(count: int, data: DataSection, noun: str) -> np.ndarray:
-    """Choose which of `count` documents are held out for validation, by `data.validation_seed`.
-
-    Raises DataError if there are too few.
-    """
-    if count < 2:
-        limited = "raise data.max_tokens, or " if data.max_tokens is not None else ""
-        raise DataError(
-            f"data.source: {data.one_source}: {plural(count, noun)} is too few to "
-            f"hold some out for validation; {limited}give two at least"
-        )
-    number = max(1, round(count * data.validation_fraction))
-    # An argsort of raw bits is a permutation that no version of NumPy changes.
-    bits = np.random.Philox(key=derive_seed(data.validation_seed, "validation")).random_raw(count)
-    held = np.zeros(count, dtype=bool)
-    held[np.argsort(bits, kind="stable")[:number]] = True
-    return held
-
-
-def split_documents(documents: Documents, data: DataSection) -> tuple[list[Any], list[Any]]:
-    """All documents to train on and to validate on."""
-    # Questions and pairs are few enough to be read whole.
-    train = documents.read()
-    if documents.validation is not None:
-        return train, documents.read("validation")
-    held = held_out(len(train), data, documents.noun)
-    splits = [], []
-    for document, is_held in zip(train, held, strict=True):
-        splits[int(is_held)].append(document)
-    return splits
 
 
 def _texts(

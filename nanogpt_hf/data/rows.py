@@ -1,27 +1,25 @@
 """Read the rows of files: text, JSON, tables and Parquet, compressed or in a .zip."""
 
-import bz2
 import csv
-import gzip
 import io
 import itertools
 import json
-import lzma
 import re
 import shutil
 import stat
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
 import pyarrow
 
+from nanogpt_hf.data.compression import COMPRESSIONS, DECOMPRESS
+
 # The endings of files that are read: of rows, and of text.
 ROW_ENDINGS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 TEXT_ENDINGS = (".txt", ".md", *ROW_ENDINGS)
-COMPRESSIONS = (".gz", ".bz2", ".xz", ".lzma", ".zst")
 ARCHIVE = ".zip"
 # Forms that hold text and are not read.
 OTHER_ARCHIVES = (".tar", ".tgz", ".tbz", ".tbz2", ".txz", ".7z", ".rar")
@@ -40,7 +38,6 @@ _METHODS = {
     zipfile.ZIP_LZMA: "lzma",
 }
 _ENCRYPTED = 0x1  # the bit of a member's flags
-_AT_ONCE = 1 << 17  # bytes that are read from a compressed file at once
 
 
 def file_ending(path: Path) -> str:
@@ -49,61 +46,6 @@ def file_ending(path: Path) -> str:
     return Path(path.stem if compressed else path.name).suffix.lower()
 
 
-class _Streams(io.RawIOBase):
-    """Bytes of the compressed streams in a file, one after another.
-
-    The files of the modules bz2 and lzma ignore whatever follows a whole stream, so they lose the
-    rows of one that is damaged, or comes after padding.
-    """
-
-    def __init__(self, file: IO[bytes], begin: Callable[[], Any]):
-        self._file = file
-        self._begin = begin
-        self._stream = begin()
-        self._number = 1  # the stream's, for messages
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while True:
-            # After the end of a stream comes padding, another stream, or the end of the file.
-            data = b""
-            if self._stream.eof:
-                data = self._stream.unused_data
-                # Zeros are padding.
-                while not (data := data.lstrip(b"\0")):
-                    if not (data := self._file.read(_AT_ONCE)):
-                        return 0
-                self._stream = self._begin()
-                self._number += 1
-            elif self._stream.needs_input and not (data := self._file.read(_AT_ONCE)):
-                raise ValueError(f"compressed stream {self._number} has no end; copy it again")
-            try:
-                part = self._stream.decompress(data, len(buffer))
-            except (OSError, lzma.LZMAError) as error:
-                raise ValueError(
-                    f"compressed stream {self._number} is damaged, or is none: {error}; copy it "
-                    "again"
-                ) from None
-            # A stream may give nothing until it has read more.
-            if part:
-                buffer[: len(part)] = part
-                return len(part)
-
-
-def _streams(begin: Callable[[], Any]) -> Callable[[Any], Any]:
-    return lambda file: io.BufferedReader(_Streams(file, begin), _AT_ONCE)
-
-
-_OPENERS: tuple[Callable[[Any], Any], ...] = (
-    gzip.open,
-    _streams(bz2.BZ2Decompressor),
-    _streams(lzma.LZMADecompressor),
-    _streams(lzma.LZMADecompressor),
-    lambda file: pyarrow.input_stream(file, compression="zstd"),
-)
-_DECOMPRESS: dict[str, Callable[[Any], Any]] = dict(zip(COMPRESSIONS, _OPENERS, strict=True))
 # Control characters that no text has; one has white space, backspaces and the escapes of terminals.
 _BINARY = re.compile(r"[\0-\7\x0e-\x1a\x1c-\x1f]")
 # An exception among rows stands for a row that cannot be read; the rows after it can.
@@ -187,7 +129,7 @@ def _member_rows(
 
 
 def _rows(file: Any, name: str, column: str | None) -> Rows:
-    while decompress := _DECOMPRESS.get(Path(name).suffix.lower()):
+    while decompress := DECOMPRESS.get(Path(name).suffix.lower()):
         file = decompress(file)
         name = Path(name).stem
     ending = Path(name).suffix.lower()

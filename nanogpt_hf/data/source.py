@@ -5,13 +5,11 @@ Built in are Python's documentation and generated additions and subtractions.
 
 import contextlib
 import glob
-import logging
 import os
 import re
 import sys
 import urllib.parse
 from collections.abc import Callable, Generator, Iterable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +25,7 @@ from nanogpt_hf.data.built_in import (
     arithmetic_text,
     python_docs,
 )
+from nanogpt_hf.data.documents import BadRows, Documents
 from nanogpt_hf.data.formats import format_of
 from nanogpt_hf.data.manifest import SPLITS, file_digest
 from nanogpt_hf.data.messages import unpacked
@@ -41,94 +40,16 @@ from nanogpt_hf.data.rows import (
     read_tables,
 )
 from nanogpt_hf.errors import DataError, UserError, one_line
-from nanogpt_hf.formatting import plural, shows_bars
+from nanogpt_hf.formatting import shows_bars
 
-_NAMED = 3  # a message names so many rows
-_REMEDY = "; data.max_bad_rows N leaves out up to N such rows"
 # What a row raises that cannot be used; another error is one of the file or the machine.
 _ROW_ERRORS = (
     *(ValueError, TypeError, LookupError, AttributeError, RecursionError, OverflowError),
     UserError,
 )
 
-logger = logging.getLogger(__name__)
 # A row as a document; raises ValueError or UserError if it is none that can be used.
 ReadRow = Callable[[Any, DataSection], Any]
-
-
-class BadRows:
-    """Rows of a split that cannot be used: counted, and the first few named.
-
-    A limit below 1 is a share of the rows.
-    """
-
-    def __init__(self, limit: float = 0.0):
-        self._limit = limit
-        self.begin()
-
-    def begin(self) -> None:
-        """Forget the rows of an earlier reading."""
-        # For each row that makes no document, the number of documents before it.
-        self._before: list[int] = []
-        self._failed: list[int] = []  # the numbers of documents that cannot be encoded
-        self._named: list[str] = []  # the first few rows, with their reasons
-        # Rows whose text is empty or null. They are skipped, whatever the limit is.
-        self.empty = 0
-
-    def add(self, documents: int, place: str, reason: str) -> None:
-        """Count a row that comes after a number of documents. Raises DataError if it is one too
-        many.
-        """
-        if not self._limit:
-            raise DataError(f"{place}: {reason}{_REMEDY}")
-        self._before.append(documents)
-        self._name(f"{place}: {reason}")
-
-    def add_document(self, number: int, reason: str) -> None:
-        """Count a row whose document cannot be encoded, as `add` does."""
-        # Documents are numbered without the rows that make none; a user counts all rows.
-        row = f"row {number + 1 + self._skipped(number)} of all: {reason}"
-        if not self._limit:
-            raise DataError(row + _REMEDY)
-        self._failed.append(number)
-        self._name(row)
-
-    def _name(self, row: str) -> None:
-        if len(self._named) < _NAMED:
-            self._named.append(row)
-        # A share is checked at the end, when the number of rows is known.
-        if 1 <= self._limit < len(self._before) + len(self._failed):
-            self._refuse(f"more than {self._limit:g}")
-
-    def _skipped(self, documents: int) -> int:
-        return sum(before <= documents for before in self._before)
-
-    def left_out(self, documents: int) -> int:
-        """Count those among the first `documents` documents, and log them. The share is checked
-        here: raises DataError if it is above the limit.
-
-        A reading may be ahead of the documents that are used, by as many as it has threads.
-        """
-        if self.empty and documents:
-            logger.info(
-                f"{plural(self.empty, 'row')} whose text is empty or null: skipped",
-                extra={"to_stderr": True},
-            )
-        # Documents that were read ahead, and not used, do not count.
-        skipped = self._skipped(documents)
-        if count := skipped + sum(number < documents for number in self._failed):
-            rows = f"{count:,} of {documents + skipped:,}"
-            if self._limit < 1 and count > self._limit * (documents + skipped):
-                self._refuse(rows)
-            named = "; ".join(self._named[:count])
-            logger.warning(f"data.max_bad_rows: {rows} rows cannot be used, left out: {named}")
-        return count
-
-    def _refuse(self, rows: str) -> None:
-        raise DataError(
-            f"data.max_bad_rows: {self._limit:g}: {rows} rows cannot be used: "
-            f"{'; '.join(self._named)}; change them, or raise it"
-        )
 
 
 def _is_read(path: Path, endings: tuple[str, ...]) -> bool:
@@ -208,30 +129,6 @@ def download(url: str, folder: Path, sha256: str | None) -> Path:
     if sha256 and digest != sha256.lower():
         raise DataError(f"data.sha256: {url} has sha256 {digest}, not {sha256}; nothing was kept")
     return target
-
-
-@dataclass(frozen=True)
-class Documents:
-    """Documents of a source, in order; each call of a split reads them again.
-
-    `validation` is None if it has to be held out of `train`.
-    """
-
-    train: Callable[[], Iterable[Any]]
-    validation: Callable[[], Iterable[Any]] | None
-    revision: str
-    noun: str = "document"  # what messages call one of them
-    count: int | None = None  # length of `train`, if it is known without reading
-    # the rows of each split's newest reading that cannot be used
-    bad_rows: dict[str, BadRows] = field(
-        default_factory=lambda: {split: BadRows() for split in SPLITS}
-    )
-
-    def read(self, split: str = "train") -> list[Any]:
-        """All documents of a split."""
-        documents = list(getattr(self, split)())
-        self.bad_rows[split].left_out(len(documents))
-        return documents
 
 
 def local_files(data: DataSection) -> list[Path]:

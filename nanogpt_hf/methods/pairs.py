@@ -20,8 +20,8 @@ from nanogpt_hf.config.sources import is_mixture
 from nanogpt_hf.data.blocks import Blocks
 from nanogpt_hf.data.chat_template import ChatFormat, chat_of
 from nanogpt_hf.data.conversations import labeled_of, pair_of
+from nanogpt_hf.data.documents import split_documents
 from nanogpt_hf.data.messages import Conversation, fields_of
-from nanogpt_hf.data.prepare import split_documents
 from nanogpt_hf.data.prepared import PreparedData, in_memory
 from nanogpt_hf.data.source import load_documents
 from nanogpt_hf.data.tokenizer import (

@@ -2,7 +2,6 @@
 logged step, and the tensors of each kept checkpoint.
 """
 
-import hashlib
 import itertools
 import logging
 import math
@@ -28,7 +27,6 @@ from nanogpt_hf.distributed.accelerator import (
     precision_of,
     sum_over_ranks,
 )
-from nanogpt_hf.distributed.full_state import FullState, own_weights
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.distributed.rendezvous import one_line_for_a_lost_process, prepare_on_all_ranks
 from nanogpt_hf.errors import RunFolderError, Stopped, UserError
@@ -36,8 +34,8 @@ from nanogpt_hf.formatting import plural, shows_bars
 from nanogpt_hf.methods.run import Run
 from nanogpt_hf.methods.table import method_of
 from nanogpt_hf.optim.optimizer import learning_rate_at
-from nanogpt_hf.optim.state import full_tensor
 from nanogpt_hf.place import Interrupted, raise_on_signals
+from nanogpt_hf.replay.difference import tensor_differences, value_differences
 from nanogpt_hf.runs.folder import RunFolder, step_of
 from nanogpt_hf.runs.metrics import read_metrics
 from nanogpt_hf.runs.provenance import branched_at, continue_on, read_starts
@@ -267,7 +265,7 @@ def first_difference(
         saved = read_checkpoint(path) if path.is_dir() else None
         # A run that was stopped before the evaluation has saved without it.
         stopped = saved and saved.state.evaluated_step < step and "val/loss" not in theirs
-        tensors = _difference(run, saved, bound) if saved else []
+        tensors = tensor_differences(run, saved, bound) if saved else []
         # 3. Resume with other knobs if the run did so here before its evaluation.
         resumed = [entry for entry in history if entry["step"] == step > first]
         for entry in resumed:
@@ -275,13 +273,13 @@ def first_difference(
                 _change_knobs(run, entry["knobs"])
                 # The checkpoint may have been saved again since, with optimizer state of another
                 # precision.
-                tensors = tensors and _difference(run, saved, bound)
+                tensors = tensors and tensor_differences(run, saved, bound)
         # 4. Evaluate, and compare the metrics.
         due = step % run.config.eval.every == 0 or step == run.config.train.max_steps
         if due and not stopped:
             evaluated = method.evaluate(run, lambda: False)
             ours |= evaluated.metrics if evaluated else {}
-        lines = _other_values(ours, theirs, bound) + tensors
+        lines = value_differences(ours, theirs, bound) + tensors
         if saved:
             # A rollback to this checkpoint has skipped data since, and saved it again.
             run.state.skipped_steps = saved.state.skipped_steps
@@ -318,71 +316,3 @@ def _change_knobs(run: Run, knobs: dict[str, Any]) -> None:
     accumulated = accumulation_steps(run.config, run.mesh.dp_size)
     run.accelerator.gradient_accumulation_steps = accumulated
     _start_again(run)
-
-
-def _difference(run: Run, saved: Any, bound: float) -> list[str]:
-    """Compare with the tensors of a checkpoint; return differences as lines."""
-    if bound:
-        return _distant_weights(run, saved, bound)
-    return _other_tensors(run, saved)
-
-
-def _other_values(ours: dict[str, float], recorded: dict[str, Any], bound: float) -> list[str]:
-    """Write a line for each metric whose distance from the recorded one is more than `bound` times
-    its size.
-    """
-
-    def agrees(name: str, value: float) -> bool:
-        other = recorded.get(name, "nothing")
-        # JSON has no NaN: null was recorded for what is not finite.
-        if not math.isfinite(value) or not isinstance(other, float | int):
-            return other is None and not math.isfinite(value)
-        return abs(value - other) <= bound * abs(other)
-
-    return [
-        f"{name}: recorded {recorded.get(name, 'nothing')}, repeated {value}"
-        for name, value in ours.items()
-        if not agrees(name, value)
-    ]
-
-
-def _distant_weights(run: Run, saved: Any, bound: float) -> list[str]:
-    """Write a line if the distance of all weights together from the saved ones is more than `bound`
-    times their norm.
-
-    Optimizer state is not compared: where a gradient is rounding only, such as the gradient of key
-    biases, the state has any value.
-    """
-    theirs = dict(saved.weights)
-    distance = 0.0  # squared
-    size = 0.0
-    for name, weight in own_weights(run.accelerator, run.model):
-        other = full_tensor(theirs[name]).double().cpu()
-        distance += (full_tensor(weight).double().cpu() - other).square().sum().item()
-        size += other.square().sum().item()
-    share = math.sqrt(distance / max(size, 1e-300))
-    if share <= bound:
-        return []
-    return [f"{saved.folder}: weights {share:.1e} of their norm away"]
-
-
-def _other_tensors(run: Run, saved: Any) -> list[str]:
-    """Write a line with the tensors of weights and optimizer state that are not the saved ones."""
-    state = FullState(run.accelerator, run.model, run.optimizer)
-    ours = dict(own_weights(run.accelerator, run.model)) | dict(state.own_optimizer_state())
-    theirs = dict(saved.weights) | dict(saved.optimizer_state)
-    # Sorted: a digest of a sharded tensor is a collective, so all processes need the same order.
-    names = [
-        name
-        for name in sorted({*ours, *theirs})
-        if _digest(ours.get(name)) != _digest(theirs.get(name))
-    ]
-    if not names:
-        return []
-    return [f"{saved.folder}: {plural(len(names), 'tensor')}: {', '.join(names)}"]
-
-
-def _digest(tensor: Any) -> object:
-    """The sha256 of a whole tensor; all processes call it with their parts."""
-    tensor = full_tensor(tensor)
-    return tensor is not None and hashlib.sha256(tensor.cpu().numpy()).hexdigest()

@@ -18,8 +18,8 @@ from nanogpt_hf.config.seeds import derive_seed
 from nanogpt_hf.config.sources import is_mixture
 from nanogpt_hf.data.built_in import arithmetic_question, is_held_out
 from nanogpt_hf.data.conversations import conversation_of
+from nanogpt_hf.data.documents import split_documents
 from nanogpt_hf.data.messages import Message
-from nanogpt_hf.data.prepare import split_documents
 from nanogpt_hf.data.source import load_documents
 from nanogpt_hf.errors import DataError, UserError, did_you_mean, one_line
 from nanogpt_hf.tasks.reward import load_reward

@@ -16,6 +16,7 @@ import pytest
 
 from assertions import refusal
 from nanogpt_hf.config.schema import Config, DataSection, replace_knobs
+from nanogpt_hf.data import documents as documents_module
 from nanogpt_hf.data import prepare as module
 from nanogpt_hf.data import prepared as prepared_module
 from nanogpt_hf.data import source as source_module
@@ -299,14 +300,14 @@ def test_source_is_opened_once_if_its_documents_fit_into_memory(
     monkeypatch.setattr(
         source_module, "read_tables", lambda *args: opened.append(args) or read_tables(*args)
     )
-    monkeypatch.setattr(module, "_KEPT_CHARACTERS", kept)
+    monkeypatch.setattr(documents_module, "_KEPT_CHARACTERS", kept)
     name = byte_tokenizer if tokenizer == "bytes" else tokenizer
     config = make(rows(["one or two words again " * 20] * documents), name, vocab_size=260)
     prepare(config)
     # A single document stays in memory whatever its size: it is cut.
     assert len(opened) == (1 if documents == 1 else openings)
     again = make(config.data.source, name, vocab_size=260, dir=f"{config.data.dir}2")
-    monkeypatch.setattr(module, "_KEPT_CHARACTERS", 10**6)
+    monkeypatch.setattr(documents_module, "_KEPT_CHARACTERS", 10**6)
     prepare(again)
     assert texts_of(again) == texts_of(config)
 

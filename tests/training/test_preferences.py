@@ -23,8 +23,8 @@ from assertions import copy_at, same_weights, series
 from nanogpt_hf.commands import main
 from nanogpt_hf.config.schema import AlignSection, DataSection
 from nanogpt_hf.data.conversations import labeled_of, pair_of
+from nanogpt_hf.data.documents import held_out
 from nanogpt_hf.data.messages import Conversation
-from nanogpt_hf.data.prepare import held_out
 from nanogpt_hf.errors import DataError
 from nanogpt_hf.evaluation.loss import pad_batch
 from nanogpt_hf.methods import preference_losses, reference

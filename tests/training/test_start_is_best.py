@@ -16,7 +16,7 @@ from assertions import copy_at, same_weights
 from nanogpt_hf.commands import main
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.schema import DataSection
-from nanogpt_hf.data.prepare import held_out
+from nanogpt_hf.data.documents import held_out
 from nanogpt_hf.export.hub import BackgroundPush
 from nanogpt_hf.formatting import format_number
 from nanogpt_hf.model.build import load_model
