@@ -10,7 +10,7 @@ from nanogpt_hf.config.compatibility import refused_in_recipe
 from nanogpt_hf.config.method_sections import LORA_TARGETS
 from nanogpt_hf.config.methods import POLICY, chosen_method
 from nanogpt_hf.config.run_sections import FAMILIES
-from nanogpt_hf.config.schema import Config, get_value
+from nanogpt_hf.config.schema import KNOBS, Config, get_value
 from nanogpt_hf.config.settings import KnobSetting
 from nanogpt_hf.config.sources import sources_of
 from nanogpt_hf.config.stages import stage_problem, stages_of
@@ -211,6 +211,22 @@ def _rl_rules(config: Config) -> Rules:
             f"{knob} train.tokens_per_step data.block_size",
             sequences % size,
             f"{size} does not divide the {sequences} sequences of a step",
+        )
+    # A teacher alone needs no baseline, and nothing that shapes the rewards' part of the loss.
+    only_taught = config.distill.teacher is not None and config.distill.weight == 1
+    yield (
+        "rl.samples distill.weight",
+        rl.samples == 1 and not only_taught,
+        "1 is its own baseline, so that every advantage is 0; set 2 or more, or distill.teacher "
+        "with distill.weight 1",
+    )
+    for name in ("rl.kl", "rl.clip", "rl.scale_advantages"):
+        value = get_value(config, name)
+        yield (
+            f"{name} distill.weight",
+            only_taught and value != KNOBS[name].default,
+            f"{str(value).lower()} is read only with rewards, and distill.weight 1 leaves them "
+            "out; leave it out, or lower distill.weight",
         )
     yield (
         "rl.max_new_tokens data.block_size",

@@ -99,7 +99,7 @@ class RlSection:
     reward_errors: Literal["stop", "zero"] = knob(
         "stop", "if the reward raises, takes too long or is not finite: stop, or reward 0"
     )
-    samples: int = knob(8, "completions per question", 2, 100_000)
+    samples: int = knob(8, "completions per question", 1, 100_000)
     max_new_tokens: int = knob(256, "maximum tokens of a completion", 1, 1_000_000)
     temperature: float = knob(1.0, "temperature of sampling, in training and evaluation", 0.01)
     batch_size: int | None = knob(
@@ -163,10 +163,29 @@ class DistillSection:
         "same tokenizer (default: none)",
     )
     weight: float = knob(
-        0.5, "share of the KL divergence to the teacher in the loss; the rest: the next token", 0, 1
+        0.5,
+        "share of the divergence from the teacher in the loss; the rest: the next token, and with "
+        "rl.task the rewards",
+        0,
+        1,
     )
     temperature: float = knob(
         1.0, "the logits of teacher and student are divided by this", 0.01, 1000
+    )
+    beta: float | None = knob(
+        None,
+        "divergence: 0 forward KL, 1 reverse KL, between them generalized Jensen-Shannon "
+        "(default: 0; with rl.task 1)",
+        0,
+        1,
+    )
+    on_policy: float = knob(
+        1.0,
+        "share of the questions that the student answers; of the others it learns the reference "
+        "answer",
+        0,
+        1,
+        read=only_with("rl.task"),
     )
 
 
@@ -200,6 +219,12 @@ RULES = [
         given("finetune.unfreeze_every"),
         given("rl.task", "align.loss"),
         "not supported there",
+        "leave it out",
+    ),
+    *rules(
+        given("distill.on_policy"),
+        choice("rl.task", "regex"),
+        "its reference answers are patterns",
         "leave it out",
     ),
     *rules(

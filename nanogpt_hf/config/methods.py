@@ -28,6 +28,7 @@ class RecipeMethod(NamedTuple):
     sequences_per_step: int
     data: str  # what it trains on
     layouts: tuple[Setting, ...] = ()  # members of LAYOUTS that honour its objective
+    terms: tuple[str, ...] = ()  # knobs of terms of the loss on text that its objective has, too
 
 
 # A step of reinforcement learning has new completions, and its gradient is noisy.
@@ -61,7 +62,9 @@ _PREFERENCE_DEFAULTS = {
 SEQUENCES_PER_STEP = 32
 # It needs no knob: a recipe that chooses no method trains on the next token of text.
 NEXT_TOKEN = RecipeMethod("", "finetune", {}, SEQUENCES_PER_STEP, "text", LAYOUTS)
-POLICY = RecipeMethod("rl.task", "rl", _POLICY_DEFAULTS, 64, "questions")
+POLICY = RecipeMethod(
+    "rl.task", "rl", _POLICY_DEFAULTS, 64, "questions", terms=("distill.teacher",)
+)
 PREFERENCES = RecipeMethod("align.loss", "align", _PREFERENCE_DEFAULTS, 16, "pairs")
 RECIPE_METHODS = [POLICY, PREFERENCES]
 
@@ -96,7 +99,7 @@ def objective_rules(
     for key in terms:
         found += rules(
             given(key),
-            given(*(method.knob for method in methods)),
+            given(*(method.knob for method in methods if key not in method.terms)),
             "it is added to the loss of the next token only",
             "leave it out",
         )

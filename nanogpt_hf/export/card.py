@@ -169,6 +169,8 @@ def _score(config: Config, state: TrainState) -> dict[str, Any]:
     evaluation.
     """
     value = state.last_score
+    if config.rl.task and config.distill.teacher and config.distill.weight == 1:
+        return {"noun": "questions", "score": "divergence from the teacher", "value": value}
     if config.rl.task:
         value = None if value is None else -value
         return {"noun": "questions", "score": "mean reward", "value": value}

@@ -1,13 +1,15 @@
 """Distillation: a student learns the next token, and the distribution of a teacher over it.
 
-The loss of a row is (1 - weight) · cross-entropy + weight · T² · KL(teacher ‖ student), with both
-distributions at the temperature T (Hinton et al. 2015, arXiv:1503.02531). Evaluations measure the
-cross-entropy alone, so that they compare with other runs.
+The loss of a row is (1 - weight) · cross-entropy + weight · T² · divergence, with both
+distributions at the temperature T (Hinton et al. 2015, arXiv:1503.02531). The divergence is
+KL(teacher ‖ student), or another one by `distill.beta`. Evaluations measure the cross-entropy
+alone, so that they compare with other runs. methods/on_policy.py learns from the student's answers.
 """
 
 import dataclasses
 import hashlib
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,10 +65,12 @@ def load_with_teacher(config: Config, load: Callable[[Config], PreparedData]) ->
     name = config.distill.teacher
     tokens = data.manifest.vocab_size
     if vocabulary_hash(tokenizer) != data.manifest.tokenizer_hash:
+        # Reinforcement learning has questions, which the student's own tokenizer encodes.
+        whose = "student" if config.rl.task else "data"
+        remedy = "" if config.rl.task else "prepare the data with it, or "
         raise UserError(
             f"distill.teacher: {name}: its tokenizer has {len(tokenizer):,} tokens, and is not "
-            f"the tokenizer of the data, with {tokens:,}: prepare the data with it, or name "
-            "another model"
+            f"the tokenizer of the {whose}, with {tokens:,}: {remedy}name another model"
         )
     # A resumed run has to learn from the same teacher: its identity is the hash of the weights,
     # and the digest of config.json, which decides what the weights compute.
@@ -123,30 +127,69 @@ def _load_teacher(config: Config) -> tuple[Any, PreTrainedTokenizerBase]:
 def teacher_divergence(
     config: Config, data: PreparedData, model: torch.nn.Module, batch: dict[str, Tensor]
 ) -> RowValues:
-    """KL(teacher ‖ student) of each row, at the temperature of the recipe."""
+    """Divergence of teacher and student in each row, by `divergence`."""
     if not isinstance(data, TaughtData):
         raise UserError("distill.teacher: only a run loads the teacher; leave it out")
     teacher = data.teacher
-    temperature = config.distill.temperature
     inputs = {name: tensor for name, tensor in batch.items() if name != "shift_labels"}
     # Only the hidden states of the teacher are kept. Its logits are computed for the rows that the
     # student's loss asks for, so that neither model has B · T × vocabulary logits in memory.
     with torch.no_grad():
-        _place(teacher, model, batch["input_ids"].device)
+        place_teacher(teacher, model, batch["input_ids"].device)
         logits_of = teacher.logits_of_rows(**inputs)
 
     def values(chunk: slice, logits: Tensor) -> Tensor:
-        # Rows of either vocabulary may be padding: only tokens that both models have are compared.
         with torch.no_grad():
-            taught = logits_of(chunk)[:, : logits.shape[-1]].float() / temperature
-            taught = taught.log_softmax(-1)
-        student = (logits / temperature).log_softmax(-1)[:, : taught.shape[-1]]
-        return F.kl_div(student, taught, reduction="none", log_target=True).sum(-1)
+            taught = logits_of(chunk)
+        return divergence(config, logits, taught)
 
     return values
 
 
-def _place(teacher: Any, model: torch.nn.Module, device: torch.device) -> None:
+def divergence(config: Config, logits: Tensor, teacher_logits: Tensor) -> Tensor:
+    """Divergence of teacher and student, (R,), at the temperature of the recipe, from their logits
+    (R, V); the gradient is the student's.
+
+    With p of the teacher, q of the student and β = `distill.beta` it is KL(p ‖ q) for β = 0,
+    KL(q ‖ p) for β = 1, and between them the generalized Jensen-Shannon divergence (Agarwal et
+    al. 2024, arXiv:2306.13649, equation 1):
+
+        β · KL(p ‖ m) + (1 - β) · KL(q ‖ m),   m = β · p + (1 - β) · q
+    """
+    temperature = config.distill.temperature
+    # Rows of either vocabulary may be padding: only tokens that both models have are compared.
+    with torch.no_grad():
+        p = teacher_logits[:, : logits.shape[-1]].float() / temperature
+        p = p.log_softmax(-1)
+    q = (logits / temperature).log_softmax(-1)[:, : p.shape[-1]]
+
+    def kl(first: Tensor, second: Tensor) -> Tensor:
+        return F.kl_div(second, first, reduction="none", log_target=True).sum(-1)
+
+    beta = beta_of(config)
+    if beta == 0:
+        return kl(p, q)
+    if beta == 1:
+        return kl(q, p)
+    mixture = torch.logaddexp(p + math.log(beta), q + math.log1p(-beta))
+    return beta * kl(p, mixture) + (1 - beta) * kl(q, mixture)
+
+
+def beta_of(config: Config) -> float:
+    """The β of the divergence: by default 0 on given text, and 1 on a student's own answers."""
+    if config.distill.beta is not None:
+        return config.distill.beta
+    return 1.0 if config.rl.task else 0.0
+
+
+def divergence_weight(config: Config) -> float:
+    """The factor of the divergence in the loss, weight · T²: T² keeps the size of the gradients,
+    which a temperature divides by T².
+    """
+    return config.distill.weight * config.distill.temperature**2
+
+
+def place_teacher(teacher: Any, model: torch.nn.Module, device: torch.device) -> None:
     """Put the teacher on the device, with its blocks sharded as the student's, if they are.
 
     The first step does it, since the mesh of the student's shards is not known before.
@@ -160,12 +203,11 @@ def _place(teacher: Any, model: torch.nn.Module, device: torch.device) -> None:
         register_fsdp_forward_method(fully_shard(teacher, mesh=mesh), "logits_of_rows")
 
 
-# (1 - weight) · cross-entropy + weight · T² · KL: the factor T² keeps the size of the gradients,
-# which a temperature divides by T².
+# (1 - weight) · cross-entropy + weight · T² · divergence
 DIVERGENCE = Term(
     "kl",
     knob="distill.teacher",
-    weight=lambda config: config.distill.weight * config.distill.temperature**2,
+    weight=divergence_weight,
     share=lambda config: 1 - config.distill.weight,
     rows=teacher_divergence,
 )

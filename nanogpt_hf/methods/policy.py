@@ -1,13 +1,15 @@
 """Reinforcement learning on verifiable answers: sample completions, and reward the right ones."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from nanogpt_hf.config import methods as recipes
 from nanogpt_hf.config.seeds import derive_seed
+from nanogpt_hf.evaluation.answers import Answers
 from nanogpt_hf.methods.method import Method
 from nanogpt_hf.methods.policy_loss import policy_objective
 from nanogpt_hf.methods.rollouts import Rollouts, load_questions
 from nanogpt_hf.methods.run import Evaluated, Run, start_model_of
+from nanogpt_hf.tasks.task import Question
 
 # Held-out questions whose first answer is logged.
 _EXAMPLES = 4
@@ -36,7 +38,12 @@ def draw_rollouts(run: Run, step: int) -> dict[str, float]:
 
 
 def evaluate_policy(run: Run, stopping: Callable[[], bool]) -> Evaluated:
-    """Metrics of answers to the first held-out questions, and examples; it is not stopped.
+    """Metrics of answers to the first held-out questions, and examples; it is not stopped."""
+    return evaluated_answers(run, *answer_held_out(run))
+
+
+def answer_held_out(run: Run) -> tuple[Sequence[Question], Answers]:
+    """Sample answers to the first held-out questions; return the questions, too.
 
     The random numbers are the same at every evaluation, so that evaluations differ by the model
     only.
@@ -49,10 +56,15 @@ def evaluate_policy(run: Run, stopping: Callable[[], bool]) -> Evaluated:
         for number in range(len(questions))
         for sample in range(rl.eval_samples)
     ]
-    answers = rollouts.sampler.sample(run.accelerator, run.model, questions, seeds)
+    return questions, rollouts.sampler.sample(run.accelerator, run.model, questions, seeds)
+
+
+def evaluated_answers(run: Run, questions: Sequence[Question], answers: Answers) -> Evaluated:
+    """Compute metrics of the answers to held-out questions, with the first ones as examples."""
+    samples = run.config.rl.eval_samples
     # Row n · k of the answers is the first answer to question n.
-    rows = [number * rl.eval_samples for number in range(min(_EXAMPLES, len(questions)))]
-    texts = rollouts.sampler.texts(answers, rows)
+    rows = [number * samples for number in range(min(_EXAMPLES, len(questions)))]
+    texts = rollouts_of(run).sampler.texts(answers, rows)
     examples = [
         {
             "prompt": questions[number].prompt,

@@ -42,27 +42,38 @@ def policy_objective(rl: RlSection) -> Objective:
     """
 
     def objective(model: torch.nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Metrics]:
-        # All are (B, K): the last K positions hold the completions of the batch.
-        log_probs, entropy = completion_log_probs(model, batch, rl.temperature)
-        counts = (batch["shift_labels"] != -100).float()
-        # In the first update the model is the one that has sampled: the ratio is 1, but it has the
-        # gradient of log π.
-        ratio = torch.exp(log_probs - batch.get("old_log_probs", log_probs.detach()))
-        gain = ratio * batch["advantages"][:, None]
-        metrics = {"entropy": (entropy * counts).sum()}
-        if rl.clip is not None:
-            # The smaller gain, so that clipping never rewards a step away from the old policy.
-            clipped = ratio.clamp(1 - rl.clip, 1 + rl.clip) * batch["advantages"][:, None]
-            metrics["clipped"] = ((clipped < gain) * counts).sum()
-            gain = torch.minimum(gain, clipped)
-        loss = -gain
-        if "reference_log_probs" in batch:
-            kl = kl_estimate(log_probs, batch["reference_log_probs"])
-            metrics["kl"] = (kl * counts).sum()
-            loss = loss + rl.kl * ratio * kl
-        return (loss * counts).sum(), metrics
+        return policy_loss(rl, completion_logits(model, batch), batch)
 
     return objective
+
+
+def policy_loss(rl: RlSection, logits: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Metrics]:
+    """Compute the loss of `policy_objective` and its metrics, both summed over the tokens of a
+    batch, from the logits (B, K, V) of `completion_logits`.
+
+    Rows whose `sampled` is 0, if the batch has it, have answers that the policy has not sampled:
+    only their entropy counts.
+    """
+    # All are (B, K): the last K positions hold the completions of the batch.
+    log_probs, entropy = chosen_log_probs(logits, batch["shift_labels"], rl.temperature)
+    counts = (batch["shift_labels"] != -100).float()
+    sampled = counts * batch["sampled"][:, None] if "sampled" in batch else counts
+    # In the first update the model is the one that has sampled: the ratio is 1, but it has the
+    # gradient of log π.
+    ratio = torch.exp(log_probs - batch.get("old_log_probs", log_probs.detach()))
+    gain = ratio * batch["advantages"][:, None]
+    metrics = {"entropy": (entropy * counts).sum()}
+    if rl.clip is not None:
+        # The smaller gain, so that clipping never rewards a step away from the old policy.
+        clipped = ratio.clamp(1 - rl.clip, 1 + rl.clip) * batch["advantages"][:, None]
+        metrics["clipped"] = ((clipped < gain) * sampled).sum()
+        gain = torch.minimum(gain, clipped)
+    loss = -gain
+    if "reference_log_probs" in batch:
+        kl = kl_estimate(log_probs, batch["reference_log_probs"])
+        metrics["kl"] = (kl * sampled).sum()
+        loss = loss + rl.kl * ratio * kl
+    return (loss * sampled).sum(), metrics
 
 
 def kl_estimate(log_probs: Tensor, reference: Tensor) -> Tensor:
@@ -79,15 +90,27 @@ def completion_log_probs(
     model: torch.nn.Module, batch: dict[str, Tensor], temperature: float
 ) -> tuple[Tensor, Tensor]:
     """Compute the log-probabilities of the targets at the sampling temperature, and entropies:
-    (B, K) as `shift_labels`.
-
-    `shift_labels` are the targets of the last K positions of `input_ids`; where they are -100
-    the values mean nothing. Sequences are padded at their end, which needs no mask.
+    (B, K) as `shift_labels`. Where these are -100 the values mean nothing.
     """
-    labels = batch["shift_labels"]
+    return chosen_log_probs(completion_logits(model, batch), batch["shift_labels"], temperature)
+
+
+def completion_logits(model: torch.nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Compute the logits (B, K, V) of the last K positions of `input_ids`, whose targets are
+    `shift_labels`. Sequences are padded at their end, which needs no mask.
+    """
     # Logits of the last K positions only: prompts have none.
-    out = model(input_ids=batch["input_ids"], use_cache=False, logits_to_keep=labels.shape[1])
-    log_probs = (out.logits.float() / (temperature or 1.0)).log_softmax(-1)
+    positions = batch["shift_labels"].shape[1]
+    return model(
+        input_ids=batch["input_ids"], use_cache=False, logits_to_keep=positions
+    ).logits.float()
+
+
+def chosen_log_probs(logits: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """Compute from logits (B, K, V) the log-probabilities (B, K) of the labels at a temperature,
+    and the entropies (B, K).
+    """
+    log_probs = (logits / (temperature or 1.0)).log_softmax(-1)
     # Position 0 of the vocabulary stands in for ignored targets, which gather would refuse.
     chosen = log_probs.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
     with torch.no_grad():

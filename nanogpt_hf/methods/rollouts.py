@@ -6,7 +6,7 @@ tokenizer of the model.
 
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
@@ -34,9 +34,11 @@ from nanogpt_hf.tasks.task import Question, Task, is_generated
 logger = logging.getLogger(__name__)
 
 
-def load_questions(config: Config) -> PreparedData:
-    """Load the data of a run of reinforcement learning: blocks that are sampled at each step, and
-    a manifest of the task.
+def load_questions(
+    config: Config, blocks: "Callable[[Config, Task, AnswerSampler], Rollouts] | None" = None
+) -> PreparedData:
+    """Load the data of a run of reinforcement learning: `blocks` that are sampled at each step, by
+    default `Rollouts`, and a manifest of the task.
 
     Raises UserError if the task, its questions, the reward or the tokenizer cannot be used.
     """
@@ -66,7 +68,7 @@ def load_questions(config: Config) -> PreparedData:
     held_out, too_long_held_out = sampler.fitting(task.held_out, advice)
     left_out = len(too_long) + len(too_long_held_out)
     task = dataclasses.replace(task, train=train, held_out=held_out)
-    rollouts = Rollouts(config, task, sampler)
+    rollouts = (blocks or Rollouts)(config, task, sampler)
     prompt = tokenizer.decode(sampler.encode(train[0]))
     line = f"{task.name}: {len(train):,} questions, {len(held_out):,} held out"
     if left_out:

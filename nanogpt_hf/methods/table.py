@@ -2,12 +2,14 @@
 
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.methods.method import Method
+from nanogpt_hf.methods.on_policy import ON_POLICY, TAUGHT_POLICY
 from nanogpt_hf.methods.policy import POLICY
 from nanogpt_hf.methods.preferences import KTO, PREFERENCES
 from nanogpt_hf.methods.text import DISTILLATION, TEXT
 
-# The next token of text is last, since every recipe could choose it.
-METHODS = [POLICY, KTO, PREFERENCES, DISTILLATION, TEXT]
+# A teacher makes another method of reinforcement learning, so such rows are before it. The next
+# token of text is last, since every recipe could choose it.
+METHODS = [ON_POLICY, TAUGHT_POLICY, POLICY, KTO, PREFERENCES, DISTILLATION, TEXT]
 
 
 def method_of(config: Config) -> Method:

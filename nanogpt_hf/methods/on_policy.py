@@ -1,0 +1,298 @@
+"""On-policy distillation: the student answers questions, and learns the distribution of a teacher
+over the tokens of its own answers.
+
+The teacher corrects the student in states that the student's own mistakes lead to, which no given
+text has (Agarwal et al. 2024, arXiv:2306.13649).
+"""
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from nanogpt_hf.config.schema import Config
+from nanogpt_hf.config.seeds import derive_seed
+from nanogpt_hf.data.blocks import Blocks
+from nanogpt_hf.data.messages import Conversation, Message
+from nanogpt_hf.data.prepared import PreparedData
+from nanogpt_hf.distributed.accelerator import sum_over_ranks
+from nanogpt_hf.errors import DataError, UserError
+from nanogpt_hf.evaluation.answers import Answers
+from nanogpt_hf.evaluation.loss import eval_mode, rank_batches
+from nanogpt_hf.formatting import format_number
+from nanogpt_hf.generate import Completions
+from nanogpt_hf.methods.distillation import (
+    TaughtData,
+    divergence,
+    divergence_weight,
+    load_with_teacher,
+    place_teacher,
+)
+from nanogpt_hf.methods.pairs import encode_answer
+from nanogpt_hf.methods.policy import POLICY, answer_held_out, evaluated_answers
+from nanogpt_hf.methods.policy_loss import advantages, completion_logits, policy_loss
+from nanogpt_hf.methods.rollouts import Rollouts, load_questions, sequence_batch
+from nanogpt_hf.methods.run import Evaluated, Run
+from nanogpt_hf.model.architecture import Metrics, Objective
+from nanogpt_hf.model.loss_gpt import IGNORED
+from nanogpt_hf.tasks.task import Question, is_generated
+
+logger = logging.getLogger(__name__)
+
+
+def is_on_policy(number: int, share: float) -> bool:
+    """Whether the student answers question `number` of a run: of the first n questions it answers
+    the share n · `share`, rounded down.
+    """
+    # As it is written: the float 0.29 is less than 29/100.
+    exact = Fraction(str(share))
+    return int((number + 1) * exact) > int(number * exact)
+
+
+class TaughtRollouts(Rollouts):
+    """Rollouts of which a share is sampled from the student; the others are reference answers, each
+    `rl.samples` times.
+
+    `sampled` is 1 in a batch for the rows that the student has answered. Advantages of the others
+    are 0.
+    """
+
+    def __init__(self, *parts: Any):
+        super().__init__(*parts)
+        self._sampled = torch.ones(len(self))
+        # The answers of the student alone; None before the first draw, and if there are none.
+        self._own: Answers | None = None
+
+    def batch(self, indices: np.ndarray) -> dict[str, Tensor]:
+        return super().batch(indices) | {"sampled": self._sampled[indices]}
+
+    def draw(self, accelerator: Accelerator, model: nn.Module, step: int) -> None:
+        """Sample the completions of the student's share of the questions of a step, with their
+        advantages, and read the reference answers of the others.
+        """
+        config = self.config
+        samples = config.rl.samples
+        questions = self.questions_at(step)
+        first = step * len(questions)
+        share = config.distill.on_policy
+        own = [n for n in range(len(questions)) if is_on_policy(first + n, share)]
+        # The seed of a completion is the one that it has in reinforcement learning.
+        seeds = [
+            derive_seed(config.train.seed, "rollouts", step, number, sample)
+            for number in own
+            for sample in range(samples)
+        ]
+        rewards = torch.zeros(len(questions), samples)
+        gains = torch.zeros(len(questions), samples)
+        self._own = None
+        if own:
+            asked = [questions[number] for number in own]
+            self._own = self.sampler.sample(accelerator, model, asked, seeds)
+            rewards[own] = self._own.grouped_rewards
+            gains[own] = advantages(self._own.grouped_rewards, scaled=config.rl.scale_advantages)
+        self._answers = self._merged(questions, own, rewards.reshape(-1))
+        self._advantages = gains.reshape(-1)
+        self._sampled = torch.zeros(len(questions), samples)
+        self._sampled[own] = 1.0
+        self._sampled = self._sampled.reshape(-1)
+        self._log_probs = {}
+
+    def _merged(self, questions: list[Question], own: list[int], rewards: Tensor) -> Answers:
+        """Join the student's answers and the reference answers, in the order of the questions."""
+        samples = self.config.rl.samples
+        if self._own is not None and len(own) == len(questions):
+            return self._own
+        width = self.config.rl.max_new_tokens
+        ids = torch.zeros(len(questions) * samples, width, dtype=torch.int64)
+        lengths = torch.zeros(len(ids), dtype=torch.int64)
+        ended = torch.ones(len(ids), dtype=torch.bool)
+        prompts: list[list[int]] = []
+        for number, question in enumerate(questions):
+            rows = slice(number * samples, (number + 1) * samples)
+            if number in own:
+                assert self._own is not None
+                place = own.index(number) * samples
+                found = slice(place, place + samples)
+                prompts += self._own.prompts[found]
+                part = self._own.completions
+                ids[rows, : part.ids.shape[1]] = part.ids[found]
+                lengths[rows] = part.lengths[found]
+                ended[rows] = part.ended[found]
+                continue
+            prompt, answer = self.given(question)
+            prompts += [prompt] * samples
+            ids[rows, : len(answer)] = torch.tensor(answer)
+            lengths[rows] = len(answer)
+        errors = [] if self._own is None else self._own.errors
+        return Answers(prompts, Completions(ids, lengths, ended), rewards, errors, samples)
+
+    def given(self, question: Question) -> tuple[list[int], list[int]]:
+        """Encode a question and its reference answer, which is cut where a sampled one would be.
+
+        Raises DataError if the chat template does not show where the answer begins.
+        """
+        answer: Message = {"role": "assistant", "content": question.answer}
+        conversation = Conversation([*question.messages, answer], question.tools)
+        ids, start = encode_answer(conversation, self.sampler.tokenizer, self.sampler.chat)
+        end = min(len(ids), start + self.config.rl.max_new_tokens, self.block_size)
+        if end <= start:
+            raise DataError(
+                f"the question {question.prompt!r:.60} has {start} tokens, which leave no room for "
+                f"its answer in data.block_size {self.block_size}; raise it"
+            )
+        return ids[:start], ids[start:end]
+
+    def metrics(self) -> dict[str, float]:
+        """Figures of the completions that the student has sampled; none if there are none."""
+        if self._own is None:
+            return {}
+        equal = self._own.grouped_rewards
+        no_signal = (equal.amax(1) == equal.amin(1)).float().mean().item()
+        return self._own.metrics() | {"no_signal": no_signal}
+
+
+def load_taught_questions(config: Config) -> TaughtData:
+    """Load the questions of a task and the teacher.
+
+    Raises UserError if they do not fit together, or a reference answer that is needed cannot be
+    encoded.
+    """
+    data = load_with_teacher(config, lambda config: load_questions(config, TaughtRollouts))
+    rollouts = data.train
+    assert isinstance(rollouts, TaughtRollouts)
+    if config.distill.on_policy < 1:
+        # Found out now instead of at the step that reads it; generated answers are all alike.
+        questions = rollouts.task.train
+        for question in questions[:1] if is_generated(rollouts.task.name) else questions:
+            try:
+                rollouts.given(question)
+            except DataError as error:
+                raise UserError(
+                    f"distill.on_policy: {config.distill.on_policy:g} takes reference answers, and "
+                    f"one cannot be used: {error}; or set distill.on_policy 1"
+                ) from None
+    return data
+
+
+def taught_policy_objective(config: Config, data: PreparedData) -> Objective:
+    """Build the objective: the summed loss of the answers of a batch, from one forward pass of the
+    student and one of the teacher.
+
+    For each token of an answer, with w = `distill.weight` and T = `distill.temperature`:
+
+        (1 - w) · policy loss + w · T² · D(teacher, student)   if the student has sampled the answer
+        (1 - w) · cross-entropy + w · T² · D(teacher, student) if the answer was given
+
+    D is the divergence of `distill.beta`, over the whole vocabulary, at temperature T. With w = 1
+    it is the loss of TRL's DistillationTrainer and GKDTrainer, but for T².
+    """
+    weight = config.distill.weight
+
+    def objective(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Metrics]:
+        logits = completion_logits(model, batch)  # (B, K, V)
+        # Rewards that have no weight need no gradient.
+        with torch.set_grad_enabled(torch.is_grad_enabled() and weight < 1):
+            loss, metrics = policy_loss(config.rl, logits, batch)
+        value = batch_divergence(config, data, model, batch, logits)
+        metrics["divergence"] = value
+        taught = divergence_weight(config) * value
+        if weight == 1:
+            return taught, metrics
+        # Targets of given answers only.
+        given = batch["shift_labels"].masked_fill(batch["sampled"][:, None] == 1, IGNORED)
+        cross_entropy = F.cross_entropy(
+            logits.flatten(0, 1), given.flatten(), reduction="sum", ignore_index=IGNORED
+        )
+        return (1 - weight) * (loss + cross_entropy) + taught, metrics
+
+    return objective
+
+
+def batch_divergence(
+    config: Config,
+    data: PreparedData,
+    model: nn.Module,
+    batch: dict[str, Tensor],
+    logits: Tensor,
+) -> Tensor:
+    """Sum the divergence of teacher and student over the targets of a batch, from the student's
+    logits (B, K, V).
+    """
+    assert isinstance(data, TaughtData)
+    targets = batch["shift_labels"] != IGNORED
+    with torch.no_grad():
+        place_teacher(data.teacher, model, logits.device)
+        taught = completion_logits(data.teacher, batch)
+    # (targets, vocabulary): prompts and padding have no divergence.
+    return divergence(config, logits[targets], taught[targets]).sum()
+
+
+class _HeldOut(Blocks):
+    """Answers as blocks, in the order in which they were sampled."""
+
+    def __init__(self, answers: Answers, block_size: int):
+        self.answers = answers
+        self.block_size = block_size
+
+    def __len__(self) -> int:
+        return len(self.answers.prompts)
+
+    def batch(self, indices: np.ndarray) -> dict[str, Tensor]:
+        return sequence_batch(self.answers, indices)
+
+    def num_targets(self, indices: np.ndarray) -> int:
+        return int(self.answers.completions.lengths[indices].sum())
+
+
+@torch.no_grad()
+def held_out_divergence(run: Run, answers: Answers) -> float:
+    """Measure the mean divergence over the tokens of answers; the same on all processes."""
+    blocks = _HeldOut(answers, run.config.data.block_size)
+    rows = np.arange(len(blocks))
+    total = torch.zeros((), device=run.accelerator.device)
+    with eval_mode(run.model):
+        size = run.batches.micro_batch_size
+        for _, batch in rank_batches(run.accelerator, blocks, rows, size, pad=True):
+            logits = completion_logits(run.model, batch)
+            total += batch_divergence(run.config, run.data, run.model, batch, logits)
+    return sum_over_ranks(run.accelerator, total).item() / blocks.num_targets(rows)
+
+
+def evaluate_taught_policy(run: Run, stopping: Callable[[], bool]) -> Evaluated:
+    """Do the same as `evaluate_policy`, and measure the divergence on the sampled answers; it is
+    the score if rewards have no weight.
+    """
+    questions, answers = answer_held_out(run)
+    found = evaluated_answers(run, questions, answers)
+    value = held_out_divergence(run, answers)
+    score = value if run.config.distill.weight == 1 else found.score
+    return found._replace(
+        score=score,
+        metrics=found.metrics | {"val/divergence": value},
+        lines=[f"{line}, divergence {format_number(value, 4)}" for line in found.lines],
+    )
+
+
+# Rewards and a teacher. It is a run of reinforcement learning with more in its loss.
+TAUGHT_POLICY = dataclasses.replace(
+    POLICY,
+    name="reinforcement learning with a teacher",
+    is_chosen=lambda config: bool(config.rl.task and config.distill.teacher),
+    load=load_taught_questions,
+    objective=taught_policy_objective,
+    evaluate=evaluate_taught_policy,
+)
+# The teacher alone: rewards are measured, and change nothing.
+ON_POLICY = dataclasses.replace(
+    TAUGHT_POLICY,
+    name="on-policy distillation",
+    is_chosen=lambda config: TAUGHT_POLICY.is_chosen(config) and config.distill.weight == 1,
+    describe_best=lambda score: f"best divergence from the teacher {format_number(score, 4)}",
+)
