@@ -67,6 +67,7 @@ class TaughtRollouts(Rollouts):
     def __init__(self, *parts: Any):
         super().__init__(*parts)
         self._sampled = torch.ones(len(self))
+        self._blank = self._answers
         # The answers of the student alone; None before the first draw, and if there are none.
         self._own: Answers | None = None
 
@@ -106,32 +107,28 @@ class TaughtRollouts(Rollouts):
 
     def _merged(self, questions: list[Question], own: list[int], rewards: Tensor) -> Answers:
         """Join the student's answers and the reference answers, in the order of the questions."""
-        samples = self.config.rl.samples
         if self._own is not None and len(own) == len(questions):
             return self._own
-        width = self.config.rl.max_new_tokens
-        ids = torch.zeros(len(questions) * samples, width, dtype=torch.int64)
-        lengths = torch.zeros(len(ids), dtype=torch.int64)
-        ended = torch.ones(len(ids), dtype=torch.bool)
-        prompts: list[list[int]] = []
-        for number, question in enumerate(questions):
+        samples = self.config.rl.samples
+        answers = self._own or self._blank
+        # The row of the student's answers that each row is; a given answer overwrites a copy.
+        source = torch.zeros(len(questions), samples, dtype=torch.int64)
+        source[own] = torch.arange(len(own) * samples).view(-1, samples)
+        source = source.reshape(-1)
+        prompts = [answers.prompts[row] for row in source.tolist()]
+        width = max(answers.completions.ids.shape[1], self.config.rl.max_new_tokens)
+        columns = [column[source] for column in answers.completions]
+        padded = [F.pad(c, (0, width - c.shape[1])) if c.dim() == 2 else c for c in columns]
+        completions = Completions(*padded)
+        for number in set(range(len(questions))).difference(own):
             rows = slice(number * samples, (number + 1) * samples)
-            if number in own:
-                assert self._own is not None
-                place = own.index(number) * samples
-                found = slice(place, place + samples)
-                prompts += self._own.prompts[found]
-                part = self._own.completions
-                ids[rows, : part.ids.shape[1]] = part.ids[found]
-                lengths[rows] = part.lengths[found]
-                ended[rows] = part.ended[found]
-                continue
-            prompt, answer = self.given(question)
-            prompts += [prompt] * samples
-            ids[rows, : len(answer)] = torch.tensor(answer)
-            lengths[rows] = len(answer)
+            prompt, answer = self.given(questions[number])
+            prompts[rows] = [prompt] * samples
+            completions.ids[rows, : len(answer)] = torch.tensor(answer)
+            completions.lengths[rows] = len(answer)
+            completions.ended[rows] = True
         errors = [] if self._own is None else self._own.errors
-        return Answers(prompts, Completions(ids, lengths, ended), rewards, errors, samples)
+        return Answers(prompts, completions, rewards, errors, samples)
 
     def given(self, question: Question) -> tuple[list[int], list[int]]:
         """Encode a question and its reference answer, which is cut where a sampled one would be.
