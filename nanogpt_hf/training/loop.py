@@ -7,7 +7,6 @@ the loop does it.
 """
 
 import math
-import time
 from enum import Enum, auto
 
 from nanogpt_hf.config.finetune import next_unfreezing
@@ -101,42 +100,43 @@ def train_steps(run: Run, report: Report) -> None:
     built_at = run.state.step
     # Asked once per step, since several processes have to agree on it.
     stopping = report.should_stop()
-    clock = time.perf_counter()
     while True:
-        state = run.state
         flags = {"built_at": built_at, "stopping": stopping, "spiked": spiked}
-        match next_action(run.config, state, run.saved, **flags):
+        match next_action(run.config, run.state, run.saved, **flags):
             case Action.EVALUATE:
                 stopping = not evaluate(run, report)
             case Action.SAVE:
                 report.checkpoint()
             case Action.STEP:
-                # After a spike the data is some steps ahead: what has led to it is not read again.
-                data_step = state.step + state.skipped_steps
-                rate = learning_rate_at(state.step, run.config.optim, run.config.train.max_steps)
-                with report.measured_step():
-                    # forward, backward, clip, update
-                    result = take_step(run, data_step, rate)
-                state.step += 1
-                state.tokens += run.config.train.tokens_per_step
-                spiked = report.step(result, rate)
-                state.seconds += time.perf_counter() - clock
-                clock = time.perf_counter()
-                report.step_done()
+                spiked = step(run, report)
                 stopping = not spiked and report.should_stop()
             case Action.START_AGAIN:
-                state.seconds += time.perf_counter() - clock
                 with report.starting_again():
                     start_again(run)
                 spiked = False
                 built_at = run.state.step
                 stopping = report.should_stop()
-                clock = time.perf_counter()
             case Action.STOP:
                 raise Stopped(report.how_to_continue())
             case Action.FINISH:
                 report.save_model(run.folder.final)
                 return
+
+
+def step(run: Run, report: Report) -> bool:
+    """Take the next step and report it; return whether its loss has spiked."""
+    state = run.state
+    # After a spike the data is some steps ahead: what has led to it is not read again.
+    data_step = state.step + state.skipped_steps
+    rate = learning_rate_at(state.step, run.config.optim, run.config.train.max_steps)
+    with report.measured_step():
+        # Forward and backward pass of each micro-batch, clipping and update: training/step.py.
+        result = take_step(run, data_step, rate)
+    state.step += 1
+    state.tokens += run.config.train.tokens_per_step
+    spiked = report.step(result, rate)
+    report.step_done()
+    return spiked
 
 
 def evaluate(run: Run, report: Report) -> bool:

@@ -6,8 +6,9 @@ models to the Hub. All processes call it; each part decides which of them writes
 
 import contextlib
 import shlex
+import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -48,6 +49,8 @@ class Report:
     plots: LiveReports
     checkpoints: CheckpointWriter
     push: BackgroundPush
+    # The seconds of the run are counted up to this time.
+    counted: float = field(default_factory=time.perf_counter)
 
     def should_stop(self) -> bool:
         """Whether the run should stop at this step, the same on all processes.
@@ -185,10 +188,15 @@ class Report:
 
     @contextlib.contextmanager
     def starting_again(self) -> Iterator[None]:
-        """Context in which the run is built again from its newest checkpoint."""
+        """Context in which the run is built again from its newest checkpoint.
+
+        The time that it takes is not counted, as the time of a resumed run's start is not.
+        """
+        self.count_seconds()
         before = self.run.state
         self.checkpoints.wait()
         yield
+        self.counted = time.perf_counter()
         run = self.run
         if run.state.skipped_steps > before.skipped_steps:
             self.monitor.rolled_back(before, run.state)
@@ -205,8 +213,15 @@ class Report:
         """Log the last lines of a run, when all is written."""
         log_summary(self.run)
 
+    def count_seconds(self) -> None:
+        """Add the time since the last call to the seconds of the run."""
+        now = time.perf_counter()
+        self.run.state.seconds += now - self.counted
+        self.counted = now
+
     def step_done(self) -> None:
-        """Move the progress bar."""
+        """Count the seconds of a step, and move the progress bar."""
+        self.count_seconds()
         self.tracking.step_done()
 
 
