@@ -59,7 +59,8 @@ class Checkpoint(NamedTuple):
     optimizer_state: SavedTensors
     folder: Path
     state: TrainState
-    scaler: dict[str, float] | None  # the state of fp16's loss scaler
+    # The state of fp16's loss scaler; None in any other precision.
+    scaler: dict[str, float] | None
 
 
 class SentTensors(NamedTuple):

@@ -41,7 +41,8 @@ from nanogpt_hf.runs.tensor_files import (
 )
 
 logger = logging.getLogger(__name__)
-_POLL = 0.05  # seconds between two polls of the thread
+# Seconds between two polls of the thread.
+_POLL = 0.05
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,9 +50,11 @@ class _Save:
     """A checkpoint to write: the run state, and this process's parts of tensors by kind."""
 
     state: TrainState
-    facts: dict[str, Any]  # the run state as values of JSON
+    # The run state as values of JSON.
+    facts: dict[str, Any]
     parts: dict[str, dict[str, Part]]
-    writers: list[int]  # ranks that have parts
+    # The ranks that have parts.
+    writers: list[int]
 
 
 @dataclasses.dataclass
@@ -104,7 +107,8 @@ class CheckpointWriter:
             # The copies run on the device's stream. The next step changes what they read.
             torch.accelerator.synchronize(self.accelerator.device)
         facts = {"version": VERSION, **dataclasses.asdict(state)}
-        scaler = self.accelerator.scaler  # only fp16 has one
+        # Only fp16 has a scaler.
+        scaler = self.accelerator.scaler
         facts["scaler"] = scaler and scaler.state_dict()
         self._save = _Save(dataclasses.replace(state), facts, parts, writers)
         write = self._write_alone if writers == [0] else self._write

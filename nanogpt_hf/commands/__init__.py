@@ -227,12 +227,14 @@ def main(arguments: list[str]) -> int:
         parsed.mesh, log_level = mesh, parsed.log_level
         with contextlib.ExitStack() as contexts:
             contexts.enter_context(console.configure_logging(log_level, mesh.rank))
-            if STDOUT in vars(parsed).values():  # for that output alone
+            if STDOUT in vars(parsed).values():
+                # The standard output is for that result alone, so all lines go to the other stream.
                 contexts.enter_context(contextlib.redirect_stdout(sys.stderr))
             return run() or 0
     except (Stopped, LostProcess) as ended:
         lost = isinstance(ended, LostProcess)
-        if not mesh.local_rank:  # once per machine
+        if not mesh.local_rank:
+            # Once per machine.
             console.show_end(ended, sys.stderr if lost else None)
         return EXIT_LOST if lost else EXIT_STOPPED
     except Exception as error:
@@ -260,10 +262,12 @@ def entry_point() -> None:
         if not status and distributed and distributed.is_initialized():
             # without it, gloo sometimes aborts the process at its end
             distributed.destroy_process_group()
-    except SystemExit as ended:  # --help
+    except SystemExit as ended:
+        # argparse ends the program after it has printed --help.
         status = ended.code
     except KeyboardInterrupt:
         status = 130
-    except BrokenPipeError:  # the reader of a result is gone, as with `| head`
+    except BrokenPipeError:
+        # The reader of a result is gone, as with `| head`.
         status = _EXIT_NOBODY_READS
     sys.exit(status)

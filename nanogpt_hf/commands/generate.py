@@ -271,7 +271,8 @@ class _Chat:
         )
         with self._precision(), contextlib.suppress(KeyboardInterrupt):
             for (token,) in tokens:
-                assert token is not None  # `generate_tokens` ends with its only sample
+                # `generate_tokens` ends with its only sample.
+                assert token is not None
                 length += 1
                 new = stream.add(token)
                 text += new

@@ -8,15 +8,19 @@ from nanogpt_hf.config.schema import FinetuneSection
 # They replace the schema's defaults, which are for pretraining from scratch. Recipe and command
 # line override them.
 _DEFAULTS = {
-    "data.validation_fraction": 0.1,  # texts to fine-tune on are short
-    "optim.learning_rate": 6e-5,  # a tenth of pretraining's, since the model is trained already
+    # Texts to fine-tune on are short: a tenth of one is enough to measure a loss.
+    "data.validation_fraction": 0.1,
+    # A tenth of pretraining's rate, since the model is trained already.
+    "optim.learning_rate": 6e-5,
     "optim.min_learning_rate": 6e-6,
     "optim.muon_learning_rate": 2e-3,
     "train.max_steps": 500,
     "train.micro_batch_size": 4,
     "eval.every": 25,
-    "eval.patience": 4,  # 100 steps without improvement
-    "eval.tokens": 102_400,  # 100 blocks of GPT-2's 1,024
+    # The run ends after 100 steps without improvement.
+    "eval.patience": 4,
+    # 100 blocks of GPT-2's 1,024 positions.
+    "eval.tokens": 102_400,
     "checkpoint.every": 100,
 }
 _LORA_DEFAULTS = {

@@ -34,7 +34,8 @@ class RecipeMethod(NamedTuple):
 # A step of reinforcement learning has new completions, and its gradient is noisy.
 _POLICY_DEFAULTS = {
     "data.order": "shuffled",
-    "optim.learning_rate": 1e-6,  # TRL's for GRPO; small models want a higher one
+    # TRL's default for GRPO. Small models want a higher one.
+    "optim.learning_rate": 1e-6,
     "optim.min_learning_rate": 0.0,
     "optim.schedule": "constant",
     "optim.warmup_steps": 0,

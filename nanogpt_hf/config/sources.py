@@ -106,7 +106,8 @@ def learns_parts(data: DataSection) -> bool:
 
 def packs(config: Config) -> bool:
     """Whether blocks hold several documents that must not attend to each other."""
-    if config.rl.task or config.align.loss:  # these have blocks of their own
+    if config.rl.task or config.align.loss:
+        # Questions and pairs have blocks of their own, which are not packed.
         return False
     for source in sources_of(config.data):
         if source.data.mask or source.data.packing in FORMATS[source.data.format].apart:

@@ -82,7 +82,8 @@ def _unread_in_sources(config: Config) -> Iterator[Unread]:
         for name, value in entry.items():
             key = f"data.{name}"
             if name in ("source", "dir") or key not in KNOBS:
-                continue  # they make the entry a source
+                # These keys make the entry a source.
+                continue
             if reader := _lacks(key, value, [alone]):
                 message = f"entry {number}: {name}: {_message(reader, value)}"
                 yield Unread("data.source", reader, message, is_entry=True)

@@ -143,9 +143,11 @@ def _boolean(value: Any) -> bool:
 
 
 def _integer(value: Any) -> int:
-    value = re.sub(r"(?<=\d),(?=\d{3})", "", value)  # as messages write numbers: 491,520
+    # Messages write numbers as 491,520, so a user may copy one with its commas.
+    value = re.sub(r"(?<=\d),(?=\d{3})", "", value)
     with contextlib.suppress(ValueError):
-        return int(value)  # first, because float() loses digits above 2**53
+        # `int` comes first, since `float` loses digits above 2**53.
+        return int(value)
     if not float(value).is_integer():
         raise ValueError
     return int(float(value))
@@ -221,7 +223,8 @@ def convert(knob: Knob, value: Any) -> Any:
     options = kind_options(knob.kind)
     if knob.default == "":  # null leaves such a knob out, as it does one whose default is null
         options = (NoneType, *options)
-    if value in options:  # a literal
+    if value in options:
+        # One of the values of a Literal.
         return value
     kinds = [kind for kind in _READERS if kind in options]  # text last, so that `null` is None
     for kind in kinds:

@@ -70,7 +70,8 @@ class MixedBlocks(Blocks):
 
     def __init__(self, parts: Sequence[Blocks], weights: Sequence[int]):
         self.parts = parts
-        self.weights = weights  # samples of each part in a period of the order of training
+        # Samples of each part in a period of the order of training.
+        self.weights = weights
         self.block_size = parts[0].block_size
         self.lengths = [len(part) for part in parts]
         self._ends = np.cumsum(self.lengths)
@@ -96,7 +97,8 @@ class MixedBlocks(Blocks):
 
     def _split(self, indices: np.ndarray) -> list[tuple[Blocks, np.ndarray, np.ndarray]]:
         """(part, rows, its own indices) of each part for the blocks at `indices`."""
-        owners = self.owners(indices)  # the number of a part for each index
+        # The number of the part that has each index: (len(indices),).
+        owners = self.owners(indices)
         found = []
         # Block i of a part is block (start of the part + i) of the mixture.
         for number, part in enumerate(self.parts):
@@ -198,7 +200,8 @@ class Batches:
         if self.order == "random":
             bits = np.random.Philox(key=derive_seed(self.seed, "order", step)).random_raw(count)
         indices = np.empty(count, dtype=np.int64)
-        start = 0  # the index of the source's first block in the mixture
+        # The index of the source's first block in the mixture.
+        start = 0
         for source, length in enumerate(self._mixture.lengths):
             rows = np.flatnonzero(sources == source)
             if self.order == "random":

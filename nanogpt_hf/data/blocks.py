@@ -60,7 +60,8 @@ class TokenStream:
     """Tokens of all documents, concatenated over any number of arrow chunks and shards."""
 
     def __init__(self, chunks: list[np.ndarray], vocab_size: int | None = None):
-        self.vocab_size = vocab_size  # upper bound of the ids; None allows any
+        # An upper bound of the ids. None allows any number, as in a column of a mask.
+        self.vocab_size = vocab_size
         self.chunks = [chunk for chunk in chunks if len(chunk)]
         # The number of tokens up to the end of each chunk, to find a token's chunk by bisection.
         self._ends = np.cumsum([len(chunk) for chunk in self.chunks], dtype=np.int64)
@@ -152,16 +153,19 @@ class ShardWriter:
     """Write rows as arrow shards that `datasets.load_from_disk` reads; count and hash them."""
 
     def __init__(self, folder: Path):
-        from datasets import Features  # slow to import, and reading does without
+        # datasets is slow to import, and reading does without it.
+        from datasets import Features
 
         folder.mkdir()
         self._folder = folder
         # The columns are known when the first row is written.
         self._features = Features()
-        self._stream = None  # the open shard
+        # The open shard.
+        self._stream = None
         # Digests of ids, mask and lengths: the content, whatever shards it is in.
         self._digests = [hashlib.sha256() for _ in range(3)]
-        self._pending: list[Row] = []  # the next record batch
+        # Rows of the next record batch.
+        self._pending: list[Row] = []
         self._pending_tokens = 0
         self._shards: dict[str, Shard] = {}
         self._documents = 0

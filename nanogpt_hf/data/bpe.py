@@ -78,9 +78,12 @@ def spread_sample(texts: Iterable[str], limit: int = TRAINING_BYTES) -> list[str
     `limit`, and depends on nothing but the texts and their order.
     """
     sample: list[str] = []
-    size = 0  # bytes of the sample
-    number = 0  # the next piece's, counted over all texts
-    stride = 1  # every stride-th piece is in the sample
+    # Bytes of the sample.
+    size = 0
+    # The number of the next piece, counted over all texts.
+    number = 0
+    # Every stride-th piece is in the sample.
+    stride = 1
     for text in texts:
         for start in range(0, len(text), _SAMPLE_PIECE):
             # With stride 1, until the limit is reached, the sample is all of the texts.

@@ -82,7 +82,8 @@ class Examples(Blocks):
         targets = np.full_like(inputs, -100)
         positions = np.zeros_like(inputs)
         for row, block in enumerate(indices.tolist()):
-            filled = 0  # positions of the row
+            # Positions of the row that are taken.
+            filled = 0
             for number in self.blocks[block]:
                 tokens, is_target = self._targets_of(number)
                 place = slice(filled, filled := filled + len(is_target))
@@ -123,8 +124,9 @@ def pack(lengths: np.ndarray, size: int) -> list[list[int]]:
     # The largest first, each into the block with the least free space that is enough; a new block
     # if there is none. The keys of `with_space` are kept sorted, so that each step is a bisection.
     blocks: list[list[int]] = []
-    with_space: dict[int, list[int]] = defaultdict(list)  # free positions -> blocks
-    spaces: list[int] = []  # the keys of those that are not empty, sorted
+    # Blocks by the number of their free positions, and the numbers that some block has, sorted.
+    with_space: dict[int, list[int]] = defaultdict(list)
+    spaces: list[int] = []
     for number in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[number])
         place = bisect_left(spaces, length)
@@ -184,8 +186,10 @@ class DocumentBlocks(Examples):
         self.block_size = block_size
         self.apart = apart
         starts = document_starts(lengths, from_end)
-        sizes = np.cumsum(lengths) - 1 - starts  # the last token is only predicted
-        parts = -(-sizes // block_size)  # the number of parts of each document, rounded up
+        # The last token of a document is predicted, and predicts nothing.
+        sizes = np.cumsum(lengths) - 1 - starts
+        # The number of parts of each document, rounded up.
+        parts = -(-sizes // block_size)
         # For each part its document, and the positions of the document before it.
         self._documents = np.repeat(np.arange(len(lengths)), parts)
         before = block_size * (

@@ -125,14 +125,16 @@ def _encoded(
             for count, rows in pending:
                 yield count, rows.result()
         finally:
-            pool.shutdown(cancel_futures=True)  # if it was interrupted
+            # After an interruption the batches that wait are not encoded any more.
+            pool.shutdown(cancel_futures=True)
 
 
 def _batches(documents: Iterable[Any]) -> Iterator[tuple[int, list[Any]]]:
     """(number of the first, documents), of a bounded size."""
     first = 0
     batch = []
-    size = 0  # characters of texts; other documents count by their number alone
+    # Characters of texts. Other documents count by their number alone.
+    size = 0
     for document in documents:
         batch.append(document)
         size += len(document or "")

@@ -114,7 +114,8 @@ def _prepare_in(folder: Path, data: DataSection) -> Manifest:
     documents = replace(source, train=train)
     # 2. Choose what is held out. With streaming or a limit the documents are counted when they are
     # encoded, and so they are if nothing needs the choice before.
-    held = None  # or whether each document is held out: (documents,) of bool
+    # `held` is (documents,) of bool: whether each document is held out. None: not chosen yet.
+    held = None
     several = True
     left_out = 0
     if documents.validation is None and not data.streaming and data.max_tokens is None:
@@ -193,7 +194,8 @@ def _write_splits(
     """Write both splits. Return their facts, and the number of rows that were left out."""
     in_threads = format_of(data).in_threads
     threads = (data.num_threads or allowed_cores()) if in_threads else 1
-    left_out = 0  # rows, in both splits
+    # Rows of both splits.
+    left_out = 0
 
     def encoded_split(split: str) -> Iterator[tuple[int, list[Row]]]:
         nonlocal left_out
@@ -219,7 +221,8 @@ def _write_splits(
         # In the folder of the data: it is on the disk that has room for it.
         with tempfile.TemporaryFile(dir=folder) as file:
             batches = (rows for _, rows in encoded_split("train"))
-            if held is None:  # the number of documents is known when all are encoded
+            if held is None:
+                # The number of documents is known when all are encoded.
                 batches = Spool(file, encoded_split("train"))
                 held = held_out(batches.documents, data, documents.noun)
             # All rows of a document go to the same split.

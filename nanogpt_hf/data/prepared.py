@@ -109,7 +109,8 @@ def _fitting_manifest(data: DataSection) -> Manifest:
     manifest = find_manifest(data)
     if manifest is None:
         for source in sources_of(data):
-            require_manifest(Path(source.data.dir))  # raises for the first that is missing
+            # It raises for the first source that is missing.
+            require_manifest(Path(source.data.dir))
         raise AssertionError("a source is missing")
     if not manifest.sources:
         check_fits(manifest, data)
@@ -175,9 +176,11 @@ def check_fits(manifest: Manifest, data: DataSection) -> None:
         try:
             files = local_files(data)
         except DataError:
-            if FORMATS[data.format].has_tokens:  # they are read where they are
+            if FORMATS[data.format].has_tokens:
+                # Tokens of other programs are read where they are: without them there is no data.
                 raise
-            return  # the text is on the machine that prepared it
+            # The text is on the machine that prepared it.
+            return
         if not files or (state := file_state(files)) == manifest.file_state:
             return
         if manifest.revision != f"sha256:{file_digest(files)}":

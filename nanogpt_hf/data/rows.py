@@ -59,7 +59,8 @@ def text_of(row: Any, column: str) -> str | None:
     # A missing column is an error, a null in it an empty row: `...` tells them apart.
     is_row = isinstance(row, dict)
     text = row.get(column, ...) if is_row else row
-    if isinstance(text, bytes):  # a Parquet file whose writer left out that it is text
+    if isinstance(text, bytes):
+        # The writer of a Parquet file has left out that the column is text.
         try:
             text = text.decode()
         except UnicodeDecodeError as error:
@@ -73,7 +74,8 @@ def text_of(row: Any, column: str) -> str | None:
             f"column {column!r} does not hold text (it has: {', '.join(map(str, row))}); set "
             "data.text_column"
         )
-    (text or "").encode()  # JSON can escape half a character, which UTF-8 cannot encode
+    # JSON can escape half a character, which UTF-8 cannot encode.
+    (text or "").encode()
     return text
 
 
@@ -112,7 +114,8 @@ def _member_rows(
 ) -> Rows:
     """Yield the rows of a member, whose ending may be in the archive's name, as in a.jsonl.zip."""
     # The content of a link is the path of its target, which would be read as text.
-    kind = stat.S_IFMT(member.external_attr >> 16)  # 0 from systems without kinds of files
+    # The kind is 0 if the archive was made on a system that has no kinds of files.
+    kind = stat.S_IFMT(member.external_attr >> 16)
     if kind not in (0, stat.S_IFREG):
         what = "symbolic link" if kind == stat.S_IFLNK else "special file"
         raise ValueError(f"a {what}, not text; make the archive without it, or of its target")
@@ -184,7 +187,8 @@ def _json_file(text: io.TextIOWrapper, column: str | None) -> Rows:
         first += line
     try:
         tree = json.loads(_utf8(first))
-    except ValueError:  # not complete in one line
+    except ValueError:
+        # The value is not complete in one line.
         tree = json.loads(_utf8(first + text.read()))
     else:
         if second := next((line for line in text if line.strip()), ""):
@@ -208,7 +212,8 @@ def _is_rows(value: Any, kind: type) -> bool:
 
 
 def _table(text: io.TextIOWrapper, delimiter: str, column: str | None) -> Rows:
-    csv.field_size_limit(2**31 - 1)  # the largest C long of all platforms
+    # The largest C long that all platforms have.
+    csv.field_size_limit(2**31 - 1)
     # Without `strict` an open quote takes the rest of the file.
     reader = csv.DictReader(text, delimiter=delimiter, strict=True)
     _check_names(reader.fieldnames or (), column)
@@ -297,17 +302,20 @@ def _parquet(file: IO[bytes], column: str | None) -> Rows:
 
 def _parquet_rows(table: Any, column: str | None) -> Rows:
     schema = table.schema_arrow
-    columns = None  # all
+    # None reads all columns.
+    columns = None
     _check_names(schema.names, column)
     if column in schema.names:
         columns = [column]
-    elif column is None:  # a time beyond Python's years would end the reading
+    elif column is None:
+        # A time beyond Python's years would end the reading.
         columns = [part.name for part in schema if not pyarrow.types.is_temporal(part.type)]
     # In batches: a row group may be larger than the memory.
     for batch in table.iter_batches(columns=columns):
         try:
             yield from batch.to_pylist()
-        except UnicodeDecodeError:  # bytes in a column of text: find the rows
+        except UnicodeDecodeError:
+            # Bytes in a column of text: find the rows that have them.
             for number in range(len(batch)):
                 try:
                     yield batch.slice(number, 1).to_pylist()[0]

@@ -83,8 +83,10 @@ def find_files(source: str, endings: tuple[str, ...] = TEXT_ENDINGS) -> list[Pat
     """
     if source in BUILT_IN or is_url(source):
         return []
-    path = Path(os.path.expanduser(source))  # unlike Path.expanduser, accepts an unknown user's ~
-    if os.path.isdir(path):  # unlike Path.is_dir, false for a name that is too long
+    # Unlike Path.expanduser, this accepts the ~ of an unknown user.
+    path = Path(os.path.expanduser(source))
+    if os.path.isdir(path):
+        # Unlike Path.is_dir, this is false for a name that is too long.
         found = [
             file
             for file in path.rglob("*")
@@ -122,7 +124,8 @@ def download(url: str, folder: Path, sha256: str | None) -> Path:
         system.get_file(path, str(target))
     except Exception as error:  # the network, a file system, a package that it needs
         reason = one_line(error) or type(error).__name__
-        if isinstance(error, ValueError):  # its text may show a part of a password
+        if isinstance(error, ValueError):
+            # Its text may show a part of a password.
             reason = "not a URL"
         raise DataError(f"data.source: {url}: cannot be downloaded: {reason}") from None
     digest = file_digest([target])
@@ -176,7 +179,8 @@ def load_documents(data: DataSection, scratch: Path, read_row: ReadRow | None = 
             rows = arithmetic_text() if reads_plain_text else arithmetic_rows()
             revision = f"{ARITHMETIC} 1"
         else:
-            rows = [python_docs()]  # one document
+            # The documentation is one document.
+            rows = [python_docs()]
             revision = f"Python {sys.version.split()[0]}"
         documents = list(_documents([(source, rows)], data, read_row, BadRows()))
         return Documents(lambda: documents, None, revision, noun, len(documents))
@@ -266,7 +270,8 @@ def _documents(
 
 def _from_hub(data: DataSection, read_row: ReadRow, noun: str, column: str | None) -> Documents:
     """Return the rows of a Hub data set; of a `column` that it has, that alone."""
-    import datasets  # slow to import
+    # datasets is slow to import.
+    import datasets
 
     if not shows_bars():
         datasets.disable_progress_bars()
@@ -287,7 +292,8 @@ def _from_hub(data: DataSection, read_row: ReadRow, noun: str, column: str | Non
             f"data.source: {data.one_source}: no file or folder here, and the Hub did not give "
             f"it: {reason}"
         ) from None
-    for split, rows in splits.items():  # a streamed CSV's columns are known when its rows arrive
+    for split, rows in splits.items():
+        # The columns of a streamed CSV file are known when its rows arrive.
         if column is not None and column in (rows.features or ()):
             splits[split] = rows.select_columns(column)
 

@@ -34,7 +34,8 @@ class Mesh(Launch):
     """
 
     rank: int = 0
-    local_rank: int = 0  # within this machine
+    # The rank within this machine.
+    local_rank: int = 0
 
     @classmethod
     def of(cls, launch: Launch, rank: int) -> "Mesh":

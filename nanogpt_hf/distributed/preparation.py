@@ -56,7 +56,8 @@ def multiply_in_fp8(model: PreTrainedModel, mesh: Mesh) -> None:
     Scales follow from the tensors of a micro-batch, so there is no state. Weights stay what they
     are: checkpoints know no class of weights that FSDP2 gathers in 8 bits.
     """
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # take a second
+    # The import takes a second.
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     # fp8 matrix products of GPUs take tiles of 16 values. Tensor parallelism cuts a layer later.
     unit = 16 * mesh.tp_size
@@ -106,7 +107,8 @@ def prepared_blocks(
     """
     mesh = mesh_of(accelerator)
     if mesh.tp_size > 1:
-        cast(Any, model)._tp_size = mesh.tp_size  # accelerate compares it with its config
+        # Accelerate compares it with its config.
+        cast(Any, model)._tp_size = mesh.tp_size
     if mesh.checkpointing:
         recompute_blocks(model, mesh.checkpointing)
     blocks = architecture_of(model).blocks(model)

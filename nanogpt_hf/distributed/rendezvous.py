@@ -29,8 +29,10 @@ from nanogpt_hf.runs.folder import RunFolder
 # main one writes a model: 15 minutes are enough for the largest recipe's 6 GB on a disk of 7 MB/s.
 # (Not 10: accelerate would replace that by the default, and gloo's is 30.)
 PEER_TIMEOUT = timedelta(minutes=15)
-HEARTBEAT = 5.0  # seconds between two
-_POLL = 0.1  # seconds between two polls of the store, for each process
+# Seconds between two heartbeats of a process.
+HEARTBEAT = 5.0
+# Seconds between two polls of the store, for each process.
+_POLL = 0.1
 # Without a launcher, process 0 serves the store while this object lives, also to the process group
 # that starts later. So it is kept until the program ends.
 _stores: list[Store] = []
@@ -91,7 +93,8 @@ class ProcessStore:
                 break
             time.sleep(min(HEARTBEAT, _POLL * self.world_size))
             for rank in beats.keys() - answers.keys():
-                count = self._store.add(f"alive/{rank}", 0)  # adding 0 reads it
+                # Adding 0 reads the counter.
+                count = self._store.add(f"alive/{rank}", 0)
                 if self._store.check([f"answer/{rank}"]):
                     answers[rank] = json.loads(self._store.get(f"answer/{rank}"))
                 elif count != beats[rank][0]:
@@ -138,7 +141,8 @@ def prepare_on_all_ranks(
             result, answer["facts"] = prepare()
         except Exception as error:
             if (line := explain(error)) is None:
-                raise  # a bug: its traceback is worth more than an agreement
+                # A bug: its traceback is worth more than an agreement.
+                raise
             answer["error"] = line
         answers = store.exchange(answer)
     _check_agreement(answers)

@@ -84,7 +84,8 @@ def splits_of(architecture: Architecture, block: nn.Module) -> dict[str, Split]:
     for name in dict.fromkeys(name.rpartition(".")[0] for name, _ in block.named_parameters()):
         module = block.get_submodule(name)
         if not ("." in name or isinstance(module, nn.Linear) or any(module.children())):
-            continue  # a norm of the residual stream, the same on all processes
+            # A norm of the residual stream is the same on all processes.
+            continue
         if styles.get(name) not in _SPLITS:
             raise ValueError(
                 f"transformers has no plan that splits {architecture.name}'s {name} "
@@ -192,7 +193,8 @@ def _look_up(embedding: nn.Embedding, mesh: DeviceMesh, ids: torch.Tensor) -> to
     # The all-reduce; the gradient needs none, since it is whole on all. The copy: a view would
     # lose FSDP2's hook if the model changed it in place.
     hidden = part.redistribute(placements=[Replicate()]).to_local().clone()
-    scale = getattr(embedding, "embed_scale", None)  # Gemma has one
+    # Gemma multiplies its embeddings.
+    scale = getattr(embedding, "embed_scale", None)
     return hidden if scale is None else hidden * scale.to(rows.dtype)
 
 
@@ -259,7 +261,8 @@ def _loss_and_gradient(
     index = targets.where(counts, 0) - first
     mine = (index >= 0) & (index < len(weight))
     index = index.where(mine, 0)[:, None]
-    shifted = logits - largest  # float32, since `largest` is
+    # In float32, since `largest` is.
+    shifted = logits - largest
     target_logit = shifted.gather(1, index)[:, 0].where(mine, 0.0)
     gradient = shifted.exp_()
     # One all-reduce for both: (2, R)

@@ -118,7 +118,8 @@ class Process:
     host: str
     line: str
     versions: dict[str, str]
-    disks: list[tuple[str, str]]  # level and text
+    # (level, text) of each folder.
+    disks: list[tuple[str, str]]
 
 
 def diagnose(recipe: Config | None, run_dir: str | None, report: Report, mesh: Mesh) -> int:

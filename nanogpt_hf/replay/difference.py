@@ -44,7 +44,8 @@ def _distant_weights(run: Run, saved: Any, bound: float) -> list[str]:
     biases, the state has any value.
     """
     theirs = dict(saved.weights)
-    distance = 0.0  # squared
+    # The squares of both norms are summed.
+    distance = 0.0
     size = 0.0
     for name, weight in own_weights(run.accelerator, run.model):
         other = full_tensor(theirs[name]).double().cpu()

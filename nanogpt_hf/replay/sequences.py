@@ -75,7 +75,8 @@ def _indices(run: Run, step: int) -> list[int]:
 def _text_of(run: Run, index: int) -> str:
     """The text of a block, up to the last token that is learned."""
     batch = run.batches.blocks.batch(np.array([index]))
-    inputs = batch["input_ids"][0]  # (block_size,)
+    # (block_size,)
+    inputs = batch["input_ids"][0]
     targets = batch["shift_labels"][0]
     # The rest of the block is padding, or ids that nothing is learned from.
     end = int((targets != -100).nonzero().max()) + 1

@@ -27,10 +27,13 @@ class Action(Enum):
     """An action of the loop; `next_action` chooses the next one."""
 
     EVALUATE = auto()
-    SAVE = auto()  # a checkpoint
+    # Save a checkpoint.
+    SAVE = auto()
     STEP = auto()
-    START_AGAIN = auto()  # from the newest checkpoint, with another model, optimizer or data
-    STOP = auto()  # early, to be resumed
+    # Start again from the newest checkpoint, with another model, optimizer or data.
+    START_AGAIN = auto()
+    # Stop early, to be resumed.
+    STOP = auto()
     FINISH = auto()
 
 

@@ -117,7 +117,8 @@ def _combinations(recipe: str, axes: dict[str, list[str]]) -> list[dict[str, str
         dict(zip(axes, texts, strict=True)) for texts in itertools.product(*axes.values())
     ]
     unread = [unread_overrides(recipe, [*texts.items()]) for texts in combinations]
-    never_read = set.intersection(*unread)  # a mistake, which load_config reports
+    # A knob that no run reads is a mistake, which load_config reports.
+    never_read = set.intersection(*unread)
     found: list[dict[str, str]] = []
     for texts, keys in zip(combinations, unread, strict=True):
         left_out = keys - never_read
