@@ -16,10 +16,10 @@ import numpy as np
 from nanogpt_hf.config import compatibility
 from nanogpt_hf.config.formats import FORMATS, FormatRow, rules_of
 from nanogpt_hf.config.schema import KNOBS
-from nanogpt_hf.data.blocks import Row, token_dtype
 from nanogpt_hf.data.examples import masked_blocks
 from nanogpt_hf.data.formats import Format
 from nanogpt_hf.data.rows import ROW_ENDINGS
+from nanogpt_hf.data.shards import Row, token_dtype
 
 NAME = "test_completion"
 ROW = FormatRow(

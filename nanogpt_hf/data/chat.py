@@ -3,13 +3,13 @@
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from nanogpt_hf.data.blocks import Row, token_dtype
 from nanogpt_hf.data.chat_template import ChatFormat, chat_format
 from nanogpt_hf.data.conversations import conversation_of
 from nanogpt_hf.data.examples import masked_blocks
 from nanogpt_hf.data.formats import Encode, Format
 from nanogpt_hf.data.messages import Conversation, texts_of
 from nanogpt_hf.data.rows import ROW_ENDINGS
+from nanogpt_hf.data.shards import Row, token_dtype
 from nanogpt_hf.data.tokenizer import Tokenizer
 
 

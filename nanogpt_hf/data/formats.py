@@ -15,8 +15,9 @@ from transformers import PreTrainedTokenizerBase
 
 from nanogpt_hf.config.formats import FORMATS
 from nanogpt_hf.config.schema import DataSection
-from nanogpt_hf.data.blocks import Blocks, Row
+from nanogpt_hf.data.blocks import Blocks
 from nanogpt_hf.data.manifest import Manifest, SplitFacts
+from nanogpt_hf.data.shards import Row
 from nanogpt_hf.data.tokenizer import Tokenizer
 from nanogpt_hf.errors import DataError
 

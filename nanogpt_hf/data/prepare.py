@@ -22,7 +22,6 @@ from nanogpt_hf.config.names import MADE_TOKENIZERS
 from nanogpt_hf.config.schema import Config, DataSection
 from nanogpt_hf.config.sources import is_mixture, sources_of
 from nanogpt_hf.cpu import allowed_cores
-from nanogpt_hf.data.blocks import Row, ShardWriter
 from nanogpt_hf.data.documents import BadRows, Documents, Reading, held_out
 from nanogpt_hf.data.formats import Encode, encoded, format_of
 from nanogpt_hf.data.manifest import (
@@ -39,6 +38,7 @@ from nanogpt_hf.data.manifest import (
     write_manifest,
 )
 from nanogpt_hf.data.prepared import TOKENIZER, check_fits, open_blocks
+from nanogpt_hf.data.shards import Row, ShardWriter
 from nanogpt_hf.data.source import check_source, load_documents, local_files
 from nanogpt_hf.data.tokenizer import Tokenizer, build_tokenizer, save_tokenizer, vocabulary_hash
 from nanogpt_hf.errors import DataError, one_line

@@ -6,11 +6,12 @@ from pathlib import Path
 import numpy as np
 
 from nanogpt_hf.config.schema import DataSection
-from nanogpt_hf.data.blocks import Blocks, Row, TokenBlocks, TokenStream, open_tokens, token_dtype
+from nanogpt_hf.data.blocks import Blocks, TokenBlocks, TokenStream, open_tokens
 from nanogpt_hf.data.examples import DocumentBlocks, document_starts, read_from_end, row_lengths
 from nanogpt_hf.data.formats import Encode, Format
 from nanogpt_hf.data.manifest import Manifest
 from nanogpt_hf.data.rows import TEXT_ENDINGS, text_of
+from nanogpt_hf.data.shards import Row, token_dtype
 from nanogpt_hf.data.tokenizer import Tokenizer
 from nanogpt_hf.errors import DataError
 

@@ -16,9 +16,9 @@ import torch
 from tqdm import tqdm
 
 from nanogpt_hf.config.names import GPT2_VOCAB_SIZE
-from nanogpt_hf.data.blocks import Row, ShardWriter
 from nanogpt_hf.data.manifest import Manifest, SplitFacts, write_manifest
 from nanogpt_hf.data.prepared import TOKENIZER
+from nanogpt_hf.data.shards import Row, ShardWriter
 from nanogpt_hf.data.tokenizer import (
     Tokenizer,
     bytes_of_tokens,

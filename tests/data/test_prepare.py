@@ -20,10 +20,10 @@ from nanogpt_hf.data import documents as documents_module
 from nanogpt_hf.data import prepare as module
 from nanogpt_hf.data import prepared as prepared_module
 from nanogpt_hf.data import source as source_module
-from nanogpt_hf.data.blocks import ShardWriter
 from nanogpt_hf.data.manifest import read_manifest
 from nanogpt_hf.data.prepare import prepare
 from nanogpt_hf.data.prepared import load_prepared
+from nanogpt_hf.data.shards import ShardWriter
 from nanogpt_hf.data.text import text_encoder
 from nanogpt_hf.data.tokenizer import build_tokenizer
 

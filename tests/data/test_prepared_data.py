@@ -14,13 +14,14 @@ import pytest
 from assertions import refusal
 from nanogpt_hf.commands import main
 from nanogpt_hf.config.load import load_config
-from nanogpt_hf.data import blocks, formats
+from nanogpt_hf.data import formats, shards
 from nanogpt_hf.data import manifest as manifest_module
 from nanogpt_hf.data import prepare as module
-from nanogpt_hf.data.blocks import Row, ShardWriter, TokenStream
+from nanogpt_hf.data.blocks import TokenStream
 from nanogpt_hf.data.manifest import read_manifest
 from nanogpt_hf.data.prepare import prepare
 from nanogpt_hf.data.prepared import check_prepared, load_prepared
+from nanogpt_hf.data.shards import Row, ShardWriter
 from nanogpt_hf.errors import Stopped
 from nanogpt_hf.methods.text import load_text
 from nanogpt_hf.reports.reference import find_reference
@@ -81,8 +82,8 @@ def test_same_text_has_same_identity(prepared, tmp_path, monkeypatch):
     )
     os.utime(moved, ns=(1, 1))
     assert content(prepared, source=str(moved)) == first
-    monkeypatch.setattr(blocks, "SHARD_BYTES", 1000)
-    monkeypatch.setattr(blocks, "_RECORD_TOKENS", 100)
+    monkeypatch.setattr(shards, "SHARD_BYTES", 1000)
+    monkeypatch.setattr(shards, "_RECORD_TOKENS", 100)
     monkeypatch.setattr(formats, "_BATCH_DOCUMENTS", 7)
     assert content(prepared, num_threads=2) == first
     if prepared.data.format == "chat":

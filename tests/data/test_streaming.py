@@ -13,7 +13,7 @@ import pytest
 
 from assertions import file_contents, refusal
 from nanogpt_hf.config.load import load_config
-from nanogpt_hf.data import blocks, formats
+from nanogpt_hf.data import formats, shards
 from nanogpt_hf.data.manifest import SplitFacts
 from nanogpt_hf.data.prepare import prepare
 
@@ -101,8 +101,8 @@ def test_streamed_folder_equals_the_ordinary_one_byte_for_byte(
             rows = [text and text.encode() for text in texts(number, ROWS)]
             rows[number * 5] = b"\xff"
             files[f"data/train-{number:05}.parquet"] = parquet(rows)
-    monkeypatch.setattr(blocks, "SHARD_BYTES", 800)
-    monkeypatch.setattr(blocks, "_RECORD_TOKENS", 300)
+    monkeypatch.setattr(shards, "SHARD_BYTES", 800)
+    monkeypatch.setattr(shards, "_RECORD_TOKENS", 300)
     monkeypatch.setattr(formats, "_BATCH_DOCUMENTS", 7)
     prepare(config(**knobs))
     assert len(list((tmp_path / "data" / "train").glob("*.arrow"))) > 1
