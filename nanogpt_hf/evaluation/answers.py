@@ -162,48 +162,40 @@ class AnswerSampler:
         """Sample an answer for each seed. Each question gets len(seeds) / len(questions) answers,
         one after another.
 
-        All processes call it and get the same answers. They share the batches, whose rows do not
-        depend on the number of processes. Raises UserError if the reward function fails and
-        errors are not counted as zeros.
+        All processes call it and get the same answers. They share the rows, whose answers do not
+        depend on the number of processes but by rounding. `progress` is called with the number of
+        answers since the last call. Raises UserError if the reward function fails and errors are
+        not counted as zeros.
         """
-        # 1. Encode the questions, and divide the rows into batches.
+        # 1. Encode the questions, and divide the rows among the processes, a batch at a time.
         mesh = mesh_of(accelerator)
         samples = len(seeds) // len(questions)
         rows = range(len(seeds))  # row r is an answer to question r // samples
         encoded = [self.encode(question) for question in questions]
-        # Every process generates equally many batches, since the forward pass of a sharded model
-        # needs all processes. What is missing at the end is filled with the last row again.
-        batches = -(-len(rows) // (self.batch_size * mesh.dp_size)) * mesh.dp_size
-        # This process's rows: number, ids, length, whether it ended, reward.
-        found = []
-        errors = []
+        own = [row for row in rows if row // self.batch_size % mesh.dp_size == mesh.dp_rank]
+        # 2. Generate and reward this process's rows.
         unwrapped: Any = accelerator.unwrap_model(model)
-        end_ids = answer_end_ids(unwrapped, self.chat) if self.chat else end_ids_of(unwrapped)
-        # 2. Generate and reward this process's batches.
-        for batch in range(mesh.dp_rank, batches, mesh.dp_size):
-            own = rows[batch * self.batch_size :][: self.batch_size]
-            padded = [*own, *[rows[-1]] * (self.batch_size - len(own))]
-            # Compiled blocks would be compiled again for every length.
-            with eval_mode(model), accelerator.autocast(), torch.compiler.set_stance("force_eager"):
-                part = generate_completions(
-                    unwrapped,
-                    [encoded[row // samples] for row in padded],
-                    seeds=[seeds[row] for row in padded],
-                    max_new_tokens=self.max_new_tokens,
-                    temperature=self.temperature,
-                    end_ids=end_ids,
-                    all_ended=lambda ended: _all_ended(accelerator, ended),
-                )
-            texts = self._texts(part)[: len(own)]
-            rewards = self.reward.rewards(texts, [questions[row // samples] for row in own])
-            columns = [column.tolist() for column in part]
-            # `own` is shorter than the columns where the last row was repeated.
-            found += zip(own, *columns, rewards.values, strict=False)
-            errors += rewards.errors
-            progress(len(own) * mesh.dp_size)
+        # Compiled blocks would be compiled again for every length.
+        with eval_mode(model), accelerator.autocast(), torch.compiler.set_stance("force_eager"):
+            part = generate_completions(
+                unwrapped,
+                [encoded[row // samples] for row in own],
+                seeds=[seeds[row] for row in own],
+                limits=[self.max_new_tokens] * len(own),
+                temperature=self.temperature,
+                end_ids=answer_end_ids(unwrapped, self.chat)
+                if self.chat
+                else end_ids_of(unwrapped),
+                batch_size=self.batch_size,
+                all_ended=lambda ended: _all_ended(accelerator, ended),
+                progress=lambda ended: progress(ended * mesh.dp_size),
+            )
+        asked = [questions[row // samples] for row in own]
+        rewards = self.reward.rewards(self._texts(part), asked)
         # 3. Give all processes all rows.
-        found = gather_object(found)
-        errors = gather_object(errors)
+        columns = [column.tolist() for column in part]
+        found = gather_object([*zip(own, *columns, rewards.values, strict=True)])
+        errors = gather_object(rewards.errors)
         self.reward.check(errors)
         # Sorted by row: the order of the seeds, whichever process generated an answer.
         _, *columns = zip(*sorted(found), strict=True)

@@ -102,7 +102,8 @@ class Rollouts(Blocks):
         # A dry-run step has to need as much memory as any later one.
         lengths = torch.full((self._length,), self.block_size)
         ids = torch.zeros(self._length, self.block_size, dtype=torch.int64)
-        empty = Completions(ids, lengths, torch.ones(self._length, dtype=torch.bool))
+        ended = torch.ones(self._length, dtype=torch.bool)
+        empty = Completions(ids, lengths, ended, torch.zeros(ids.shape))
         self._answers = Answers([[0]] * self._length, empty, torch.zeros(self._length), [], 1)
         self._advantages = torch.zeros(self._length)
         # Log-probabilities (n, K) of micro-batches, by their name in a batch and the sequences.
