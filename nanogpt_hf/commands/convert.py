@@ -169,7 +169,10 @@ def _card(source: str, model: Any, library: str) -> str:
 
 def add_import_nanogpt_arguments(parser: ArgumentParser) -> None:
     add_option(parser, "source CKPT", "nanoGPT's ckpt.pt, or a folder with train.bin and val.bin")
-    add_option(parser, "out OUT", "the folder to write: a plain GPT-2, or prepared data")
+    outputs = "the folder to write: a plain GPT-2, with --data a run folder, or prepared data"
+    add_option(parser, "out OUT", outputs)
+    data = "the checkpoint's prepared data: import its run, to continue it with `resume`"
+    add_option(parser, "--data DIR", data, type=Path)
     meta = "meta.pkl with the characters (default: GPT-2's vocabulary; of a folder, its own)"
     add_option(parser, "--meta FILE", meta)
     form = "gelu_new if nanoGPT made the checkpoint before June 2023, when it took nn.GELU"
@@ -178,7 +181,8 @@ def add_import_nanogpt_arguments(parser: ArgumentParser) -> None:
 
 
 def run_import_nanogpt(arguments: Namespace) -> None:
-    """Convert nanoGPT's checkpoint to a model folder, or its train.bin and val.bin to data.
+    """Convert nanoGPT's checkpoint to a model folder or to a run to continue, or its train.bin and
+    val.bin to data.
 
     No code in the files is run: checkpoints are read with weights_only, meta.pkl by a reader of
     plain containers.
@@ -190,8 +194,14 @@ def run_import_nanogpt(arguments: Namespace) -> None:
         raise RunFolderError(
             f"{source}: no such file or folder; give nanoGPT's ckpt.pt, or a folder with train.bin"
         )
+    if arguments.data:
+        if source.is_dir():
+            raise UserError(f"--data: is for a ckpt.pt, and {source} is a folder; leave it out")
+        if meta:
+            raise UserError("--meta: the prepared data of --data has the vocabulary; leave it out")
+        import_run(source, out, arguments.data, arguments.activation_function)
     # nanoGPT keeps a model in one file and data in a folder.
-    if source.is_dir():
+    elif source.is_dir():
         import_data(source, out, meta)
     else:
         import_model(source, out, meta, arguments.activation_function)
@@ -215,6 +225,31 @@ def import_model(source: Path, out: Path, meta: Path | None, activation_function
         write_model_folder(folder, config, found.weights, found.tokenizer.hf, card)
     show(f"{out}: a GPT-2 with {count_parameters(config):,} parameters")
     show(f"next: {program()} sample {shlex.quote(str(out))}")
+
+
+def import_run(source: Path, out: Path, data: Path, activation_function: str) -> None:
+    """Convert a checkpoint to a run folder on prepared data, and print how to continue it."""
+    from transformers.utils import logging
+
+    from nanogpt_hf.checkpoint.nanogpt import load_nanogpt_run, write_nanogpt_run
+    from nanogpt_hf.export.model_folder import new_folder
+    from nanogpt_hf.runs.folder import RunFolder
+    from nanogpt_hf.training.start import check_folders
+
+    logging.disable_progress_bar()
+    with new_folder(out) as folder:
+        run = load_nanogpt_run(source, data, out.resolve().name, activation_function)
+        check_folders(run.config, RunFolder(out))
+        write_nanogpt_run(folder, run)
+    step = run.state.step
+    last = run.config.train.max_steps
+    show(
+        f"{out}: step {step:,} of {last:,}, with AdamW's state; nanoGPT measured a validation loss "
+        f"of {run.loss:.4f}"
+    )
+    # Most checkpoints are of finished runs: then more steps are what there is to continue.
+    more = f" --train.max_steps {2 * step}" if step >= last else ""
+    show(f"next: {program()} resume {shlex.quote(str(out))}{more}")
 
 
 def import_data(source: Path, out: Path, meta: Path | None) -> None:

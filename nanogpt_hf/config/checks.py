@@ -121,10 +121,13 @@ def _step_rules(config: Config) -> Rules:
         train.max_time is not None and not parse_duration(train.max_time),
         f"expected a time such as 11h30m, 45m or 90s, got {train.max_time!r:.80}",
     )
+    # A schedule of its own length may be longer than the run.
+    end = "optim.decay_steps" if optim.decay_steps else "train.max_steps"
+    last = optim.decay_steps or train.max_steps
     yield (
-        "optim.warmup_steps train.max_steps",
-        optim.warmup_steps > train.max_steps,
-        f"{optim.warmup_steps} is more than train.max_steps {train.max_steps}",
+        f"optim.warmup_steps {end}",
+        optim.warmup_steps > last,
+        f"{optim.warmup_steps} is more than {end} {last}",
     )
     yield (
         "optim.min_learning_rate optim.learning_rate",

@@ -69,6 +69,12 @@ class OptimSection:
         "cosine", "decay after warm-up; wsd: constant, then linear decay at the end"
     )
     warmup_steps: int = knob(2000, "steps of linear warm-up", 0)
+    decay_steps: int | None = knob(
+        None,
+        "step at which the decay ends (default: train.max_steps)",
+        1,
+        read=only_without("optim.schedule", "constant"),
+    )
     decay_fraction: float = knob(
         0.2,
         "wsd: share of the steps that the decay takes",

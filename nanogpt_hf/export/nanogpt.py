@@ -4,9 +4,11 @@ prepared data. Code in these pickles is never run.
 nanoGPT uses GPT-2's layer names, but stores matrices in the layout of nn.Linear: (out, in).
 """
 
+import contextlib
 import hashlib
 import pickle
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,7 +34,7 @@ from nanogpt_hf.model.configuration_gpt import GPTConfig
 from nanogpt_hf.model.layout_gpt import GPT2_LAYOUT
 from nanogpt_hf.model.modeling_gpt import GPTForCausalLM
 
-_GPT2_ROWS = (GPT2_VOCAB_SIZE, 50304)  # GPT-2's vocabulary, and as nanoGPT pads it
+PADDED_GPT2 = 50304  # rows of an embedding for GPT-2's vocabulary, as nanoGPT pads it
 _MATRICES = tuple(f".{layer}.weight" for layer in GPT2_LAYOUT)
 BINS = {"train": "train.bin", "validation": "val.bin"}
 TOKENS_PER_READ = 2**22  # tokens read at once
@@ -47,34 +49,56 @@ class NanoGPT:
     tokenizer: Tokenizer
 
 
+@contextlib.contextmanager
+def reading_checkpoint(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the content of a checkpoint of nanoGPT's train.py.
+
+    Raises RunFolderError for any error of the block but UserError: damaged and foreign files raise
+    many types.
+    """
+    try:
+        # Memory-mapped, since most of the file is optimizer state, which is not always read.
+        yield torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except UserError:
+        raise
+    except Exception as error:
+        reason = one_line(error) or repr(error)
+        if isinstance(error, KeyError):
+            reason = f"it has no {error.args[0]!r}"
+        if code := re.search(r"GLOBAL ([\w.]+)", str(error)):
+            reason = f"it contains {code[1]}, which was not loaded"
+        raise RunFolderError(f"{path}: not a checkpoint of nanoGPT: {reason}") from None
+
+
 def load_nanogpt(
-    path: Path, meta: Path | None = None, activation_function: str = "gelu"
+    path: Path,
+    meta: Path | None = None,
+    activation_function: str = "gelu",
+    tokenizer: Tokenizer | None = None,
 ) -> NanoGPT:
     """Read a checkpoint of nanoGPT's train.py, compiled or not, with or without biases.
 
-    Raises RunFolderError if it is no such checkpoint or has another vocabulary, DataError if
-    `meta` is no vocabulary.
+    Its vocabulary is that of `tokenizer`, else of `meta`, else GPT-2's. Raises RunFolderError if it
+    is no such checkpoint or has another vocabulary, DataError if `meta` is no vocabulary.
     """
-    try:
-        # Memory-mapped, since two thirds of the file are optimizer state, which is not read.
-        saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    with reading_checkpoint(path) as saved:
         arguments = saved["model_args"]
         # First the sizes, which tell other files from nanoGPT's.
         sizes = {name: arguments[name] for name in ("vocab_size", "n_embd", "n_layer", "n_head")}
         sizes["n_positions"] = arguments["block_size"]
-        tokenizer = _tokenizer(path, sizes["vocab_size"], meta)
-        options = {"activation_function": activation_function, **sizes}
-        options["bias"] = arguments.get("bias", True)
-        options["dropout"] = arguments.get("dropout", 0.0)
-        model = _model(saved["model"], tokenizer, options)
-    except UserError:
-        raise
-    except Exception as error:  # torch and pickle raise many types for a damaged or foreign file
-        reason = one_line(error) or repr(error)
-        if code := re.search(r"GLOBAL ([\w.]+)", str(error)):
-            reason = f"it contains {code[1]}, which was not loaded"
-        raise RunFolderError(f"{path}: not a checkpoint of nanoGPT: {reason}") from None
-    config = model.config
+        tokenizer = tokenizer or _tokenizer(path, sizes["vocab_size"], meta)
+        weights = plain_names(saved["model"])
+        embedding = weights["transformer.wte.weight"]
+        config = GPTConfig(
+            activation_function=activation_function,
+            **sizes,
+            bias=arguments.get("bias", True),
+            dropout=arguments.get("dropout", 0.0),
+            tie_word_embeddings=torch.equal(weights.get("lm_head.weight", embedding), embedding),
+            bos_token_id=tokenizer.end_of_text_id,
+            eos_token_id=tokenizer.end_of_text_id,
+        )
+        model = model_with(weights, config)
     if config.vocab_size > tokenizer.vocab_size:
         # nanoGPT pads GPT-2's vocabulary to 50,304 rows, for faster products.
         config.padded_vocab_size = config.vocab_size
@@ -82,30 +106,27 @@ def load_nanogpt(
     return NanoGPT(config, model.float().state_dict(), tokenizer)
 
 
-def _model(
-    weights: dict[str, torch.Tensor], tokenizer: Tokenizer, options: dict[str, Any]
-) -> GPTForCausalLM:
-    """Model of a checkpoint's weights; `options` are fields of its config. Raises if they do
-    not fit.
-    """
-    state = {}
-    for name, weight in weights.items():
+def plain_names(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors by the names of nanoGPT's parameters, in the order of nanoGPT's model."""
+    return {
+        # torch.compile puts a prefix before every name.
+        name.removeprefix("_orig_mod."): weight
+        for name, weight in weights.items()
         # Causal masks are stored too; our attention needs none.
-        if name.endswith(".attn.bias"):
-            continue
-        # torch.compile puts a prefix before every name. Matrices are (out, in) here, and
-        # `load_state_dict` expects GPT-2's (in, out).
-        name = name.removeprefix("_orig_mod.")
-        state[name] = weight.T if name.endswith(_MATRICES) else weight
-    embedding = state["transformer.wte.weight"]
-    head = state.setdefault("lm_head.weight", embedding)
-    config = GPTConfig(
-        **options,
-        tie_word_embeddings=torch.equal(head, embedding),
-        bos_token_id=tokenizer.end_of_text_id,
-        eos_token_id=tokenizer.end_of_text_id,
-    )
-    # Without memory for initial values: the weights of the file become the model's own.
+        if not name.endswith(".attn.bias")
+    }
+
+
+def model_with(tensors: dict[str, torch.Tensor], config: GPTConfig) -> GPTForCausalLM:
+    """Model of `config` whose parameters are tensors of nanoGPT, by nanoGPT's names: its weights,
+    or averages of their gradients. Raises an error if they do not fit.
+    """
+    # Matrices are (out, in) here, and `load_state_dict` expects GPT-2's (in, out).
+    state = {
+        name: tensor.t() if name.endswith(_MATRICES) else tensor for name, tensor in tensors.items()
+    }
+    state.setdefault("lm_head.weight", state["transformer.wte.weight"])
+    # Without memory for initial values: the tensors become the model's own.
     with torch.device("meta"):
         model = GPTForCausalLM(config)
     model.load_state_dict(state, assign=True)
@@ -116,7 +137,7 @@ def _tokenizer(path: Path, rows: int, meta: Path | None) -> Tokenizer:
     """Characters of `meta`, or GPT-2's tokenizer if the number of embedding rows fits."""
     tokenizer = gpt2_tokenizer() if meta is None else load_meta(meta)
     # GPT-2's vocabulary may be padded, characters are not.
-    if rows not in (_GPT2_ROWS if meta is None else (tokenizer.vocab_size,)):
+    if rows not in ((GPT2_VOCAB_SIZE, PADDED_GPT2) if meta is None else (tokenizer.vocab_size,)):
         raise RunFolderError(
             f"{path}: has {rows:,} tokens, {meta or 'the vocabulary of GPT-2'} "
             f"{tokenizer.vocab_size:,}; name the meta.pkl of its training data with --meta "

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 import torch
 from huggingface_hub import ModelCard
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from arguments import argv
 from assertions import refusal
+from nanogpt_files import CHARACTERS, is_matrix, make_meta, make_state, write_bins
 from nanogpt_hf.commands import main
 from nanogpt_hf.config.schema import Config, DataSection
 from nanogpt_hf.data.prepare import prepare
@@ -25,26 +26,7 @@ from nanogpt_hf.export.model_folder import write_model_folder
 from nanogpt_hf.export.nanogpt import import_bins, load_meta, load_nanogpt
 
 refused = partial(refusal, error=UserError)
-CHARACTERS = "\n !abcdeé"
 SMALL = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 12, "dropout": 0.1}
-
-
-def make_state(bias: bool, block_size: int, **sizes) -> dict[str, torch.Tensor]:
-    """Random weights with nanoGPT's names, whose matrices are (out, in)."""
-    del sizes["dropout"]
-    state = GPT2LMHeadModel(GPT2Config(n_positions=block_size, **sizes)).state_dict()
-    draw = torch.Generator().manual_seed(0)
-    random = {
-        name: torch.randn((weight.T if is_matrix(name) else weight).shape, generator=draw)
-        for name, weight in state.items()
-        if bias or not name.endswith(".bias")
-    }
-    return random | {"lm_head.weight": random["transformer.wte.weight"]}
-
-
-def is_matrix(name: str) -> bool:
-    """Whether GPT-2 stores the weight in the other layout."""
-    return ".h." in name and ".ln_" not in name and name.endswith(".weight")
 
 
 def make_checkpoint(path: Path, *, bias: bool = True, prefix: str = "", **changes):
@@ -56,14 +38,6 @@ def make_checkpoint(path: Path, *, bias: bool = True, prefix: str = "", **change
     }
     torch.save(saved, path)
     return state
-
-
-def make_meta(path: Path, characters: str = CHARACTERS, **changes) -> Path:
-    itos = dict(enumerate(characters))
-    stoi = {character: i for i, character in itos.items()}
-    meta = {"vocab_size": len(characters), "itos": itos, "stoi": stoi}
-    path.write_bytes(pickle.dumps(meta | changes))
-    return path
 
 
 @pytest.fixture
@@ -203,13 +177,6 @@ def test_load_meta_refuses_wrong_content(tmp_path, changes):
 
 TEXT = "the cat sat on a mat, née Zoë.\n" * 40
 END = 50256
-
-
-def write_bins(folder, train, validation):
-    folder.mkdir()
-    for name, ids in (("train", train), ("val", validation)):
-        np.asarray(ids, dtype=np.uint16).tofile(folder / f"{name}.bin")
-    return folder
 
 
 @pytest.fixture

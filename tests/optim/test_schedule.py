@@ -46,3 +46,10 @@ def test_wsd_is_constant_then_linear():
     values = rates("wsd", decay_fraction=0.2)
     assert values[10:81] == pytest.approx([1.0] * 71)
     assert values[90] == pytest.approx(0.55)
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd"])
+def test_decay_may_end_before_or_after_the_run(schedule):
+    alone = rates(schedule)
+    assert rates(schedule, max_steps=150, decay_steps=100) == pytest.approx([*alone, *[0.1] * 50])
+    assert rates(schedule, max_steps=60, decay_steps=100) == alone[:61]
