@@ -39,8 +39,10 @@ def model_card(
     machine: str,
     base_model: str | None = None,
     adapter: bool = False,
+    name: str | None = None,
 ) -> str:
-    """Card of a trained model, or of a LoRA adapter, with the metadata that the Hub reads.
+    """Card of a trained model, or of a LoRA adapter, with the metadata that the Hub reads. Its
+    title is `name`, by default the recipe's.
 
     `state` is the training state when it was saved, `machine` one line about the hardware,
     `base_model` the Hub id or name of the model that fine-tuning started from.
@@ -65,7 +67,7 @@ def model_card(
         escape=escape,
         n="{:,}".format,
         number=format_number,
-        name=config.name,
+        name=name or config.name,
         title=architecture.title,
         origin=f"{start} on {source_text(config.data)} with nanogpt_hf",
         model=model_config,

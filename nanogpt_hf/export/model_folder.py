@@ -42,8 +42,12 @@ def save_trained(
     """
     lora = config.lora
     is_adapter = lora.rank is not None and not lora.merge
+    # A recipe of fine-tuning has the name of the model that it starts from: the run's folder says
+    # more, as the title.
+    run = folder.absolute().parent.name
+    base_model = config.finetune.model
     card = model_card(
-        config, model_config, data.manifest, state, machine, config.finetune.model, is_adapter
+        config, model_config, data.manifest, state, machine, base_model, is_adapter, run
     )
     with replaced_folder(folder.resolve()) as partial:
         if lora.rank is not None:

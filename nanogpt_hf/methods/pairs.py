@@ -17,6 +17,7 @@ import torch
 
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.config.sources import is_mixture
+from nanogpt_hf.data.batches import blocks_read
 from nanogpt_hf.data.blocks import Blocks
 from nanogpt_hf.data.chat_template import ChatFormat, chat_of
 from nanogpt_hf.data.conversations import labeled_of, pair_of
@@ -131,6 +132,10 @@ def _load(
                 line += f"; {left_out:,} are longer than data.block_size, left out"
             logger.info(line)
     train, validation = splits
+    steps = config.train.max_steps
+    # A text has thousands of blocks, and preference data often some hundred pairs.
+    epochs = blocks_read(config, steps)[0] / len(train)
+    logger.info(f"  {steps:,} steps read each of the {noun} {epochs:,.2f} times (epochs)")
     return in_memory(
         train,
         validation,

@@ -21,6 +21,7 @@ from transformers import AutoTokenizer
 
 from assertions import copy_at, same_weights, series
 from nanogpt_hf.commands import main
+from nanogpt_hf.config.methods import PREFERENCES
 from nanogpt_hf.config.schema import AlignSection, DataSection
 from nanogpt_hf.data.conversations import labeled_of, pair_of
 from nanogpt_hf.data.documents import held_out
@@ -28,7 +29,8 @@ from nanogpt_hf.data.messages import Conversation
 from nanogpt_hf.errors import DataError
 from nanogpt_hf.evaluation.loss import pad_batch
 from nanogpt_hf.methods import preference_losses, reference
-from nanogpt_hf.methods.pairs import LabeledAnswers, Pairs, encode_answer
+from nanogpt_hf.methods.finetuning import finetune_config
+from nanogpt_hf.methods.pairs import LabeledAnswers, Pairs, encode_answer, load_pairs
 from nanogpt_hf.methods.preference_losses import kto_objective, preference_objective
 from nanogpt_hf.methods.preferences import divergence
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM
@@ -366,7 +368,10 @@ def test_run_starts_at_its_reference_and_learns_the_preference(whole):
         assert series(each, "val/margin")[0] == pytest.approx(0, abs=1e-5)
         assert series(each, "val/accuracy")[-1] == 1
         assert series(each, "val/loss")[-1] < series(each, "val/loss")[0] - 0.05
-    assert "36 preference pairs, loss dpo" in (run.best / "README.md").read_text()
+    card = (run.best / "README.md").read_text()
+    assert "36 preference pairs, loss dpo" in card
+    # A run is named after its folder, and not after the model that it starts from.
+    assert f"\n# {run.path.name}\n" in card
     assert len(series(run, "train/reward_chosen")) == len(series(kto, "train/kl")) == 6
     assert "36 labeled answers, loss kto" in (kto.best / "README.md").read_text()
 
@@ -396,6 +401,17 @@ def test_processes_and_accumulation_change_no_number(
     for metric in ("train/loss", "val/loss", "val/margin", *["train/kl"] * (loss == "kto")):
         expected = pytest.approx(series(whole(loss), metric), abs=1e-5, rel=1e-4)
         assert series(run, metric) == expected, metric
+
+
+@pytest.mark.parametrize(("steps", "epochs"), [(9, "2.00"), (1, "0.22")])
+def test_log_has_the_epochs(steps, epochs, folder, caplog):
+    """36 pairs, eight in a step."""
+    caplog.set_level("INFO", "nanogpt_hf")
+    knobs = KNOBS | {"finetune.model": folder / "start", "data.source": folder / "dpo.jsonl"}
+    knobs |= {"align.loss": "dpo", "train.max_steps": steps}
+    overrides = [(key, str(value)) for key, value in knobs.items()]
+    load_pairs(finetune_config(None, overrides, PREFERENCES)[0])
+    assert f"  {steps} steps read each of the preference pairs {epochs} times" in caplog.text
 
 
 @pytest.mark.slow
