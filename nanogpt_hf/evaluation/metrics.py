@@ -2,8 +2,10 @@
 accuracy, or one of your own, in `evaluate --metrics` and during training.
 """
 
+import contextlib
 import math
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -32,6 +34,7 @@ from nanogpt_hf.evaluation.questions import (
     training_question_task,
 )
 from nanogpt_hf.formatting import plural
+from nanogpt_hf.time_limit import TimeUpError, time_limit
 
 if TYPE_CHECKING:
     from evaluate import EvaluationModule
@@ -45,6 +48,8 @@ METRICS = Option(
 # Each resample computes all metrics again, and ROUGE takes about a millisecond for a row.
 _RESAMPLES = 100
 _SEED = 1337
+# For one computation of the metrics. A model-based one, such as BERTScore, takes minutes.
+SECONDS = 1800
 
 
 class Metric(NamedTuple):
@@ -97,7 +102,8 @@ def load_metrics(names: Sequence[str], where: str) -> list[Metric]:
             raise UserError(f"{where}: {name}: no such file or folder")
         try:
             # Otherwise the library writes the texts of each computation to a cache file.
-            module = evaluate.load(path, keep_in_memory=True)
+            with _output_on_stderr():
+                module = evaluate.load(path, keep_in_memory=True)
             features = module.features
             # A metric such as BLEU takes one reference for a text, or a list of them.
             columns = features[0] if isinstance(features, list) else features
@@ -125,6 +131,31 @@ def _reason(name: str, error: BaseException) -> str:
             f"{Path(name).name}.py"
         )
     return f"{type(error).__name__}: {one_line(error)}"
+
+
+@contextlib.contextmanager
+def _output_on_stderr() -> Iterator[None]:
+    """Context in which what a metric writes to file descriptor 1, itself or by a program that it
+    starts, goes to stderr: stdout may be the JSON of `--json -`.
+    """
+    sys.stdout.flush()
+    try:
+        stdout = os.dup(1)
+    except OSError:
+        # A program without stdout has nothing to protect.
+        yield
+        return
+    try:
+        os.dup2(2, 1)
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(stdout, 1)
+        os.close(stdout)
+
+
+class _TooSlowError(UserError):
+    """A computation has reached its time limit; the next one would, too."""
 
 
 def class_numbers(texts: Sequence[str], references: Sequence[str]) -> list[int]:
@@ -158,14 +189,20 @@ def compute_metrics(
         inputs: dict[str, Sequence[Any]] = {"predictions": predictions, "references": references}
         if compares_classes:
             inputs = {name: class_numbers(texts, references) for name, texts in inputs.items()}
+        names = ", ".join(modules)
         try:
-            # Names that two metrics share get the names of their modules as prefixes.
-            computed = evaluate.combine(modules).compute(**inputs)
+            with time_limit(SECONDS), _output_on_stderr():
+                # Names that two metrics share get the names of their modules as prefixes.
+                computed = evaluate.combine(modules).compute(**inputs)
             if not isinstance(computed, Mapping):
                 raise TypeError(f"expected figures by name, got {computed!r:.40}")
             plain = _plain(computed)
+        except TimeUpError:
+            raise _TooSlowError(
+                f"{names}: takes more than {SECONDS} seconds for {len(predictions):,} answers; "
+                "compare fewer rows (--limit, eval.metric_rows), or correct it"
+            ) from None
         except (Exception, SystemExit) as error:
-            names = ", ".join(modules)
             raise UserError(
                 f"{names}: cannot be computed for these answers: {type(error).__name__}: "
                 f"{one_line(error)}"
@@ -220,9 +257,16 @@ def standard_errors(
     found: dict[str, list[float]] = {}
     for _ in range(_RESAMPLES):
         drawn = [int(number) % rows for number in bits.random_raw(rows)]
-        figures = compute_metrics(
-            metrics, [predictions[row] for row in drawn], [references[row] for row in drawn]
-        )
+        try:
+            figures = compute_metrics(
+                metrics, [predictions[row] for row in drawn], [references[row] for row in drawn]
+            )
+        # All rows of a resample may be equal, for which a correlation has no value: then this
+        # resample is missing, as for a figure that is not finite.
+        except _TooSlowError:
+            raise
+        except UserError:
+            continue
         # A figure that is not finite in a resample is missing there.
         for name, value in numbers_of(figures).items():
             found.setdefault(name, []).append(value)

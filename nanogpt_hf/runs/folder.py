@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import filelock
 
@@ -30,6 +31,8 @@ _STEP = re.compile(r"step_(\d{8,})")
 # A file in checkpoints/ until the first one is written. If neither is there, a volume may be
 # missing.
 _NONE_YET = ".no_checkpoint_yet"
+# The last knob of every recipe that a run wrote, of all versions: a new knob goes before it.
+LAST_KNOB = "hub.license"
 _MODEL_FILES = {"config.json", "adapter_config.json"}
 
 
@@ -42,6 +45,16 @@ def _clear(folder: Path) -> None:
     """Remove a folder; of a link, the content of its target."""
     for path in list(folder.iterdir()) if folder.is_symlink() else (folder,):
         remove(path)
+
+
+def _check_end(text: str, stated: dict[str, Any]) -> None:
+    """Raises ValueError if the last section of a run's recipe was cut."""
+    section, _, name = LAST_KNOB.partition(".")
+    if name not in (stated[section] or {}):
+        raise ValueError(f"it has no {LAST_KNOB}, its last knob")
+    # A value that was cut may be one, too. An editor may leave out the last newline after a null.
+    if not text.endswith(("\n", "null")):
+        raise ValueError(f"it ends within a line, after {LAST_KNOB}")
 
 
 class RunFolder:
@@ -138,9 +151,11 @@ class RunFolder:
             # A file that was cut is still a recipe, but lacks a section: all are written.
             with reading(self.recipe):
                 config = load_config(self.recipe)
-                stated = parse_settings(read_settings(self.recipe), RecipeLoader)
+                text = read_settings(self.recipe)
+                stated = parse_settings(text, RecipeLoader)
                 if missing := [name for name in SECTIONS if name not in stated]:
                     raise ValueError(f"it has no section {missing[0]}")
+                _check_end(text, stated)
         except (ConfigError, DamagedFileError) as error:
             reason = error.problems[0] if isinstance(error, ConfigError) else error
             raise RunFolderError(

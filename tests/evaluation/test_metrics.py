@@ -17,6 +17,7 @@ from nanogpt_hf.data.blocks import open_tokens
 from nanogpt_hf.data.prepare import prepare
 from nanogpt_hf.data.tokenizer import build_tokenizer
 from nanogpt_hf.errors import UserError
+from nanogpt_hf.evaluation import metrics as module
 from nanogpt_hf.evaluation.metrics import (
     class_numbers,
     compute_metrics,
@@ -67,6 +68,16 @@ _MODULES = {
     "lengths": ("", "string", 'return {"lengths": [len(p) for p, _ in pairs], "score": 1.0}'),
     "share": ("", "string", 'return {"share": sum(float(p) for p, _ in pairs) / len(pairs)}'),
     "numbers": ("", "float32", 'return {"distance": 0.0}'),
+    # As a correlation, it has no value if all texts are equal.
+    "spread": ("", "string", 'return {"spread": 1 / (len({p for p, _ in pairs}) - 1)}'),
+    "slow": ("import time", "string", "time.sleep(9)"),
+    "writes": (
+        "import os\nimport subprocess",
+        "string",
+        'os.write(1, b"by itself ")\n'
+        '        subprocess.run(["echo", "by a program"], check=True)\n'
+        '        return {"share": 1.0}',
+    ),
     "broken": ("", "string", "return 1 / 0"),
     "ends": ("", "string", "raise SystemExit(0)"),
     "ends_at_import": ("raise SystemExit(0)", "string", "return {}"),
@@ -211,6 +222,33 @@ def test_standard_errors_are_those_of_a_share(metrics):
     # estimate it within a fifth.
     assert standard_errors(loaded, texts, texts)["share"] == pytest.approx(0.025, rel=0.2)
     assert standard_errors(loaded, ["1"], ["1"]) == {}
+
+
+def test_resample_without_a_value_is_left_out(metrics):
+    """Each third resample of three rows with one that differs has equal rows only."""
+    loaded = load_metrics([str(metrics / "spread")], "--metrics")
+    assert compute_metrics(loaded, ["1", "0", "0"], ["1"] * 3) == {"spread": 1.0}
+    assert standard_errors(loaded, ["1", "0", "0"], ["1"] * 3) == {"spread": 0.0}
+    with pytest.raises(UserError, match="spread: cannot be computed for these answers: Zero"):
+        compute_metrics(loaded, ["1", "1"], ["1", "1"])
+
+
+def test_metric_has_a_time_limit(metrics, monkeypatch):
+    monkeypatch.setattr(module, "SECONDS", 0.2)
+    loaded = load_metrics([str(metrics / "slow")], "--metrics")
+    for compute in (compute_metrics, standard_errors):
+        with pytest.raises(UserError, match=r"slow: takes more than 0.2 seconds for 2 answers"):
+            compute(loaded, ["1", "0"], ["1", "0"])
+
+
+def test_metric_writes_nothing_to_stdout(metrics, capfd):
+    loaded = load_metrics([str(metrics / "writes")], "--metrics")
+    assert compute_metrics(loaded, ["1"], ["1"]) == {"share": 1.0}
+    print("after")
+    out, err = capfd.readouterr()
+    assert out == "after\n"
+    assert "by itself" in err
+    assert "by a program" in err
 
 
 def test_sampled_answers_repeat_and_differ_from_greedy_ones(evaluated, capsys):

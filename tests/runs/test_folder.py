@@ -2,6 +2,7 @@
 
 import shutil
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import filelock
@@ -9,7 +10,10 @@ import pytest
 
 from assertions import column
 from nanogpt_hf.commands import main
-from nanogpt_hf.runs.folder import RunFolder
+from nanogpt_hf.config.load import config_to_yaml, load_config
+from nanogpt_hf.config.schema import KNOBS
+from nanogpt_hf.errors import RunFolderError
+from nanogpt_hf.runs.folder import LAST_KNOB, RunFolder
 from nanogpt_hf.runs.metrics import read_metrics
 
 
@@ -198,3 +202,24 @@ def test_a_lock_held_for_a_moment_is_waited_for(tmp_path):
     lock.acquire()
     threading.Timer(0.2, lock.release).start()
     RunFolder(tmp_path).check_unlocked()
+
+
+@pytest.mark.parametrize("license", [None, "apache-2.0"])
+def test_recipe_that_was_cut_in_its_last_section_is_damaged(tmp_path, write_recipe, license):
+    """Wherever it is cut, the file is refused or means the same."""
+    overrides = {"hub.license": license} if license else {}
+    config = replace(load_config(write_recipe(), overrides), name="run")
+    text = config_to_yaml(config)
+    assert [*KNOBS][-1] == LAST_KNOB, "put the new knob before it, for recipes of older runs"
+    run = RunFolder(tmp_path / "run")
+    run.path.mkdir()
+    whole = []
+    for length in range(text.index("\nhub:") + 1, len(text) + 1):
+        run.recipe.write_text(text[:length])
+        try:
+            assert run.read_recipe() == config
+        except RunFolderError:
+            continue
+        whole.append(text[length:])
+    # An editor may leave the last newline out.
+    assert whole == ([""] if license else ["\n", ""])
