@@ -30,6 +30,7 @@ from nanogpt_hf.distributed.tensor_parallel import split_matrices, split_vocabul
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.model.architecture import architecture_of
 from nanogpt_hf.model.loss_gpt import compile_loss
+from nanogpt_hf.model.modeling_gpt import GPTForCausalLM
 from nanogpt_hf.model.recompute import recompute_blocks
 
 
@@ -85,11 +86,14 @@ def _is_one_graph(model: PreTrainedModel, accelerator: Accelerator) -> bool:
     many small graphs: in small steps a GPU waits for the host.
 
     FSDP2, ZeRO and parallel layouts run code between the blocks. Recomputed activations and masks
-    of packed documents are known to work block by block.
+    of packed documents are known to work block by block. In a graph, the models of transformers
+    build a mask for every batch, with which attention takes twice its time on a GPU: they look for
+    packed documents in the positions, and a graph has no values to look at.
     """
     attention = model.config._attn_implementation
     mesh = mesh_of(accelerator)
     is_plain = attention in ("sdpa", "eager") and not mesh.checkpointing
+    is_plain = is_plain and isinstance(model, GPTForCausalLM)
     return is_plain and not is_sharded(accelerator) and mesh.cp_size == 1
 
 

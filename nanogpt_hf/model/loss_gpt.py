@@ -26,20 +26,27 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 # Logits are computed for at most this many (row, vocabulary) pairs at once: 256 MiB in float32.
 LOGITS_PER_CHUNK = 2**26
-# A GPU gets larger chunks: each one starts kernels and adds a whole gradient of the head. The size
-# depends on the kind of device only, never on free memory, which would change the rounding.
+# A GPU gets larger chunks: each one starts kernels and adds a whole gradient of the head. A
+# compiled loss holds no logits in float32, so its chunks are larger still. The size depends on the
+# kind of device and on compilation, never on free memory, which would change the rounding.
 CHUNKS_OF_A_GPU = 4
+CHUNKS_OF_A_COMPILED_GPU = 16
 IGNORED = -100  # a target that is not counted
 # Another loss than the cross-entropy: (which of the N rows, their logits (R, V), targets (R,)) ->
 # the summed loss, to which rows with an IGNORED target add nothing.
 RowLoss = Callable[[slice, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def rows_of_a_chunk(rows: int, vocab_size: int, device_type: str = "cpu") -> int:
+def rows_of_a_chunk(
+    rows: int, vocab_size: int, device_type: str = "cpu", *, is_compiled: bool = False
+) -> int:
     """Rows of a chunk: as many of `rows` as LOGITS_PER_CHUNK allows, or down to half as many if the
-    chunks are then equal; on another device than a CPU, CHUNKS_OF_A_GPU times as many.
+    chunks are then equal; on another device than a CPU, CHUNKS_OF_A_GPU times as many, and
+    CHUNKS_OF_A_COMPILED_GPU times where the loss is compiled.
     """
-    logits = LOGITS_PER_CHUNK * (1 if device_type == "cpu" else CHUNKS_OF_A_GPU)
+    logits = LOGITS_PER_CHUNK
+    if device_type != "cpu":
+        logits *= CHUNKS_OF_A_COMPILED_GPU if is_compiled else CHUNKS_OF_A_GPU
     limit = max(1, logits // vocab_size)
     if rows <= limit:
         return rows
@@ -174,9 +181,10 @@ class Head(nn.Linear):
         compute = super().forward
         if targets is None:
             return compute(hidden)
-        size = rows_of_a_chunk(len(hidden), vocab_size, hidden.device.type)
+        # Another loss than the cross-entropy is not compiled.
+        is_compiled = self.chunk_loss is not chunk_loss and row_loss is None
+        size = rows_of_a_chunk(len(hidden), vocab_size, hidden.device.type, is_compiled=is_compiled)
         # A compiled loss computes its gradient too, also with one chunk.
-        is_compiled = self.chunk_loss is not chunk_loss
         if torch.is_grad_enabled() and (size < len(hidden) or is_compiled):
             gradient = self.chunk_loss if row_loss is None else chunk_row_loss
             if self.softcap is not None:

@@ -339,26 +339,31 @@ def _loss(
     is_split = launch.tp_size > 1 and splits_vocabulary(model)
     if is_split:
         vocabulary = -(-vocabulary // launch.tp_size)
-    chunk = rows_of_a_chunk(rows, vocabulary, "cpu" if launch.on_cpu else "cuda")
+    device = "cpu" if launch.on_cpu else "cuda"
+    is_compiled = launch.compiles and not is_split
+    chunk = rows_of_a_chunk(rows, vocabulary, device, is_compiled=is_compiled)
     logits = chunk * vocabulary
-    if chunk == rows and not is_split:
+    if chunk == rows and not is_split and not is_compiled:
         # Log-softmax in float32, with a gradient before and after it.
         return 3 * 4 * logits, 0.0, 0.0
+    trainable_head = counts.head if counts.head_is_trainable else 0
+    gradients = (
+        4.0 * trainable_head,
+        float(launch.residual_bytes * rows * model.config.hidden_size),
+    )
+    if is_compiled:
+        # Logits and their gradient: one kernel computes it from them without a tensor in float32.
+        return 2.0 * value * logits, *gradients
     # Logits, and their log-softmax in float32.
     bytes_per_logit = value + 4
     # The products of the backward pass: with the gradient of the logits.
     product = value * logits
-    trainable_head = counts.head if counts.head_is_trainable else 0
     if value < 4:
         # torch casts bf16 logits before the log-softmax, and a chunk's gradient of the head is
         # in bf16 before it is added.
         bytes_per_logit += value if is_split else 4
         product += value * trainable_head
-    return (
-        max(bytes_per_logit * logits, product),
-        4.0 * trainable_head,
-        float(launch.residual_bytes * rows * model.config.hidden_size),
-    )
+    return max(bytes_per_logit * logits, product), *gradients
 
 
 def _kept_bytes(model: PreTrainedModel, block_size: int, launch: Launch) -> float:

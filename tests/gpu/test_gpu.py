@@ -64,6 +64,15 @@ def train(tmp_path, make_recipe, forget_accelerate, monkeypatch):
     return train
 
 
+@pytest.fixture
+def no_tf32(monkeypatch):
+    """Products of float32 in float32 on a GPU, where a run takes TF32: after a few steps at a high
+    rate, its rounding is visible in the loss.
+    """
+    choose = torch.set_float32_matmul_precision
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda _: choose("highest"))
+
+
 PRECISIONS = {
     "bf16": {"ACCELERATE_MIXED_PRECISION": "bf16"},
     "fp16": {"ACCELERATE_MIXED_PRECISION": "fp16"},
@@ -81,11 +90,11 @@ PRECISIONS = {
 
 
 @pytest.mark.parametrize("model", [{}, EXPERTS, {"model__architecture": "qwen3"}], ids=str)
-def test_losses_are_those_of_a_cpu(train, model):
+def test_losses_are_those_of_a_cpu(train, no_tf32, model):
     here = series(train(**model), "train/loss")
     with_cpu = train("cpu", environment={"ACCELERATE_USE_CPU": "true"}, **model)
     assert len(here) == 8
-    assert here == pytest.approx(series(with_cpu, "train/loss"), rel=1e-3)  # products in TF32
+    assert here == pytest.approx(series(with_cpu, "train/loss"), rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +108,9 @@ def test_losses_of_other_precisions(train, name):
     if name == "fp8" and not HAS_FP8:
         pytest.skip("needs a GPU of compute capability 8.9 or higher")
     losses = series(train(environment=PRECISIONS[name]), "train/loss")
-    assert losses == pytest.approx(series(train("plain"), "train/loss"), rel=0.02)
+    # fp8 has three bits after the leading one, and the rate is high.
+    tolerance = 0.15 if name == "fp8" else 0.02
+    assert losses == pytest.approx(series(train("plain"), "train/loss"), rel=tolerance)
 
 
 @pytest.mark.parametrize("name", ["eager", "compiled", "compiled bf16"])
@@ -128,7 +139,7 @@ def test_grouped_gradients_repeat(train):
     assert same_weights(train("a", **knobs), train("b", **knobs))
 
 
-def test_packed_documents_beside_a_cpu(train, tmp_path):
+def test_packed_documents_beside_a_cpu(train, no_tf32, tmp_path):
     """On a GPU by flex attention, on a CPU document by document."""
     rows = [json.dumps({"text": "the cat sat on a mat. " * (1 + i % 5)}) for i in range(200)]
     (tmp_path / "rows.jsonl").write_text("\n".join(rows))
@@ -190,7 +201,11 @@ def test_memory_is_the_estimated_one(tmp_path, make_recipe, forget_accelerate, n
     environment = {"ACCELERATE_MIXED_PRECISION": "no"} | PRECISIONS.get(name, {})
     estimated = tmp_path / "estimate.json"
     precision = environment["ACCELERATE_MIXED_PRECISION"]
-    (tmp_path / "machine.yaml").write_text(f"num_processes: 1\nmixed_precision: '{precision}'\n")
+    backend = environment.get("ACCELERATE_DYNAMO_BACKEND", "NO")
+    (tmp_path / "machine.yaml").write_text(
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: 'NO'\nnum_processes: 1\n"
+        f"mixed_precision: '{precision}'\ndynamo_config:\n  dynamo_backend: {backend}\n"
+    )
     options = "--config_file {} --json {}"
     assert main(argv(f"estimate {{}} {options}", recipe, tmp_path / "machine.yaml", estimated)) == 0
     with pytest.MonkeyPatch.context() as patch:

@@ -156,6 +156,18 @@ def test_chunk_sizes_are_large_and_equal(monkeypatch, rows, max_rows, expected):
     assert rows_of_a_chunk(rows, VOCAB) == expected
 
 
+def test_chunks_are_larger_on_a_gpu_and_larger_still_if_compiled(monkeypatch):
+    monkeypatch.setattr(loss_gpt, "LOGITS_PER_CHUNK", 2**26)
+    sizes = [
+        rows_of_a_chunk(10**6, 50304),
+        rows_of_a_chunk(10**6, 50304, "cuda"),
+        rows_of_a_chunk(10**6, 50304, "cuda", is_compiled=True),
+    ]
+    assert sizes[0] < sizes[1] < sizes[2]
+    # The micro-batch of nanoGPT's GPT-2 recipe is one chunk.
+    assert rows_of_a_chunk(12 * 1024, 50304, "cuda", is_compiled=True) == 12 * 1024
+
+
 def test_compiled_loss_is_one_graph_and_equal():
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()

@@ -198,3 +198,68 @@ def test_slm4096_has_its_known_perplexity(shared):
     with torch.no_grad():
         losses = [model(rows, labels=rows).loss.item() * len(rows) for rows in windows.split(64)]
     assert math.exp(sum(losses) / len(windows)) == pytest.approx(1.073, abs=0.003)
+
+
+def compiled(model, graphs):
+    """The model with a compiled base model, whose graphs are added to `graphs`."""
+
+    def keep(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    torch.compiler.reset()
+    model.transformer.compile(backend=keep)
+    return model
+
+
+def calls(graph, function) -> int:
+    return sum(node.target == function for node in graph.graph.nodes)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_compiled_graph_has_one_product_for_queries_keys_and_values_and_no_mask(bias):
+    graphs = []
+    plain = tiny(bias=bias, attn_implementation="sdpa").train()
+    model = compiled(tiny(bias=bias, attn_implementation="sdpa").train(), graphs)
+    losses = []
+    for each in (plain, model):
+        losses.append(each(input_ids=ids(), labels=ids(), use_cache=False).loss)
+        losses[-1].backward()
+    torch.testing.assert_close(*losses)
+    for own, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(own.grad, other.grad)
+    (graph,) = graphs
+    # Of each block's six products three are one: of q, k and v, of the output, and two of the MLP.
+    assert calls(graph, torch._C._nn.linear) == 4 * TINY["n_layer"]
+    attention = [
+        node
+        for node in graph.graph.nodes
+        if node.target == torch._C._nn.scaled_dot_product_attention
+    ]
+    assert len(attention) == TINY["n_layer"]
+    assert all(node.kwargs["attn_mask"] is None for node in attention)
+    assert all(node.kwargs["is_causal"] for node in attention)
+
+
+def test_compiled_graph_calls_layers_that_are_not_plain():
+    """An adapter, a gathered weight or a split layer acts in the layer's own forward pass."""
+    graphs = []
+    model = compiled(tiny(attn_implementation="sdpa").train(), graphs)
+    for block in model.transformer.h:
+        block.attn.k_proj.register_forward_hook(lambda *_: None)
+    model(input_ids=ids(), labels=ids(), use_cache=False)
+    assert calls(graphs[0], torch._C._nn.linear) == 6 * TINY["n_layer"]
+
+
+def test_compiled_rows_with_padding_have_a_mask():
+    model = compiled(tiny(attn_implementation="sdpa"), [])
+    mask = torch.ones(2, 20, dtype=torch.long)
+    mask[0, :5] = 0
+    with torch.no_grad():
+        padded = model(input_ids=ids(), attention_mask=mask, use_cache=False).logits
+        alone = model(
+            input_ids=ids()[:1, 5:],
+            position_ids=torch.arange(5, 20)[None],
+            use_cache=False,
+        ).logits
+    torch.testing.assert_close(padded[:1, 5:], alone)
