@@ -31,3 +31,12 @@ def test_bench_prints_and_writes_each_measurement(tmp_path, make_recipe, monkeyp
     assert '"name": "aten::_fused_adamw_"' in (tmp_path / "trace.json").read_text()
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {"figures.json", "tiny.yaml", "trace.json"}
+
+
+def test_bench_refuses_a_launch_that_a_run_would_refuse(write_recipe, monkeypatch, capsys):
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "3")
+    assert main(["bench", str(write_recipe())]) == 2
+    line = capsys.readouterr().err.splitlines()[0]
+    assert "gradient_accumulation_steps 3" in line
+    assert "train.tokens_per_step" in line

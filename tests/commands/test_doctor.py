@@ -67,6 +67,15 @@ def test_doctor_of_two_processes(tmp_path, write_recipe, launch_warm):
     assert float(speed) == pytest.approx(2**20 / float(milliseconds) / 1e6, rel=0.1)
 
 
+def test_doctor_finds_a_launch_that_a_run_would_refuse(capsys, monkeypatch, write_recipe):
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "3")
+    status, out = run(capsys, write_recipe())
+    assert status == 1
+    (fault,) = lines(out, "fault")
+    assert "launch" in fault
+    assert "gradient_accumulation_steps 3" in fault
+
+
 def test_doctor_finds_disks_that_are_full_or_not_writable(capsys, monkeypatch, tmp_path):
     def refuse(**options):
         raise PermissionError(13, "Permission denied")
