@@ -127,6 +127,7 @@ class TaughtRollouts(Rollouts):
             completions.ids[rows, : len(answer)] = torch.tensor(answer)
             completions.lengths[rows] = len(answer)
             completions.ended[rows] = True
+            completions.log_probs[rows] = 0.0
         errors = [] if self._own is None else self._own.errors
         return Answers(prompts, completions, rewards, errors, samples)
 

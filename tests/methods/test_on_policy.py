@@ -115,7 +115,8 @@ LENGTHS = [5, 1, 3, 2, 4, 5, 2, 1]
 def batch() -> dict[str, torch.Tensor]:
     """Two questions with four answers each; the answers to the second one are given."""
     ids = torch.randint(2, VOCAB, (8, 5), generator=torch.Generator().manual_seed(0))
-    completions = Completions(ids, torch.tensor(LENGTHS), torch.ones(8, dtype=torch.bool))
+    ended = torch.ones(8, dtype=torch.bool)
+    completions = Completions(ids, torch.tensor(LENGTHS), ended, torch.zeros(8, 5))
     prompts = [[3, 4, 5, 6]] * 4 + [[7, 8]] * 4
     rewards = torch.tensor([1.0, 0.0, 0.5, 0.0, 0.0, 0.0, 0.0, 0.0])
     answers = Answers(prompts, completions, rewards, [], 4)
