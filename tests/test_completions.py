@@ -86,15 +86,16 @@ def drawn_alone(model, prompt, seed, limit, temperature, end_ids=ENDS) -> Drawn:
     return Drawn(new, log_probs, bool(new) and new[-1] in end_ids)
 
 
-def assert_equals_rows_alone(model, temperature, batch_sizes) -> None:
-    """The completions of UNEVEN equal the ones of plain lines, for every size of the batch."""
+def assert_equals_rows_alone(model, temperature, batch_sizes) -> set[bool]:
+    """The completions of UNEVEN equal the ones of plain lines, for every size of the batch.
+
+    Returns how they end: True by a token, False at their limit.
+    """
     prompts, limits = zip(*UNEVEN, strict=True)
     seeds = range(len(prompts))
     options = {"limits": limits, "temperature": temperature, "end_ids": ENDS}
     rows = zip(prompts, seeds, limits, strict=True)
     expected = [drawn_alone(model, *row, temperature) for row in rows]
-    if temperature:  # so that rows leave in the middle, too
-        assert {row.ended for row in expected} == {True, False}
     for size in batch_sizes:
         found = generate_completions(model, prompts, seeds=seeds, batch_size=size, **options)
         for row, one in enumerate(expected):
@@ -105,6 +106,7 @@ def assert_equals_rows_alone(model, temperature, batch_sizes) -> None:
             assert log_probs == pytest.approx(one.log_probs, abs=2e-4), (size, row)
             assert not found.ids[row, length:].any()
             assert not found.log_probs[row, length:].any()
+    return {row.ended for row in expected}
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -115,7 +117,9 @@ def assert_equals_rows_alone(model, temperature, batch_sizes) -> None:
 def test_rows_that_join_and_leave_equal_rows_alone(architecture, temperature):
     """Windows of attention have four tokens, so that texts are longer."""
     model = tiny(architecture).eval()
-    assert_equals_rows_alone(model, temperature, [1, 3, len(UNEVEN)])
+    ends = assert_equals_rows_alone(model, temperature, [1, 3, len(UNEVEN)])
+    # Greedy completions of some of the models reach their limits only.
+    assert ends == {True, False} or not temperature
 
 
 @pytest.mark.exhaustive
