@@ -83,7 +83,9 @@ class DataSection:
         read=only_without("data.validation_split"),
     )
     tokenizer: str = knob(
-        "gpt2", "char, gpt2, bpe (trained on the text), or the name or folder of another"
+        "gpt2",
+        "char, char_end (with an end of text), gpt2, bpe (trained on the text), or the name or "
+        "folder of another",
     )
     vocab_size: int | None = knob(
         None,

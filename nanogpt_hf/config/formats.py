@@ -76,6 +76,9 @@ def rules_of(name: str, row: FormatRow) -> list[Rule]:
         found += rules(choice("data.tokenizer", "char"), form, end, "use gpt2")
         remedy = f"name a file of {row.noun}s"
         found += rules(choice("data.source", "python-docs"), form, "it is text", remedy)
+    if row.chats:
+        turns = "its text has no tokens for the turns of a conversation"
+        found += rules(choice("data.tokenizer", "char_end"), form, turns, "use gpt2")
     if not row.chats:
         answers = "its texts have no answers to compare"
         found += rules(

@@ -203,6 +203,8 @@ def build_tokenizer(
     match name:
         case "char":
             return char_tokenizer(characters_of(texts))
+        case "char_end":
+            return char_tokenizer(characters_of(texts), end_of_text=True)
         case "bpe":
             assert vocab_size is not None  # the recipe has it
             return train_bpe_tokenizer(texts, vocab_size, bpe_pattern)
@@ -232,15 +234,17 @@ def characters_of(texts: Iterable[str]) -> list[str]:
     return sorted(characters)
 
 
-def char_tokenizer(characters: list[str]) -> Tokenizer:
-    """One id per character, in code point order as in nanoGPT. No special tokens."""
-    rust = tokenizers.Tokenizer(
-        models.WordLevel({character: i for i, character in enumerate(characters)})
-    )
+def char_tokenizer(characters: list[str], end_of_text: bool = False) -> Tokenizer:
+    """One id per character, in code point order as in nanoGPT. With `end_of_text` the last id is a
+    token that ends each document; else there is no special token.
+    """
+    names = [*characters, ENDOFTEXT] if end_of_text else characters
+    rust = tokenizers.Tokenizer(models.WordLevel({name: i for i, name in enumerate(names)}))
     rust.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     rust.decoder = decoders.Fuse()
+    special = {"bos_token": ENDOFTEXT, "eos_token": ENDOFTEXT} if end_of_text else {}
     hf = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=rust, clean_up_tokenization_spaces=False
+        tokenizer_object=rust, clean_up_tokenization_spaces=False, **special
     )
     # A table from code points to ids, which encodes a text in one step of NumPy. The largest value
     # of its type stands for a character without an id.
@@ -251,7 +255,8 @@ def char_tokenizer(characters: list[str]) -> Tokenizer:
     def encode(text: str) -> np.ndarray:
         return id_of[np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)]
 
-    return Tokenizer("char", hf, lambda texts: [encode(text) for text in texts])
+    name = "char_end" if end_of_text else "char"
+    return Tokenizer(name, hf, lambda texts: [encode(text) for text in texts])
 
 
 def gpt2_tokenizer() -> Tokenizer:
@@ -322,7 +327,7 @@ def bytes_of_tokens(hf: PreTrainedTokenizerBase, name: str) -> np.ndarray:
     letters = printable_bytes().keys()
     # Special tokens are written by no text, so they have no bytes.
     plain = [token for token in names if token is not None and token not in special]
-    if name != "char" and all(letters >= set(token) for token in plain):
+    if name not in ("char", "char_end") and all(letters >= set(token) for token in plain):
         sizes = {token: len(token) for token in plain}
     else:
         sizes = {

@@ -1,6 +1,7 @@
 """Tokenizers: GPT-2's, characters, folders of Hugging Face tokenizers, BPE trained on the text."""
 
 import importlib.util
+import json
 import os
 import random
 import re
@@ -17,10 +18,11 @@ import tiktoken
 import tiktoken.load
 import tokenizers
 import transformers
-from tiktoken_ext.openai_public import r50k_pat_str
+from tiktoken_ext.openai_public import ENDOFTEXT, r50k_pat_str
 from tokenizers import Regex, pre_tokenizers
 
 from assertions import refusal
+from nanogpt_hf.commands import main
 from nanogpt_hf.config.schema import Config, DataSection
 from nanogpt_hf.data import bpe
 from nanogpt_hf.data import tokenizer as module
@@ -28,8 +30,12 @@ from nanogpt_hf.data.prepare import prepare
 from nanogpt_hf.data.prepared import load_prepared
 from nanogpt_hf.data.tokenizer import (
     build_tokenizer,
+    bytes_of_tokens,
+    char_tokenizer,
     encode_ordinary,
     gpt2_tokenizer,
+    load_tokenizer,
+    save_tokenizer,
     train_bpe_tokenizer,
 )
 
@@ -384,3 +390,33 @@ def test_bpe_training_stops_at_a_signal(monkeypatch):
     finally:
         stop.set()
         signal.signal(signal.SIGINT, before)
+
+
+def test_characters_with_an_end_keep_their_ids(tmp_path):
+    plain, ending = (char_tokenizer(list(" abé"), end_of_text=end) for end in (False, True))
+    text = f"é ab{ENDOFTEXT}"[:4]
+    assert ending.encode_batch([text])[0].tolist() == plain.encode_batch([text])[0].tolist()
+    assert (plain.end_of_text_id, ending.end_of_text_id, ending.vocab_size) == (None, 4, 5)
+    # Text never becomes the token.
+    known = char_tokenizer(sorted(set(ENDOFTEXT)), end_of_text=True)
+    save_tokenizer(known.hf, tmp_path)
+    saved = load_tokenizer(tmp_path)
+    ids = known.encode_batch([ENDOFTEXT])[0].tolist()
+    assert encode_ordinary(saved, ENDOFTEXT) == ids
+    assert len(ids) == len(ENDOFTEXT)
+    assert saved.decode([*ids, known.end_of_text_id], skip_special_tokens=True) == ENDOFTEXT
+    assert bytes_of_tokens(ending.hf, ending.name).tolist() == [1, 1, 1, 2, 0]
+
+
+@pytest.mark.long
+def test_model_of_characters_stops_at_the_end_of_a_document(tmp_path, write_recipe, capsys):
+    rows = [json.dumps({"text": word}) for word in ("abc", "bcd") * 200]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows) + "\n")
+    knobs = {"data__source": str(tmp_path / "rows.jsonl"), "data__tokenizer": "char_end"}
+    recipe = write_recipe(**knobs, data__max_epochs=99, train__max_steps=60)
+    run = tmp_path / "run"
+    assert main(["pretrain", str(recipe), "--run-dir", str(run)]) == 0
+    capsys.readouterr()
+    words = ["--prompt", "b", "--max-new-tokens", "20", "--temperature", "0"]
+    assert main(["sample", str(run), *words]) == 0
+    assert capsys.readouterr().out == "bcd\n"
