@@ -204,7 +204,7 @@ def test_memory_is_the_estimated_one(tmp_path, make_recipe, forget_accelerate, n
     backend = environment.get("ACCELERATE_DYNAMO_BACKEND", "NO")
     (tmp_path / "machine.yaml").write_text(
         "compute_environment: LOCAL_MACHINE\ndistributed_type: 'NO'\nnum_processes: 1\n"
-        f"mixed_precision: '{precision}'\ndynamo_config:\n  dynamo_backend: {backend}\n"
+        f"mixed_precision: '{precision}'\ndynamo_config:\n  dynamo_backend: '{backend}'\n"
     )
     options = "--config_file {} --json {}"
     assert main(argv(f"estimate {{}} {options}", recipe, tmp_path / "machine.yaml", estimated)) == 0
