@@ -83,7 +83,7 @@ class Rehearsal:
     def lines(self) -> list[str]:
         """Format as lines of text."""
         sent = [f"{kind} {format_bytes(size)}" for kind, size in self.sent.items()]
-        step = f"a step with accumulation {self.micro_batches}"
+        step = f"a step with accumulation {self.micro_batches}, not compiled"
         memory = f"{format_bytes(self.state)} before it, {format_bytes(self.peak)} at its peak"
         return [
             f"rehearsed as {self.process}, {step}:",

@@ -30,7 +30,6 @@ from nanogpt_hf.distributed.tensor_parallel import split_matrices, split_vocabul
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.model.architecture import architecture_of
 from nanogpt_hf.model.loss_gpt import compile_loss
-from nanogpt_hf.model.modeling_gpt import GPTForCausalLM
 from nanogpt_hf.model.recompute import recompute_blocks
 
 
@@ -93,7 +92,7 @@ def _is_one_graph(model: PreTrainedModel, accelerator: Accelerator) -> bool:
     attention = model.config._attn_implementation
     mesh = mesh_of(accelerator)
     is_plain = attention in ("sdpa", "eager") and not mesh.checkpointing
-    is_plain = is_plain and isinstance(model, GPTForCausalLM)
+    is_plain = is_plain and getattr(model, "builds_no_mask_in_graphs", False)
     return is_plain and not is_sharded(accelerator) and mesh.cp_size == 1
 
 

@@ -154,6 +154,7 @@ class GPTPreTrainedModel(PreTrainedModel):
     _supports_sdpa = _supports_flash_attn = _supports_flex_attn = True
     _supports_attention_backend = True
     _can_compile_fullgraph = True
+    builds_no_mask_in_graphs = True  # read where a run is compiled
     _can_record_outputs = {"hidden_states": Block, "attentions": Attention}  # noqa: RUF012
     # Old GPT-2 files have causal masks as buffers.
     _keys_to_ignore_on_load_unexpected = [r"\.attn\.bias$", r"\.attn\.masked_bias$"]  # noqa: RUF012
