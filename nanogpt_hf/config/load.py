@@ -256,12 +256,18 @@ def _refused_unread(stated: _Stated) -> list[Unread]:
     alone: set[str] = set()
     if by_recipe:
         alone = {knob.key for knob in _unread(_read(stated.path, (), stated.defaults, ""))}
+    left_out = False
     for knob in by_recipe:
         # An entry of a stage or of a source stays: nothing reads it, and the others are read.
         if knob.key not in alone and not knob.is_entry:
             default = stated.defaults.get(knob.key, KNOBS[knob.key].default)
             stated.values[knob.key] = default
+            del stated.origins[knob.key]
             _announce_left_out(f"{stated.source}{knob.key}: left out, {knob.message}")
+            left_out = True
+    # Without them other knobs are read: a share of the text that is held out, instead of a split.
+    if left_out:
+        return _refused_unread(stated)
     return by_overrides + [knob for knob in by_recipe if knob.key in alone]
 
 

@@ -1,6 +1,7 @@
 """Knobs that nothing reads are refused, for each knob of the schema that declares its readers."""
 
 import typing
+from pathlib import Path
 from types import NoneType
 
 import pytest
@@ -146,6 +147,15 @@ def test_recipe_that_states_an_unread_knob_is_refused(write):
     assert line.startswith(f"{path}: lora.alpha: 3.0 is read only with lora.rank; give --lora RANK")
     assert problems(path, {"train.seed": 1}) == [line]
     assert load_config(path, {"lora.rank": 4, "finetune.model": "gpt2"}).lora.alpha == 3
+
+
+def test_knob_that_a_left_out_one_had_replaced_is_read(tmp_path):
+    """Text on this machine has no splits of the Hub, so a share of it is held out."""
+    recipe = Path(__file__).parents[2] / "recipes/fineweb_124m.yaml"
+    overrides = {"data.source": str(tmp_path / "a.txt"), "data.validation_fraction": "0.1"}
+    data = load_config(recipe, overrides).data
+    assert data.validation_split is None
+    assert data.validation_fraction == 0.1
 
 
 def test_knob_whose_reader_an_override_takes_away_is_left_out(write, caplog):

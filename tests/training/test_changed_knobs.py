@@ -28,6 +28,7 @@ VALUES = {
     "optim.beta1": 0.5,
     "optim.beta2": 0.6,
     "optim.max_grad_norm": 0.01,
+    "optim.decay_steps": 7,
     "train.max_steps": 9,
     "train.micro_batch_size": 1,
     "train.deterministic": False,
