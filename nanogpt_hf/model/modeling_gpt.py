@@ -103,7 +103,9 @@ class Attention(nn.Module):
     def project(self, x):
         """(B, T, C) -> queries, keys and values, each (B, T, C)."""
         layers = (self.q_proj, self.k_proj, self.v_proj)
-        if not torch.compiler.is_compiling() or not all(is_plain(layer) for layer in layers):
+        # An exported graph keeps its weights as they are.
+        compiles = torch.compiler.is_dynamo_compiling()
+        if not compiles or not all(is_plain(layer) for layer in layers):
             return [layer(x) for layer in layers]
         # A compiled step takes one product instead of three. It keeps a GPU busier, and the host
         # starts fewer kernels. The copy of the matrices is part of their cast to bf16.
@@ -212,7 +214,8 @@ class GPTModel(GPTPreTrainedModel):
             past_key_values = DynamicCache(config=self.config)
         mask = None
         if (
-            self.config._attn_implementation not in CAUSAL_WITHOUT_MASK
+            not torch.compiler.is_dynamo_compiling()
+            or self.config._attn_implementation not in CAUSAL_WITHOUT_MASK
             or attention_mask is not None
             or position_ids is not None
             or past_key_values is not None

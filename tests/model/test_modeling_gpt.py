@@ -263,3 +263,14 @@ def test_compiled_rows_with_padding_have_a_mask():
             use_cache=False,
         ).logits
     torch.testing.assert_close(padded[:1, 5:], alone)
+
+
+def test_exported_graph_is_that_of_separate_layers_with_a_mask():
+    """Its number of positions may vary, so the order cannot be the kernel's own."""
+    model = tiny(attn_implementation="sdpa")
+    program = torch.export.export(model, (ids(),), {"use_cache": False}, strict=False)
+    targets = [node.target for node in program.graph.nodes]
+    assert targets.count(torch.ops.aten.linear.default) == 6 * TINY["n_layer"] + 1
+    masked = [node for node in program.graph.nodes if "attention" in str(node.target)]
+    assert all(not node.kwargs.get("is_causal") for node in masked)
+    torch.testing.assert_close(program.module()(ids(), use_cache=False).logits, model(ids()).logits)
