@@ -12,7 +12,7 @@ from nanogpt_hf.config.methods import POLICY, chosen_method
 from nanogpt_hf.config.run_sections import FAMILIES
 from nanogpt_hf.config.schema import KNOBS, Config, get_value
 from nanogpt_hf.config.settings import KnobSetting
-from nanogpt_hf.config.sources import sources_of
+from nanogpt_hf.config.sources import learns_teacher_alone, sources_of
 from nanogpt_hf.config.stages import stage_problem, stages_of
 from nanogpt_hf.errors import UserError
 
@@ -216,7 +216,7 @@ def _rl_rules(config: Config) -> Rules:
             f"{size} does not divide the {sequences} sequences of a step",
         )
     # A teacher alone needs no baseline, and nothing that shapes the rewards' part of the loss.
-    only_taught = config.distill.teacher is not None and config.distill.weight == 1
+    only_taught = learns_teacher_alone(config)
     yield (
         "rl.samples distill.weight",
         rl.samples == 1 and not only_taught,

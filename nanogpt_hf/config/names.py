@@ -73,7 +73,8 @@ GPT2_NAMES = {
     for size in ("", "-medium", "-large", "-xl")
 }
 # The tokenizers that are made from the text of the source, so that another text gives another one.
-MADE_TOKENIZERS = ("char", "char_end", "bpe")
+CHARACTER_TOKENIZERS = ("char", "char_end")
+MADE_TOKENIZERS = (*CHARACTER_TOKENIZERS, "bpe")
 # Texts in English have fewer: Tiny Shakespeare has 65. It only matters for estimates before the
 # data is prepared.
 _ASSUMED_CHARACTERS = 128
@@ -89,6 +90,6 @@ def vocab_size_by_name(tokenizer: str, vocab_size: int | None) -> tuple[int, str
         return vocab_size, "of data.vocab_size"
     if tokenizer in GPT2_NAMES:
         return GPT2_VOCAB_SIZE, "GPT-2's"
-    if tokenizer in ("char", "char_end"):
+    if tokenizer in CHARACTER_TOKENIZERS:
         return _ASSUMED_CHARACTERS, "assumed: the number of characters is known after `prepare`"
     return None

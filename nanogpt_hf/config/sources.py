@@ -143,3 +143,9 @@ def source_text(data: DataSection) -> str:
 def knob_text(config: Config, key: str) -> str:
     """The value of a knob as text, for tables."""
     return source_text(config.data) if key == "data.source" else str(get_value(config, key))
+
+
+def learns_teacher_alone(config: Config) -> bool:
+    """Whether a run on questions learns its teacher alone: rewards are measured only."""
+    distill = config.distill
+    return bool(config.rl.task and distill.teacher and distill.weight == 1)

@@ -25,7 +25,7 @@ from tiktoken_ext.openai_public import ENDOFTEXT, r50k_pat_str
 from tokenizers import Regex, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerBase
 
-from nanogpt_hf.config.names import folder_or_hub_id, vocab_size_by_name
+from nanogpt_hf.config.names import CHARACTER_TOKENIZERS, folder_or_hub_id, vocab_size_by_name
 from nanogpt_hf.config.schema import DataSection
 from nanogpt_hf.data.bpe import (
     ENCODE_PIECE,
@@ -327,7 +327,7 @@ def bytes_of_tokens(hf: PreTrainedTokenizerBase, name: str) -> np.ndarray:
     letters = printable_bytes().keys()
     # Special tokens are written by no text, so they have no bytes.
     plain = [token for token in names if token is not None and token not in special]
-    if name not in ("char", "char_end") and all(letters >= set(token) for token in plain):
+    if name not in CHARACTER_TOKENIZERS and all(letters >= set(token) for token in plain):
         sizes = {token: len(token) for token in plain}
     else:
         sizes = {

@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig
 
 from nanogpt_hf.config.load import config_to_yaml
 from nanogpt_hf.config.schema import Config
-from nanogpt_hf.config.sources import chats, source_text, sources_of
+from nanogpt_hf.config.sources import chats, learns_teacher_alone, source_text, sources_of
 from nanogpt_hf.data.built_in import BUILT_IN
 from nanogpt_hf.data.manifest import Manifest, PreparedSource
 from nanogpt_hf.formatting import format_number
@@ -171,7 +171,7 @@ def _score(config: Config, state: TrainState) -> dict[str, Any]:
     evaluation.
     """
     value = state.last_score
-    if config.rl.task and config.distill.teacher and config.distill.weight == 1:
+    if learns_teacher_alone(config):
         return {"noun": "questions", "score": "divergence from the teacher", "value": value}
     if config.rl.task:
         value = None if value is None else -value

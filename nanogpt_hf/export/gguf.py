@@ -235,8 +235,8 @@ def _write_tokenizer(
         names = [name.translate(_ESCAPES) for name in names]
     else:
         raise UserError(
-            "--format gguf: can only write a tokenizer of characters, or byte-level BPE that "
-            "splits text as GPT-2, Llama 3, Qwen or SmolLM does"
+            "--format gguf: can only write a tokenizer of characters without special tokens, such "
+            "as char, or byte-level BPE that splits text as GPT-2, Llama 3, Qwen or SmolLM does"
         )
     # The list has a token for each row of the model; rows beyond the tokenizer are never generated.
     unused = config.vocab_size - len(names)

@@ -1,7 +1,7 @@
 """Complete many prompts: a text that ends makes room for the next prompt."""
 
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,7 +23,6 @@ class Completions(NamedTuple):
     ids: torch.Tensor  # (rows, K) int64, 0 after the end
     lengths: torch.Tensor  # (rows,) tokens of each, including the one that ends it
     ended: torch.Tensor  # (rows,) whether it ended by itself, before its limit
-    log_probs: torch.Tensor  # (rows, K) float32, of each token at the temperature; 0 after the end
 
 
 @torch.no_grad()
@@ -79,7 +78,6 @@ class _Row:
         self._numbers = numbers
         self._limit = limit
         self.ids: list[int] = []
-        self.log_probs: list[float] = []
         self.is_ended = False  # by a token
 
     @property
@@ -91,9 +89,8 @@ class _Row:
         """The uniform number of the next token; any for a row that is over."""
         return 0.0 if self.is_over else float(self._numbers[len(self.ids)])
 
-    def add(self, token: int, log_prob: float, end_ids: Collection[int]) -> None:
+    def add(self, token: int, end_ids: Collection[int]) -> None:
         self.ids.append(token)
-        self.log_probs.append(log_prob)
         self.is_ended = token in end_ids
 
 
@@ -127,26 +124,22 @@ class _Batch:
     def step(self, temperature: float, end_ids: Collection[int]) -> None:
         """Draw a token for each row. Raises DivergedError if logits are not finite."""
         numbers = [row.number for row in self.rows]
-        drawn, log_probs = draw_by_quantile(self._texts.next_logits(), numbers, temperature)
+        drawn = draw_by_quantile(self._texts.next_logits(), numbers, temperature)
         # The host waits here for the device, once for each token of the batch.
         tokens = drawn.tolist()
         if NO_TOKEN in tokens:
             raise DivergedError(f"{LOGITS_NOT_FINITE}, or lower optim.learning_rate")
-        for row, token, log_prob in zip(self.rows, tokens, log_probs.tolist(), strict=True):
+        for row, token in zip(self.rows, tokens, strict=True):
             if not row.is_over:
-                row.add(token, log_prob, end_ids)
+                row.add(token, end_ids)
         self._texts.append(drawn)
 
 
 def _completions(rows: Sequence[_Row], width: int) -> Completions:
     """Completions of all rows, filled up to `width` tokens by zeros."""
-
-    def filled(values: Sequence[Any], dtype: torch.dtype) -> torch.Tensor:
-        return torch.tensor([[*row, *[0] * (width - len(row))] for row in values], dtype=dtype)
-
+    filled = [[*row.ids, *[0] * (width - len(row.ids))] for row in rows]
     return Completions(
-        filled([row.ids for row in rows], torch.int64).view(len(rows), width),
+        torch.tensor(filled, dtype=torch.int64).view(len(rows), width),
         torch.tensor([len(row.ids) for row in rows], dtype=torch.int64),
         torch.tensor([row.is_ended for row in rows], dtype=torch.bool),
-        filled([row.log_probs for row in rows], torch.float32).view(len(rows), width),
     )

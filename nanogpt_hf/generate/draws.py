@@ -63,19 +63,17 @@ class FilteredDraw:
 
 def draw_by_quantile(
     logits: torch.Tensor, numbers: Sequence[float], temperature: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> torch.Tensor:
     """Draw on the logits' device the token at which a row's cumulative distribution passes its
-    number in [0, 1): tokens (rows,) and their log-probabilities (rows,) at the temperature.
+    number in [0, 1): tokens (rows,), from logits (rows, V) in float32.
 
-    logits (rows, V) in float32. Temperature 0 is greedy, and its log-probabilities are at
-    temperature 1. A row whose logits are not finite gets NO_TOKEN: an error here would let the
-    host wait for the device.
+    Temperature 0 is greedy. A row whose logits are not finite gets NO_TOKEN: an error here would
+    let the host wait for the device.
     """
     # MPS has no float64.
     exact = torch.float32 if logits.device.type == "mps" else torch.float64
-    scaled = logits / (temperature or 1.0)
     if temperature:
-        cumulative = scaled.softmax(-1).cumsum(-1, dtype=exact)
+        cumulative = (logits / temperature).softmax(-1).cumsum(-1, dtype=exact)
         # Inverse transform sampling: a uniform number falls into the interval of token v with
         # probability p(v). The last sum is 1 up to rounding. Scaled by it, a number below 1 falls
         # into the distribution; the clamp is for a product that is rounded up to that sum.
@@ -84,8 +82,7 @@ def draw_by_quantile(
         tokens = tokens.clamp(max=logits.shape[1] - 1)
     else:
         tokens = logits.argmax(-1)
-    log_probs = scaled.log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
-    return tokens.where(logits.isfinite().all(-1), NO_TOKEN), log_probs
+    return tokens.where(logits.isfinite().all(-1), NO_TOKEN)
 
 
 def uniform_numbers(seed: int, count: int) -> np.ndarray:

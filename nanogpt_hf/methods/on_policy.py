@@ -19,6 +19,7 @@ from torch.nn import functional as F
 
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.config.seeds import derive_seed
+from nanogpt_hf.config.sources import learns_teacher_alone
 from nanogpt_hf.data.blocks import Blocks
 from nanogpt_hf.data.messages import Conversation, Message
 from nanogpt_hf.data.prepared import PreparedData
@@ -127,7 +128,6 @@ class TaughtRollouts(Rollouts):
             completions.ids[rows, : len(answer)] = torch.tensor(answer)
             completions.lengths[rows] = len(answer)
             completions.ended[rows] = True
-            completions.log_probs[rows] = 0.0
         errors = [] if self._own is None else self._own.errors
         return Answers(prompts, completions, rewards, errors, samples)
 
@@ -270,7 +270,7 @@ def evaluate_taught_policy(run: Run, stopping: Callable[[], bool]) -> Evaluated:
     questions, answers = answer_held_out(run)
     found = evaluated_answers(run, questions, answers)
     value = held_out_divergence(run, answers)
-    score = value if run.config.distill.weight == 1 else found.score
+    score = value if learns_teacher_alone(run.config) else found.score
     return found._replace(
         score=score,
         metrics=found.metrics | {"val/divergence": value},
@@ -291,6 +291,6 @@ TAUGHT_POLICY = dataclasses.replace(
 ON_POLICY = dataclasses.replace(
     TAUGHT_POLICY,
     name="on-policy distillation",
-    is_chosen=lambda config: TAUGHT_POLICY.is_chosen(config) and config.distill.weight == 1,
+    is_chosen=learns_teacher_alone,
     describe_best=lambda score: f"best divergence from the teacher {format_number(score, 4)}",
 )

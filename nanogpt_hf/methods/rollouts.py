@@ -103,7 +103,7 @@ class Rollouts(Blocks):
         lengths = torch.full((self._length,), self.block_size)
         ids = torch.zeros(self._length, self.block_size, dtype=torch.int64)
         ended = torch.ones(self._length, dtype=torch.bool)
-        empty = Completions(ids, lengths, ended, torch.zeros(ids.shape))
+        empty = Completions(ids, lengths, ended)
         self._answers = Answers([[0]] * self._length, empty, torch.zeros(self._length), [], 1)
         self._advantages = torch.zeros(self._length)
         # Log-probabilities (n, K) of micro-batches, by their name in a batch and the sequences.

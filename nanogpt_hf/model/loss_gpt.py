@@ -181,11 +181,12 @@ class Head(nn.Linear):
         compute = super().forward
         if targets is None:
             return compute(hidden)
-        # Another loss than the cross-entropy is not compiled.
-        is_compiled = self.chunk_loss is not chunk_loss and row_loss is None
+        # An evaluation and another loss than the cross-entropy do not call the compiled function.
+        is_training = torch.is_grad_enabled()
+        is_compiled = self.chunk_loss is not chunk_loss and row_loss is None and is_training
         size = rows_of_a_chunk(len(hidden), vocab_size, hidden.device.type, is_compiled=is_compiled)
         # A compiled loss computes its gradient too, also with one chunk.
-        if torch.is_grad_enabled() and (size < len(hidden) or is_compiled):
+        if is_training and (size < len(hidden) or is_compiled):
             gradient = self.chunk_loss if row_loss is None else chunk_row_loss
             if self.softcap is not None:
                 gradient = partial(gradient, softcap=self.softcap)

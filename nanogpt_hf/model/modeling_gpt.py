@@ -50,10 +50,6 @@ def eager_attention_forward(
     return (weights @ value).transpose(1, 2).contiguous(), weights
 
 
-# Attention functions that need no mask for rows that are read from their first token.
-CAUSAL_WITHOUT_MASK = ("sdpa", "written_out")
-
-
 def is_plain(layer):
     """Whether a layer's output is its product alone: it is no adapter, is not quantized, and no
     hook gathers its weight or adds up its outputs.
@@ -103,12 +99,10 @@ class Attention(nn.Module):
     def project(self, x):
         """(B, T, C) -> queries, keys and values, each (B, T, C)."""
         layers = (self.q_proj, self.k_proj, self.v_proj)
-        # An exported graph keeps its weights as they are.
-        compiles = torch.compiler.is_dynamo_compiling()
-        if not compiles or not all(is_plain(layer) for layer in layers):
+        if not torch.compiler.is_dynamo_compiling() or not all(map(is_plain, layers)):
             return [layer(x) for layer in layers]
-        # A compiled step takes one product instead of three. It keeps a GPU busier, and the host
-        # starts fewer kernels. The copy of the matrices is part of their cast to bf16.
+        # A compiled step takes one product instead of three, so that the host starts fewer kernels.
+        # The copy of the matrices is part of their cast to bf16. Exported graphs have no such cast.
         weight = torch.cat([layer.weight for layer in layers])
         bias = torch.cat([layer.bias for layer in layers]) if self.config.bias else None
         return F.linear(x, weight, bias).chunk(3, dim=-1)
@@ -212,25 +206,15 @@ class GPTModel(GPTPreTrainedModel):
         # in each layer, so that the next pass reads new tokens alone.
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
+        # Restarts at 0 separate packed conversations. Only a caller's positions can have them, and
+        # to look for them the host must wait, so our own are computed after this.
+        given = (attention_mask, past_key_values, position_ids)
+        # transformers leaves out a mask that only orders positions, which sdpa's kernels do in half
+        # of the time, but not in a compiled graph before torch 2.14.
+        fused = self.config._attn_implementation == "sdpa" and torch.compiler.is_dynamo_compiling()
         mask = None
-        if (
-            not torch.compiler.is_dynamo_compiling()
-            or self.config._attn_implementation not in CAUSAL_WITHOUT_MASK
-            or attention_mask is not None
-            or position_ids is not None
-            or past_key_values is not None
-        ):
-            # transformers leaves out a mask that only orders the positions, but not in a compiled
-            # graph before torch 2.14. There the fused kernels would take twice their time.
-            mask = create_causal_mask(
-                config=self.config,
-                inputs_embeds=inputs_embeds,
-                attention_mask=attention_mask,
-                past_key_values=past_key_values,
-                # Restarts at 0 separate packed conversations. Only a caller's positions can have
-                # them, and to look for them the host must wait, so our own are computed after this.
-                position_ids=position_ids,
-            )
+        if not fused or any(each is not None for each in given):
+            mask = create_causal_mask(self.config, inputs_embeds, *given)
         if position_ids is None:
             past = past_key_values.get_seq_length() if past_key_values is not None else 0
             places = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device)

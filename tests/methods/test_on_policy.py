@@ -92,19 +92,20 @@ def test_share_of_on_policy_questions_is_exact(share):
     assert sum(chosen[:100]) == int(round(100 * share, 6))
 
 
+SIZES = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,
+}
+
+
 def build(seed: int, layers: int = 1) -> torch.nn.Module:
     torch.manual_seed(seed)
-    config = Qwen3Config(
-        vocab_size=VOCAB,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=layers,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        max_position_embeddings=32,
-        initializer_range=0.3,
-    )
+    config = Qwen3Config(**SIZES, vocab_size=VOCAB, num_hidden_layers=layers)
     return architecture_of(config).model_class(config).double()
 
 
@@ -116,7 +117,7 @@ def batch() -> dict[str, torch.Tensor]:
     """Two questions with four answers each; the answers to the second one are given."""
     ids = torch.randint(2, VOCAB, (8, 5), generator=torch.Generator().manual_seed(0))
     ended = torch.ones(8, dtype=torch.bool)
-    completions = Completions(ids, torch.tensor(LENGTHS), ended, torch.zeros(8, 5))
+    completions = Completions(ids, torch.tensor(LENGTHS), ended)
     prompts = [[3, 4, 5, 6]] * 4 + [[7, 8]] * 4
     rewards = torch.tensor([1.0, 0.0, 0.5, 0.0, 0.0, 0.0, 0.0, 0.0])
     answers = Answers(prompts, completions, rewards, [], 4)
@@ -206,15 +207,9 @@ def models(tmp_path_factory, byte_tokenizer):
     for name, seed, layers in (("student", 1, 1), ("teacher", 2, 3)):
         torch.manual_seed(seed)
         config = Qwen3Config(
+            **SIZES,
             vocab_size=len(tokenizer),
-            hidden_size=16,
-            intermediate_size=24,
             num_hidden_layers=layers,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=8,
-            max_position_embeddings=64,
-            initializer_range=0.3,
             # Many ends, so that answers of random weights have different lengths.
             eos_token_id=[tokenizer.eos_token_id, *range(100, 140)],
         )

@@ -17,6 +17,7 @@ from nanogpt_hf.methods.finetuning import finetune_config
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.training.start import prepare_run
 from nanogpt_hf.training.tracking import read_metrics
+from policy_runs import policy_trainer, policy_words
 
 pytestmark = pytest.mark.long
 KNOBS = {
@@ -68,28 +69,15 @@ def folder(tmp_path_factory, save_chat_model):
 @pytest.fixture(scope="module")
 def arguments(folder):
     """The command line of a run with other knobs."""
-
-    def arguments(name: str, **knobs) -> list[str]:
-        values = KNOBS | {key.replace("__", "."): value for key, value in knobs.items()}
-        options = [str(word) for key, value in values.items() for word in (f"--{key}", value)]
-        start = ["--from", str(folder / "student"), "--task", "arithmetic"]
-        start += ["--distill.teacher", str(folder / "teacher")]
-        return [*start, "--run-dir", str(folder / name), *options]
-
-    return arguments
+    start = ["--from", str(folder / "student")]
+    start += ["--distill.teacher", str(folder / "teacher")]
+    return policy_words(folder, start, KNOBS)
 
 
 @pytest.fixture(scope="module")
 def train(folder, arguments, forget_accelerate):
     """Train with other knobs into the run folder `name`; return it."""
-
-    def train(name: str, *flags: str, **knobs) -> RunFolder:
-        forget_accelerate()
-        assert main(["rl", *arguments(name, **knobs), *flags]) == 0
-        forget_accelerate()
-        return RunFolder(folder / name)
-
-    return train
+    return policy_trainer(folder, arguments, forget_accelerate)
 
 
 @pytest.fixture(scope="module")

@@ -44,7 +44,7 @@ def answers() -> Answers:
     lengths = torch.tensor(LENGTHS)
     ids[torch.arange(8), lengths - 1] = 1
     ids[torch.arange(5) >= lengths[:, None]] = 0
-    completions = Completions(ids, lengths, torch.ones(8, dtype=torch.bool), torch.zeros(8, 5))
+    completions = Completions(ids, lengths, torch.ones(8, dtype=torch.bool))
     return Answers(
         [PROMPTS[row // 4] for row in range(8)], completions, torch.tensor(REWARDS), [], 4
     )

@@ -11,6 +11,7 @@ from assertions import copy_at, same_weights, series, weights
 from nanogpt_hf.commands import main
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.training.tracking import read_metrics
+from policy_runs import policy_trainer, policy_words
 
 pytestmark = pytest.mark.long
 KNOBS = {
@@ -54,28 +55,15 @@ def folder(tmp_path_factory, save_chat_model):
 @pytest.fixture(scope="module")
 def arguments(folder):
     """The command line of a run with other knobs."""
-
-    def arguments(name: str, **knobs) -> list[str]:
-        values = KNOBS | {key.replace("__", "."): value for key, value in knobs.items()}
-        options = [str(word) for key, value in values.items() for word in (f"--{key}", value)]
-        start = ["--from", str(folder / "start"), "--task", "arithmetic"]
-        start += ["--reward", f"{folder / 'sevens.py'}:score"]
-        return [*start, "--run-dir", str(folder / name), *options]
-
-    return arguments
+    start = ["--from", str(folder / "start")]
+    start += ["--reward", f"{folder / 'sevens.py'}:score"]
+    return policy_words(folder, start, KNOBS)
 
 
 @pytest.fixture(scope="module")
 def train(folder, arguments, forget_accelerate):
     """Train with other knobs into the run folder `name`; return it."""
-
-    def train(name: str, *flags: str, **knobs) -> RunFolder:
-        forget_accelerate()
-        assert main(["rl", *arguments(name, **knobs), *flags]) == 0
-        forget_accelerate()
-        return RunFolder(folder / name)
-
-    return train
+    return policy_trainer(folder, arguments, forget_accelerate)
 
 
 @pytest.fixture(scope="module")

@@ -168,6 +168,27 @@ def test_chunks_are_larger_on_a_gpu_and_larger_still_if_compiled(monkeypatch):
     assert rows_of_a_chunk(12 * 1024, 50304, "cuda", is_compiled=True) == 12 * 1024
 
 
+def test_evaluation_of_a_compiled_head_takes_the_chunks_of_one_that_is_not(monkeypatch):
+    """It does not call the compiled loss, and holds logits in float32."""
+    asked = []
+    head = Head(WIDTH, PADDED, bias=False)
+    head.chunk_loss = lambda *arguments, **options: chunk_loss(*arguments, **options)
+    rows = loss_gpt.rows_of_a_chunk
+
+    def noted(*arguments, is_compiled=False):
+        asked.append(is_compiled)
+        return rows(*arguments, is_compiled=is_compiled)
+
+    monkeypatch.setattr(loss_gpt, "rows_of_a_chunk", noted)
+    hidden, targets = torch.randn(ROWS, WIDTH), torch.randint(VOCAB, (ROWS,))
+    trained = head(hidden, targets, VOCAB)
+    with torch.no_grad():
+        evaluated = head(hidden, targets, VOCAB)
+    assert asked[0]
+    assert not any(asked[1:])
+    torch.testing.assert_close(trained, evaluated)
+
+
 def test_compiled_loss_is_one_graph_and_equal():
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
