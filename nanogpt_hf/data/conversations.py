@@ -10,12 +10,11 @@ from nanogpt_hf.data.messages import (
     Message,
     answers_of,
     checked_conversation,
-    checked_text,
     exchange,
     listed,
-    named_field,
     standard_message,
 )
+from nanogpt_hf.data.values import checked_text, named_field
 
 Pair = tuple[Conversation, Conversation]  # the chosen answer and the rejected one
 Labeled = tuple[Conversation, bool]  # whether its last answer is good

@@ -1,10 +1,11 @@
-"""Messages of a row: as lists of objects, in the names of chat templates, and checked."""
+"""Messages of a row, checked, with the fields and roles by which chat templates know them."""
 
-import contextlib
 import json
-import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
+
+from nanogpt_hf.data.tools import functions_of
+from nanogpt_hf.data.values import check_value, checked_text, is_empty, named_field
 
 # A message has a role (system, user, assistant or tool), content (a text, or None in an answer that
 # calls tools), and other fields for the chat template.
@@ -45,8 +46,6 @@ _UNSUPPORTED = (
     *("image", "images", "video", "videos", "audio", "audios"),
     *("functions", "chat_template_kwargs"),
 )
-_JSON = ("[", "{", " ", "\n")  # how JSON of messages may begin
-_MESSAGES = ("messages", "conversations", "prompt", "chosen", "rejected", "completion")
 
 
 def answers_of(messages: list[Message]) -> list[int]:
@@ -84,92 +83,9 @@ def texts_of(conversation: Conversation) -> Iterator[str]:
         yield json.dumps(conversation.tools, ensure_ascii=False)
 
 
-def unpacked(row: Any) -> Any:
-    """A row whose messages are lists of objects.
-
-    `datasets` and polars write them as an object of lists, too, duckdb as maps, and all as JSON
-    text. A prompt and answers are text unless all of them are JSON of messages.
-    """
-    if type(row) is not dict or all(map(_is_listed, map(row.get, _MESSAGES))):
-        return row
-    parsed = {
-        column: _if_json(row[column]) for column in ("messages", "conversations") if column in row
-    }
-    # A text that looks like JSON may be an answer in JSON. It is taken for messages only if all
-    # answers of the row, or prompt and completion, are.
-    answers = [name for name in ("chosen", "rejected", "completion") if name in row]
-    if answers == ["completion"]:
-        answers.append("prompt")
-    messages = {name: _json_messages(row.get(name)) for name in (*answers, "prompt")}
-    if answers and all(messages[name] for name in answers):
-        parsed |= {name: value for name, value in messages.items() if value}
-    row = row | parsed
-    return row | {name: _as_list(row[name]) for name in _MESSAGES if name in row}
-
-
-def _is_listed(value: Any) -> bool:
-    """Whether a value is none of messages, or a list of objects already."""
-    if isinstance(value, list):
-        return all(type(message) is dict for message in value)
-    return value is None or (isinstance(value, str) and value[:1] not in _JSON)
-
-
-def _if_json(value: Any) -> Any:
-    """Read a JSON text; return another value as it is."""
-    if isinstance(value, str):
-        with contextlib.suppress(ValueError, RecursionError):
-            return json.loads(value)
-    return value
-
-
-def _json_messages(value: Any) -> list[Any] | None:
-    """Return the messages of a value, which may be JSON text; None if it is another text."""
-    value = _as_list(_if_json(value))
-    is_list = isinstance(value, list) and value
-    return value if is_list and all({"role", "from"} & set(_object(m)) for m in value) else None
-
-
-def _object(message: Any) -> dict[str, Any]:
-    """A message of any layout as an object, {} if it is none."""
-    message = _if_json(message)
-    if isinstance(message, list) and all(type(pair) is tuple for pair in message):  # a map
-        message = dict(message)
-    return message if isinstance(message, dict) else {}
-
-
-def _as_list(value: Any) -> Any:
-    """Messages as a list of objects; what is none is left, to be refused with the row."""
-    if isinstance(value, dict):
-        parts = {name: part for name, part in value.items() if part is not None}
-        if not parts or not all(isinstance(part, list) for part in parts.values()):
-            return value
-        if len({len(part) for part in parts.values()}) > 1:
-            raise ValueError("the lists of its messages have different lengths")
-        # {"role": ["user", ...], "content": ["Why?", ...]} -> a message for each place
-        messages = zip(*parts.values(), strict=True)
-        return [dict(zip(parts, message, strict=True)) for message in messages]
-    if isinstance(value, list):
-        return [_object(message) or message for message in value]
-    return value
-
-
 def exchange(question: Any, answer: Any) -> list[Message]:
     """A question of the user and the assistant's answer."""
     return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-
-
-def checked_text(name: str, content: Any) -> str:
-    if not isinstance(content, str) or not content.strip():
-        raise ValueError(
-            f"{name}: expected text, got {content!r:.40}; leave the row out, or fill it"
-        )
-    _check(content)
-    return content
-
-
-def is_empty(value: Any) -> bool:
-    """Whether a field has no content. Numbers and truth values always are content."""
-    return value is None or (isinstance(value, str) and not value.strip()) or value in ([], {})
 
 
 def listed(messages: Any) -> list[Message]:
@@ -264,7 +180,7 @@ def _history(row: dict[str, Any]) -> list[Message]:
 
 def _message(message: Message, previous: str | None) -> tuple[bool, Message]:
     """Whether a message is learned, and its fields that have content."""
-    _check(message)
+    check_value(message)
     renamed = standard_message(message)
     role = renamed["role"]
     expected = _NEXT_ROLES[previous]
@@ -310,84 +226,3 @@ def _joined(content: Any) -> Any:
             )
         texts.append(checked_text("text", given["text"]))
     return "".join(texts)
-
-
-def functions_of(value: Any) -> list[Any] | None:
-    """Tools, or calls of tools, in OpenAI's form; None if there are none. They may be JSON text.
-
-    Raises ValueError if they are none.
-    """
-    if is_empty(value):
-        return None
-    _check(value)
-    if isinstance(value, str):
-        value = _json(value)
-    items = value if type(value) is list else [] if value is None else [value]
-    return [_function(item) for item in items] or None
-
-
-def _json(text: str) -> Any:
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        raise ValueError(f"expected JSON, got {text!r:.40}") from None
-    _check(value)
-    return value
-
-
-def _function(value: Any) -> dict[str, Any]:
-    """A tool, or a call of one: `{"type": "function", "function": {...}}`.
-
-    null is no content: tables write it for the fields of other rows. Arguments that are JSON text,
-    as OpenAI's are, become what they say, which is what chat templates expect.
-    """
-    # A bare {"name": ..., "arguments": ...} is a function without its wrapper.
-    value = _without_null(value)
-    if type(value) is dict and "function" not in value and "name" in value:
-        value = {"type": "function", "function": value}
-    function = value.get("function") if type(value) is dict else None
-    if type(function) is not dict or not isinstance(function.get("name"), str):
-        raise ValueError(f"expected a function with a name, got {value!r:.60}")
-    # OpenAI writes the arguments as JSON text, and templates would put quotes around it again.
-    if isinstance(arguments := function.get("arguments"), str):
-        with named_field("arguments"):
-            function = function | {"arguments": _json(arguments.strip() or "{}")}
-    return value | {"function": function}
-
-
-@contextlib.contextmanager
-def named_field(name: str) -> Iterator[None]:
-    """Context in which a ValueError gets the name of a field."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from None
-
-
-def _without_null(value: Any) -> Any:
-    if type(value) is dict:
-        return {key: _without_null(item) for key, item in value.items() if item is not None}
-    return [_without_null(item) for item in value] if type(value) is list else value
-
-
-def _check(value: Any, levels: int = 100) -> None:
-    """Raises ValueError unless a value is text, a number or null, or lists and objects of them, not
-    too many inside of another. JSON can escape half a character, which UTF-8 cannot encode.
-    """
-    if isinstance(value, str):
-        value.encode()
-    elif type(value) in (list, dict) and not levels:
-        raise ValueError("has too many lists and objects inside of each other")
-    elif type(value) is list:
-        for item in value:
-            _check(item, levels - 1)
-    elif type(value) is dict:
-        for name, item in value.items():
-            if not isinstance(name, str):
-                raise ValueError(f"{name!r:.40} is no name of a field")
-            name.encode()
-            _check(item, levels - 1)
-    elif value is not None and type(value) not in (bool, int):
-        if type(value) is float and math.isfinite(value):
-            return
-        raise ValueError(f"{value!r:.40} is no text, number, list or object")

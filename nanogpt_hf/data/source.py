@@ -28,7 +28,7 @@ from nanogpt_hf.data.built_in import (
 from nanogpt_hf.data.documents import BadRows, Documents
 from nanogpt_hf.data.formats import format_of
 from nanogpt_hf.data.manifest import SPLITS, file_digest
-from nanogpt_hf.data.messages import unpacked
+from nanogpt_hf.data.message_lists import unpacked
 from nanogpt_hf.data.rows import (
     ARCHIVE,
     KNOWN,

@@ -14,7 +14,8 @@ from pydantic import (
     model_validator,
 )
 
-from nanogpt_hf.data.messages import Message, functions_of
+from nanogpt_hf.data.messages import Message
+from nanogpt_hf.data.tools import functions_of
 
 MAX_CHOICES = 16  # per request
 _ANY = object()

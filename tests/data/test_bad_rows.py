@@ -451,7 +451,7 @@ def test_questions_of_evaluate_that_the_template_refuses_are_named(
 
 def test_text_of_evaluate_is_that_of_the_good_rows(write, tmp_path, byte_tokenizer):
     from nanogpt_hf.data.tokenizer import build_tokenizer
-    from nanogpt_hf.evaluation.text import read_corpus
+    from nanogpt_hf.evaluation.corpus import read_corpus
 
     tokenizer = build_tokenizer(str(byte_tokenizer), ())
     rows = [{"text": f"text {n}"} for n in range(20)]

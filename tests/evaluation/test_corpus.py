@@ -11,7 +11,7 @@ from nanogpt_hf.config.schema import DataSection
 from nanogpt_hf.data.prepare import prepare
 from nanogpt_hf.data.prepared import load_prepared
 from nanogpt_hf.data.tokenizer import build_tokenizer, char_tokenizer
-from nanogpt_hf.evaluation.text import read_corpus
+from nanogpt_hf.evaluation.corpus import read_corpus
 
 
 @pytest.fixture

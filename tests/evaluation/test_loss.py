@@ -20,8 +20,9 @@ from nanogpt_hf.data.prepared import load_prepared
 from nanogpt_hf.data.tokenizer import build_tokenizer, char_tokenizer
 from nanogpt_hf.evaluation import text
 from nanogpt_hf.evaluation.base import Subject
+from nanogpt_hf.evaluation.corpus import Corpus
 from nanogpt_hf.evaluation.loss import evaluate_blocks, evaluate_data, evaluation_indices
-from nanogpt_hf.evaluation.text import Corpus, bootstrap_error, evaluate_text
+from nanogpt_hf.evaluation.text import bootstrap_error, evaluate_text
 from nanogpt_hf.methods.terms import next_token_loss
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM
 from nanogpt_hf.runs.state import MeasuredLoss
