@@ -19,9 +19,9 @@ from torch.utils._pytree import tree_leaves
 
 from nanogpt_hf.config.schema import Config, DataSection, ModelSection, TrainSection
 from nanogpt_hf.data.blocks import TokenBlocks, TokenStream
+from nanogpt_hf.data.hf_tokenizer import known_vocab_size
 from nanogpt_hf.data.manifest import find_manifest
 from nanogpt_hf.data.prepared import PreparedData, load_prepared
-from nanogpt_hf.data.tokenizer import known_vocab_size
 from nanogpt_hf.methods.run import Run
 from nanogpt_hf.optim.optimizer import learning_rate_at
 from nanogpt_hf.planning.transfers import all_gather_bytes, all_reduce_bytes

@@ -12,7 +12,7 @@ from nanogpt_hf.console import show
 from nanogpt_hf.errors import RunFolderError, UserError
 from nanogpt_hf.formatting import shows_bars
 from nanogpt_hf.program import program
-from nanogpt_hf.runs.folder import find_model
+from nanogpt_hf.runs.find import find_model
 
 # The type in which weights are read for each --dtype; q8_0 is rounded from float32.
 _DTYPES = {"float32": "float32", "bf16": "bfloat16", "fp16": "float16", "q8_0": "float32"}
@@ -63,7 +63,7 @@ def run_export(arguments: Namespace) -> None:
     import torch
     from transformers.utils import logging
 
-    from nanogpt_hf.data.tokenizer import load_tokenizer
+    from nanogpt_hf.data.hf_tokenizer import load_tokenizer
     from nanogpt_hf.export.model_folder import export_gpt2, logits_of, new_folder
     from nanogpt_hf.model.architecture import architecture_of
     from nanogpt_hf.model.build import load_model

@@ -16,7 +16,7 @@ from nanogpt_hf.config.values import bounded
 from nanogpt_hf.console import show, show_text
 from nanogpt_hf.errors import DataError, UserError
 from nanogpt_hf.program import program
-from nanogpt_hf.runs.folder import find_model
+from nanogpt_hf.runs.find import find_model
 
 if TYPE_CHECKING:
     import torch
@@ -68,7 +68,7 @@ def open_model(name: str) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
     """
     from transformers.utils.logging import disable_progress_bar
 
-    from nanogpt_hf.data.tokenizer import check_vocabulary, load_tokenizer
+    from nanogpt_hf.data.hf_tokenizer import check_vocabulary, load_tokenizer
     from nanogpt_hf.model.build import load_model
 
     # Loading a model takes a second: a bar would only flicker.
@@ -93,7 +93,7 @@ def run_sample(arguments: Namespace) -> None:
     """Generate text with the model of a run folder, a model folder or the Hub; the text is printed
     as it is generated.
     """
-    from nanogpt_hf.data.tokenizer import prompt_ids, start_of_text_id_of
+    from nanogpt_hf.data.hf_tokenizer import prompt_ids, start_of_text_id_of
     from nanogpt_hf.distributed.accelerator import build_evaluation_accelerator
     from nanogpt_hf.generate import TextStream, generate_tokens
 

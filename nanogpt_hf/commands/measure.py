@@ -19,7 +19,9 @@ from nanogpt_hf.evaluation import table
 from nanogpt_hf.evaluation.base import Evaluation, Loaded, Request, Subject
 from nanogpt_hf.formatting import align, shows_bars
 from nanogpt_hf.runs.files import output_target, write_json
-from nanogpt_hf.runs.folder import RunFolder, find_model, find_run
+from nanogpt_hf.runs.find import find_model, find_run
+from nanogpt_hf.runs.folder import RunFolder
+from nanogpt_hf.runs.recipe import read_recipe
 
 if TYPE_CHECKING:
     from nanogpt_hf.reports.reference import Reference, Verdict
@@ -60,7 +62,7 @@ def run_compare(arguments: Namespace) -> None:
     events = {}
     for folder in folders:
         name = str(folder.path)
-        configs[name] = folder.read_recipe()
+        configs[name] = read_recipe(folder)
         events[name] = read_metrics(folder)
         if not events[name]:
             raise UserError(
@@ -219,8 +221,9 @@ def _load_evaluations(
     """Load a model and what its evaluations need; return them, and facts that all processes must
     share.
     """
+    from nanogpt_hf.data.hf_tokenizer import check_vocabulary
     from nanogpt_hf.data.manifest import file_digest
-    from nanogpt_hf.data.tokenizer import build_tokenizer, check_vocabulary
+    from nanogpt_hf.data.tokenizer import build_tokenizer
     from nanogpt_hf.model.build import load_model
 
     model = load_model(folder)

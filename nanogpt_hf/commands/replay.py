@@ -14,7 +14,9 @@ from nanogpt_hf.errors import DataError, RunFolderError, UserError
 from nanogpt_hf.formatting import format_duration, plural
 from nanogpt_hf.program import program
 from nanogpt_hf.runs.files import write_json
-from nanogpt_hf.runs.folder import RunFolder, find_run, step_of
+from nanogpt_hf.runs.find import find_run
+from nanogpt_hf.runs.folder import RunFolder, step_of
+from nanogpt_hf.runs.recipe import read_recipe, recipe_differences
 from nanogpt_hf.runs.state import is_fixed, knobs_at
 
 _SHOWN = 60  # characters of a text; --json has all
@@ -226,8 +228,8 @@ def run_branch(arguments: Namespace, overrides: Overrides) -> None:
     # The branch has the knobs with which the step was taken, then the ones on the command line.
     checkpoint = read_checkpoint(old.checkpoint(step))
     held = as_overrides(knobs_at(checkpoint.state.history, step - 1))
-    config = old.read_recipe([*held, *overrides])
-    changes = old.differences(config, old.read_recipe(held))
+    config = read_recipe(old, [*held, *overrides])
+    changes = recipe_differences(read_recipe(old, held), config)
     if other := [line for line in changes if is_fixed(line) and not line.startswith(_FREE)]:
         raise UserError(
             f"{old.path}: a branch keeps the model and the kind of training: {'; '.join(other)}"

@@ -35,7 +35,8 @@ from nanogpt_hf.formatting import plural
 from nanogpt_hf.methods.finetuning import check_tokenizer, finetune_config
 from nanogpt_hf.program import program
 from nanogpt_hf.runs.files import write_json
-from nanogpt_hf.runs.folder import find_run
+from nanogpt_hf.runs.find import find_run
+from nanogpt_hf.runs.recipe import read_recipe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -161,7 +162,7 @@ def run_resume(arguments: Namespace, overrides: Overrides) -> None:
     that command, for example --train.max_steps 2000; what differs is printed before the first step.
     """
     run = find_run(arguments.run)
-    config = run.read_recipe(overrides)
+    config = read_recipe(run, overrides)
     # From here on it is the command that began the run, with --resume.
     run_arguments = {"run_dir": run.path, "resume": True, "auto_resume": False, "overwrite": False}
     arguments = Namespace(recipe=str(run.recipe), **vars(arguments) | run_arguments)
@@ -246,7 +247,7 @@ def _dry_run(config: Config, arguments: Namespace, base: "PreTrainedConfig | Non
 
     In processes of a launcher, raises UserError if the recipe does not fit the accelerate config.
     """
-    from nanogpt_hf.data.tokenizer import known_vocab_size
+    from nanogpt_hf.data.hf_tokenizer import known_vocab_size
     from nanogpt_hf.model.architecture import count_parameters
     from nanogpt_hf.model.build import describe_trainable, meta_model, model_of_run
 

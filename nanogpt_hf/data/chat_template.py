@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from nanogpt_hf.data.chat_fields import FieldCheck
+from nanogpt_hf.data.hf_tokenizer import start_of_text_id_of, unknown_characters_named
 from nanogpt_hf.data.messages import Conversation, Message, answers_of, texts_of
-from nanogpt_hf.data.tokenizer import start_of_text_id_of, unknown_characters_named
 from nanogpt_hf.errors import DataError, one_line
 from nanogpt_hf.time_limit import TimeUpError, time_limit
 

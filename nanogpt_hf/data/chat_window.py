@@ -3,8 +3,8 @@
 from typing import Any
 
 from nanogpt_hf.data.chat_template import ChatFormat
+from nanogpt_hf.data.hf_tokenizer import unknown_characters_named
 from nanogpt_hf.data.messages import Conversation, Message, texts_of
-from nanogpt_hf.data.tokenizer import unknown_characters_named
 
 
 class TooManyTokensError(ValueError):

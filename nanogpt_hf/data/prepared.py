@@ -19,6 +19,7 @@ from nanogpt_hf.data.blocks import Blocks
 from nanogpt_hf.data.chat_template import chat_of
 from nanogpt_hf.data.examples import Examples
 from nanogpt_hf.data.formats import format_of
+from nanogpt_hf.data.hf_tokenizer import end_of_text_id_of, load_tokenizer, vocabulary_hash
 from nanogpt_hf.data.manifest import (
     SPLITS,
     Manifest,
@@ -30,7 +31,6 @@ from nanogpt_hf.data.manifest import (
     write_manifest,
 )
 from nanogpt_hf.data.source import is_url, local_files
-from nanogpt_hf.data.tokenizer import end_of_text_id_of, load_tokenizer, vocabulary_hash
 from nanogpt_hf.errors import DataError
 from nanogpt_hf.formatting import plural
 

@@ -13,8 +13,8 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from nanogpt_hf.data.chat_template import ChatFormat, chat_of
+from nanogpt_hf.data.hf_tokenizer import prompt_ids
 from nanogpt_hf.data.messages import fields_of
-from nanogpt_hf.data.tokenizer import prompt_ids
 from nanogpt_hf.distributed.accelerator import is_sharded, sum_over_ranks
 from nanogpt_hf.distributed.mesh import mesh_of
 from nanogpt_hf.errors import UserError

@@ -65,7 +65,7 @@ def _with_first_bytes(corpus: Corpus, tokenizer: "Tokenizer", where: str = "") -
     bytes of their tokens do not add up to the bytes of the text. Raises DataError, which begins
     with `where`, if there is no token after the first.
     """
-    from nanogpt_hf.data.tokenizer import bytes_of_tokens
+    from nanogpt_hf.data.hf_tokenizer import bytes_of_tokens
     from nanogpt_hf.evaluation.loss import bytes_of_stream
 
     tokens = len(corpus.stream)
@@ -79,8 +79,8 @@ def _with_first_bytes(corpus: Corpus, tokenizer: "Tokenizer", where: str = "") -
 
 def _read_prepared(folder: Path, split: str, tokenizer: "Tokenizer") -> Corpus:
     from nanogpt_hf.data.blocks import open_tokens
+    from nanogpt_hf.data.hf_tokenizer import vocabulary_hash
     from nanogpt_hf.data.prepared import require_manifest
-    from nanogpt_hf.data.tokenizer import vocabulary_hash
 
     manifest = require_manifest(folder)
     if split not in ("train", "validation"):

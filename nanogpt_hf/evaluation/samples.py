@@ -31,7 +31,7 @@ class Samples(Evaluation):
         token.
         """
         from nanogpt_hf.data.chat_template import ChatFormat
-        from nanogpt_hf.data.tokenizer import prompt_ids
+        from nanogpt_hf.data.hf_tokenizer import prompt_ids
 
         chat = ChatFormat(tokenizer) if chats(config.data) else None
         encoded = []

@@ -24,7 +24,7 @@ from nanogpt_hf.evaluation.base import (
 )
 from nanogpt_hf.evaluation.corpus import Corpus, corpus_of_texts, read_corpus
 from nanogpt_hf.formatting import plural
-from nanogpt_hf.runs.folder import find_model
+from nanogpt_hf.runs.find import find_model
 from nanogpt_hf.runs.state import MeasuredLoss
 
 if TYPE_CHECKING:
@@ -79,7 +79,8 @@ def measure_texts(
     `model` is a run folder, a model folder or a Hub id. Raises UserError if it cannot be loaded,
     or cannot read the texts.
     """
-    from nanogpt_hf.data.tokenizer import build_tokenizer, check_vocabulary
+    from nanogpt_hf.data.hf_tokenizer import check_vocabulary
+    from nanogpt_hf.data.tokenizer import build_tokenizer
     from nanogpt_hf.distributed.accelerator import build_evaluation_accelerator
     from nanogpt_hf.model.build import load_model
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from nanogpt_hf.data.bpe import GPT4_PATTERN, QWEN_PATTERN
 from nanogpt_hf.data.chat_template import ChatFormat, chat_template
-from nanogpt_hf.data.tokenizer import save_tokenizer, start_of_text_id_of
+from nanogpt_hf.data.hf_tokenizer import save_tokenizer, start_of_text_id_of
 from nanogpt_hf.errors import DataError, UserError
 from nanogpt_hf.export.model_folder import (
     cast_weights,

@@ -15,8 +15,8 @@ from transformers import GenerationConfig
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from nanogpt_hf.config.schema import Config
+from nanogpt_hf.data.hf_tokenizer import save_tokenizer
 from nanogpt_hf.data.prepared import PreparedData
-from nanogpt_hf.data.tokenizer import save_tokenizer
 from nanogpt_hf.errors import DivergedError, RunFolderError, UserError, one_line
 from nanogpt_hf.export.card import model_card
 from nanogpt_hf.model.architecture import architecture_of

@@ -18,17 +18,11 @@ import torch
 from tqdm import tqdm
 
 from nanogpt_hf.config.names import GPT2_VOCAB_SIZE
+from nanogpt_hf.data.hf_tokenizer import bytes_of_tokens, save_tokenizer, vocabulary_hash
 from nanogpt_hf.data.manifest import Manifest, SplitFacts, write_manifest
 from nanogpt_hf.data.prepared import TOKENIZER
 from nanogpt_hf.data.shards import Row, ShardWriter
-from nanogpt_hf.data.tokenizer import (
-    Tokenizer,
-    bytes_of_tokens,
-    char_tokenizer,
-    gpt2_tokenizer,
-    save_tokenizer,
-    vocabulary_hash,
-)
+from nanogpt_hf.data.tokenizer import Tokenizer, char_tokenizer, gpt2_tokenizer
 from nanogpt_hf.errors import DataError, RunFolderError, UserError, one_line
 from nanogpt_hf.model.configuration_gpt import GPTConfig
 from nanogpt_hf.model.layout_gpt import GPT2_LAYOUT

@@ -12,7 +12,7 @@ import onnxruntime
 import torch
 import transformers
 
-from nanogpt_hf.data.tokenizer import save_tokenizer
+from nanogpt_hf.data.hf_tokenizer import save_tokenizer
 from nanogpt_hf.errors import UserError, one_line
 from nanogpt_hf.export.model_folder import (
     fixed_input,

@@ -5,7 +5,7 @@ import contextlib
 import transformers
 
 from nanogpt_hf.data.chat_template import ChatFormat
-from nanogpt_hf.data.tokenizer import end_of_text_id_of
+from nanogpt_hf.data.hf_tokenizer import end_of_text_id_of
 from nanogpt_hf.errors import DataError
 
 

@@ -27,8 +27,9 @@ from nanogpt_hf.config.names import GPT2_NAMES, folder_or_hub_id
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.config.sources import packs
 from nanogpt_hf.config.stages import stages_of
+from nanogpt_hf.data.hf_tokenizer import load_tokenizer, vocabulary_hash
 from nanogpt_hf.data.prepared import PreparedData
-from nanogpt_hf.data.tokenizer import build_tokenizer, load_tokenizer, vocabulary_hash
+from nanogpt_hf.data.tokenizer import build_tokenizer
 from nanogpt_hf.distributed.accelerate_config import requested_precision
 from nanogpt_hf.errors import DataError, UserError
 from nanogpt_hf.methods.term import RowValues, Term
@@ -36,7 +37,7 @@ from nanogpt_hf.model.architecture import architecture_of
 from nanogpt_hf.model.attention import attend_apart
 from nanogpt_hf.model.build import check_causal, load_model
 from nanogpt_hf.own_files import read_json
-from nanogpt_hf.runs.folder import find_model
+from nanogpt_hf.runs.find import find_model
 from nanogpt_hf.runs.origin import config_digest
 
 logger = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from nanogpt_hf.config.settings import Setting
 from nanogpt_hf.config.values import convert
 from nanogpt_hf.errors import ConfigError, DataError, UserError
 from nanogpt_hf.program import program
-from nanogpt_hf.runs.folder import find_model
+from nanogpt_hf.runs.find import find_model
 from nanogpt_hf.tasks.task import check_name, is_generated
 
 # Tokens of a block: a model of 131,072 positions should not start with blocks that long.
@@ -183,7 +183,8 @@ def check_tokenizer(config: Config, base: "PreTrainedConfig") -> str:
     It is the model's own tokenizer, or one with more tokens after the same ones: then `base`, the
     configuration of the model, gets their number. Raises UserError for any other tokenizer.
     """
-    from nanogpt_hf.data.tokenizer import build_tokenizer, vocabulary_hash
+    from nanogpt_hf.data.hf_tokenizer import vocabulary_hash
+    from nanogpt_hf.data.tokenizer import build_tokenizer
 
     start = config.finetune.model
     name = config.data.tokenizer
@@ -225,7 +226,8 @@ def check_tokenizer(config: Config, base: "PreTrainedConfig") -> str:
 
 def _own_tokenizer(start: str) -> "PreTrainedTokenizerBase":
     """Load the tokenizer of a model to start from. Raises DataError if its folder has none."""
-    from nanogpt_hf.data.tokenizer import build_tokenizer, load_tokenizer
+    from nanogpt_hf.data.hf_tokenizer import load_tokenizer
+    from nanogpt_hf.data.tokenizer import build_tokenizer
 
     return load_tokenizer(start) if start not in GPT2_NAMES else build_tokenizer("gpt2", ()).hf
 

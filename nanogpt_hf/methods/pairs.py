@@ -22,15 +22,11 @@ from nanogpt_hf.data.blocks import Blocks
 from nanogpt_hf.data.chat_template import ChatFormat, chat_of
 from nanogpt_hf.data.conversations import labeled_of, pair_of
 from nanogpt_hf.data.documents import split_documents
+from nanogpt_hf.data.hf_tokenizer import encode_ordinary, end_of_text_id_of, prompt_ids
 from nanogpt_hf.data.messages import Conversation, fields_of
 from nanogpt_hf.data.prepared import PreparedData, in_memory
 from nanogpt_hf.data.source import load_documents
-from nanogpt_hf.data.tokenizer import (
-    build_tokenizer,
-    encode_ordinary,
-    end_of_text_id_of,
-    prompt_ids,
-)
+from nanogpt_hf.data.tokenizer import build_tokenizer
 from nanogpt_hf.errors import DataError
 
 logger = logging.getLogger(__name__)

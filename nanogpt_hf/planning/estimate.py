@@ -16,8 +16,8 @@ from nanogpt_hf.config.checks import divisors
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.config.sources import sources_of
 from nanogpt_hf.config.stages import planned_tokens, stages_of, tokens_by_source
+from nanogpt_hf.data.hf_tokenizer import known_vocab_size
 from nanogpt_hf.data.manifest import Manifest, find_manifest
-from nanogpt_hf.data.tokenizer import known_vocab_size
 from nanogpt_hf.distributed.launch import Launch
 from nanogpt_hf.distributed.layout import check_layout
 from nanogpt_hf.errors import DataError, UserError

@@ -22,11 +22,7 @@ from nanogpt_hf.config.checks import accumulation_steps
 from nanogpt_hf.config.schema import KNOBS, Config, replace_knobs
 from nanogpt_hf.config.stages import config_at, next_stage
 from nanogpt_hf.distributed.accelerate_config import requested_precision
-from nanogpt_hf.distributed.accelerator import (
-    is_deterministic,
-    precision_of,
-    sum_over_ranks,
-)
+from nanogpt_hf.distributed.accelerator import is_deterministic, precision_of, sum_over_ranks
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.distributed.rendezvous import one_line_for_a_lost_process, prepare_on_all_ranks
 from nanogpt_hf.errors import RunFolderError, Stopped, UserError
@@ -39,6 +35,7 @@ from nanogpt_hf.replay.difference import tensor_differences, value_differences
 from nanogpt_hf.runs.folder import RunFolder, step_of
 from nanogpt_hf.runs.metrics import read_metrics
 from nanogpt_hf.runs.provenance import branched_at, continue_on, read_starts
+from nanogpt_hf.runs.recipe import read_recipe
 from nanogpt_hf.runs.state import knobs_at
 from nanogpt_hf.training.build import start_again
 from nanogpt_hf.training.start import prepare_run
@@ -54,7 +51,7 @@ def recipe_of(folder: RunFolder, step: int = 0) -> Config:
     Trackers and pushes are left out: a repeated step must not reach them. A checkpoint has the
     knobs of the steps before it; the recipe has the knobs of the steps after the newest one.
     """
-    config = folder.read_recipe()
+    config = read_recipe(folder)
     if not method_of(config).uses_prepared_data:
         raise UserError(
             f"{folder.path}: trained by {method_of(config).name}; only steps on text or "

@@ -30,6 +30,7 @@ from nanogpt_hf.runs.files import redact, write_whole
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.metrics import AXES, Event, column, is_number, names, read_metrics
 from nanogpt_hf.runs.provenance import read_starts, read_verifications
+from nanogpt_hf.runs.recipe import read_recipe
 
 logger = logging.getLogger(__name__)
 _VERIFIED = ("result", "time", "machine")
@@ -51,7 +52,7 @@ def render(run: RunFolder, events: list[Event]) -> str:
 
     Text from the run is escaped, and the content security policy allows only our script.
     """
-    config = run.read_recipe()
+    config = read_recipe(run)
     reference = find_reference(config)
     metric = score_of(events)
     figures = summarize(events, metric)

@@ -19,6 +19,7 @@ from nanogpt_hf.own_files import warn_once
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.metrics import Event, column, is_number, read_metrics
 from nanogpt_hf.runs.provenance import versions
+from nanogpt_hf.runs.recipe import read_recipe
 from nanogpt_hf.runs.state import is_fixed
 
 SHIPPED = shipped_folder("recipes/reference")
@@ -65,7 +66,7 @@ class Verdict:
 
 def make_reference(runs: list[RunFolder], name: str) -> Reference:
     """Make a reference of three or more finished runs that differ only in their seed."""
-    configs = [run.read_recipe() for run in runs]
+    configs = [read_recipe(run) for run in runs]
     losses = []
     steps = column(read_metrics(runs[0]), "val/loss")[0]
     reference = Reference(

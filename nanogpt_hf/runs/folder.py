@@ -1,28 +1,16 @@
-"""Names of the files in a run folder, start, resume, lock, and removal of old checkpoints; the run
-or model that a name on the command line means.
-"""
+"""A run folder: the names of its files, its start, its lock, and the removal of old checkpoints."""
 
 import contextlib
 import logging
 import os
 import re
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import filelock
 
-from nanogpt_hf.config.load import load_config
-from nanogpt_hf.config.names import folder_or_hub_id
-from nanogpt_hf.config.schema import SECTIONS, Config
-from nanogpt_hf.config.stages import comparable
-from nanogpt_hf.config.unread import read_knobs
-from nanogpt_hf.config.values import RecipeLoader, parse_settings, read_settings
-from nanogpt_hf.errors import ConfigError, DamagedFileError, RunFolderError, did_you_mean
-from nanogpt_hf.own_files import reading, warn_once
+from nanogpt_hf.errors import RunFolderError
 from nanogpt_hf.place import remove, remove_folder, restore_folder
 from nanogpt_hf.runs.files import written_whole
-from nanogpt_hf.runs.state import is_fixed
 
 logger = logging.getLogger(__name__)
 # The format of run folders, which each checkpoint records; a run of another one is not resumed.
@@ -31,8 +19,6 @@ _STEP = re.compile(r"step_(\d{8,})")
 # A file in checkpoints/ until the first one is written. If neither is there, a volume may be
 # missing.
 _NONE_YET = ".no_checkpoint_yet"
-# The last knob of every recipe that a run wrote, of all versions: a new knob goes before it.
-LAST_KNOB = "hub.license"
 _MODEL_FILES = {"config.json", "adapter_config.json"}
 
 
@@ -45,16 +31,6 @@ def _clear(folder: Path) -> None:
     """Remove a folder; of a link, the content of its target."""
     for path in list(folder.iterdir()) if folder.is_symlink() else (folder,):
         remove(path)
-
-
-def _check_end(text: str, stated: dict[str, Any]) -> None:
-    """Raises ValueError if the last section of a run's recipe was cut."""
-    section, _, name = LAST_KNOB.partition(".")
-    if name not in (stated[section] or {}):
-        raise ValueError(f"it has no {LAST_KNOB}, its last knob")
-    # A value that was cut may be one, too. An editor may leave out the last newline after a null.
-    if not text.endswith(("\n", "null")):
-        raise ValueError(f"it ends within a line, after {LAST_KNOB}")
 
 
 class RunFolder:
@@ -142,68 +118,6 @@ class RunFolder:
                     f"{folder}: is a link to {target}, which is not a model folder; link an "
                     "empty folder"
                 )
-
-    def read_recipe(self, overrides: Sequence[tuple[str, str]] = ()) -> Config:
-        """Return the run's recipe, with other knobs. Raises RunFolderError, with the remedy, if the
-        file is missing or damaged.
-        """
-        try:
-            # A file that was cut is still a recipe, but lacks a section: all are written.
-            with reading(self.recipe):
-                config = load_config(self.recipe)
-                text = read_settings(self.recipe)
-                stated = parse_settings(text, RecipeLoader)
-                if missing := [name for name in SECTIONS if name not in stated]:
-                    raise ValueError(f"it has no section {missing[0]}")
-                _check_end(text, stated)
-        except (ConfigError, DamagedFileError) as error:
-            reason = error.problems[0] if isinstance(error, ConfigError) else error
-            raise RunFolderError(
-                f"{reason}; the command that trained the run, with the same recipe and "
-                f"knobs and with --run-dir {self.path} --resume, writes it again"
-            ) from None
-        return load_config(self.recipe, overrides) if overrides else config
-
-    def known_recipe(self) -> Config | None:
-        """Return the recipe of a run that is resumed; None, with a warning, if it is missing or
-        damaged: its checkpoints have all that may not change.
-        """
-        try:
-            return self.read_recipe()
-        except RunFolderError as error:
-            warn_once(f"{str(error).rpartition('; ')[0]}; it is written again from this recipe")
-            return None
-
-    def differences(self, config: Config, earlier: Config | None = None) -> list[str]:
-        """Differences of `config` from the run's recipe, or from `earlier`, as `key: before ->
-        now`.
-        """
-        before = comparable(earlier or self.read_recipe())
-        # The run's recipe has the number that was found, and a resumed run keeps it.
-        auto = ("train.micro_batch_size", "auto")
-        lines = []
-        for key, new in comparable(config).items():
-            if before[key] != new and (key, new) != auto:
-                lines.append(f"{key}: {before[key]} -> {new}")
-        return lines
-
-    def changes(self, config: Config) -> list[str]:
-        """Knobs of `config` that changed since the run began, for a run that is resumed.
-
-        Raises RunFolderError if one of them makes it another experiment: another model, text,
-        order or step.
-        """
-        before = self.known_recipe()
-        lines = self.differences(config, before) if before else []
-        # What nothing reads changes no experiment. Runs of earlier versions may have stated it.
-        read = read_knobs(config)
-        other = [line for line in lines if is_fixed(line) and line.split(":")[0] in read]
-        if other:
-            raise RunFolderError(
-                f"{self.path}: --resume continues the same experiment, but the recipe has "
-                f"changed: {'; '.join(other)}"
-            )
-        return lines
 
     def start(self, recipe_yaml: str) -> None:
         """Create the folder, remove a run that is in it, and write the resolved recipe.
@@ -333,41 +247,3 @@ class RunFolder:
 
     def newest_checkpoint(self) -> Path | None:
         return next(reversed(self.checkpoint_folders()), None)
-
-
-def find_run(name: str) -> RunFolder:
-    """Return the run folder of that name.
-
-    Raises RunFolderError, with the nearest run's folder, if there is none.
-    """
-    run = RunFolder(name)
-    if run.recipe.is_file():
-        return run
-    if run.checkpoint_folders():
-        run.read_recipe()
-    if run.path.is_dir():
-        raise RunFolderError(
-            f"{name}: holds no run; give a folder that `pretrain` or `finetune` wrote, as runs/NAME"
-        )
-    # Near names are looked for beside the folder, and where runs are by default.
-    recipes = (*run.path.parent.glob("*/recipe.yaml"), *Path("runs").glob("*/recipe.yaml"))
-    near = did_you_mean(run.path.name, {recipe.parent.name for recipe in recipes})
-    raise RunFolderError(f"{name}: no such run folder{near}")
-
-
-def find_model(name: str) -> str:
-    """Return the model folder that MODEL means: a run folder's best/ (else final/), any other
-    folder or Hub id as it is.
-
-    Raises RunFolderError for a run folder without a model, and UserError for a path that does
-    not exist.
-    """
-    name = os.path.expanduser(name)
-    run = RunFolder(name)
-    if not run.recipe.is_file() and not run.checkpoint_folders():
-        return folder_or_hub_id(name)
-    # The best model is of an earlier step than the last one, or the same.
-    for folder in (run.best, run.final):
-        if folder.is_dir():
-            return str(folder)
-    raise RunFolderError(f"{name}: this run has no model yet; its first evaluation writes one")

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from nanogpt_hf.data.chat_template import ChatFormat
 from nanogpt_hf.data.chat_window import TooManyTokensError, encode_chat
-from nanogpt_hf.data.tokenizer import prompt_ids
+from nanogpt_hf.data.hf_tokenizer import prompt_ids
 from nanogpt_hf.errors import DataError
 from nanogpt_hf.generate import TextStream, answer_end_ids, end_ids_of, generate_tokens
 from nanogpt_hf.serving.requests import ApiError, Request

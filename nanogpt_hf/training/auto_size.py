@@ -21,6 +21,7 @@ from nanogpt_hf.model.build import model_of_run
 from nanogpt_hf.optim.state import local_part
 from nanogpt_hf.planning.footprint import footprint
 from nanogpt_hf.planning.hardware import USABLE_MEMORY, free_memory, peak_memory
+from nanogpt_hf.runs.recipe import known_recipe
 from nanogpt_hf.training.micro_batch import (
     build_batches,
     dry_run_step,
@@ -63,7 +64,7 @@ def _size_before(run: Run) -> int | None:
     """
     # The main process alone reads the folder, which others may not see.
     found: list[int | None] = [None]
-    if run.mesh.is_main and (recipe := run.folder.known_recipe()):
+    if run.mesh.is_main and (recipe := known_recipe(run.folder)):
         found = [recipe.train.min_micro_batch_size]
     return broadcast_object_list(found, from_process=0)[0]
 

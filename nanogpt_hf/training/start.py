@@ -42,6 +42,7 @@ from nanogpt_hf.model.build import build_config, check_balance
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.origin import needed_at_resume, origin_of
 from nanogpt_hf.runs.provenance import continue_on
+from nanogpt_hf.runs.recipe import changed_knobs
 from nanogpt_hf.runs.state import run_identity
 from nanogpt_hf.training.build import build_run
 from nanogpt_hf.training.micro_batch import one_line_for_too_little_memory
@@ -147,7 +148,7 @@ def _lock(config: Config, folder: RunFolder, options: dict[str, bool]) -> bool:
     folder.lock()
     if resumes := folder.check(**options):
         # It raises if the recipe is another experiment.
-        for change in folder.changes(config):
+        for change in changed_knobs(folder, config):
             logger.info(f"changed since the run began: {change}")
     if config.hub.push and config.hub.repo and (problem := check_login(config.hub.repo)):
         logger.warning(problem)
@@ -219,7 +220,7 @@ def check_resume(
     if not folder.check(resume=resume, overwrite=False, auto_resume=auto_resume):
         return [f"{folder.path}: starts at step 0"]
     # The checks of a resume, in its order, without a lock: nothing is written.
-    lines = [f"changed since the run began: {change}" for change in folder.changes(config)]
+    lines = [f"changed since the run began: {change}" for change in changed_knobs(folder, config)]
     checkpoint = newest_checkpoint(folder)
     method = method_of(config)
     _check_end(config, folder, checkpoint)

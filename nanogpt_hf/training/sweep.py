@@ -42,6 +42,7 @@ from nanogpt_hf.reports.settings import draw_settings, settings_of
 from nanogpt_hf.runs.files import write_json
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.metrics import last_value, read_metrics
+from nanogpt_hf.runs.recipe import read_recipe, recipe_differences
 from nanogpt_hf.training.start import check_before_the_data
 
 logger = logging.getLogger(__name__)
@@ -226,7 +227,7 @@ def locked(sweep: Sweep) -> Iterator[None]:
             folder.check_unlocked()
             # A run that is in the folder already is continued, so its knobs must be the same.
             kept = folder.recipe.is_file() and not sweep.overwrite
-            if changes := folder.differences(run.config) if kept else ():
+            if changes := recipe_differences(read_recipe(folder), run.config) if kept else ():
                 reason = f"{folder.path}: holds a run of another recipe ({'; '.join(changes)})"
                 raise RunFolderError(f"{reason}; give another --sweep-dir, or --overwrite")
         yield

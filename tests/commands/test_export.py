@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM
 from arguments import argv
 from assertions import run_without_this_package
 from nanogpt_hf.commands import main
-from nanogpt_hf.data.tokenizer import char_tokenizer, encode_ordinary, load_tokenizer
+from nanogpt_hf.data.hf_tokenizer import encode_ordinary, load_tokenizer
+from nanogpt_hf.data.tokenizer import char_tokenizer
 from nanogpt_hf.export.card import card_without_run
 from nanogpt_hf.export.model_folder import fixed_input, logits_of, write_model_folder
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM

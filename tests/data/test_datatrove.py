@@ -14,9 +14,10 @@ import pytest
 
 from assertions import refusal
 from nanogpt_hf.config.load import load_config
+from nanogpt_hf.data.hf_tokenizer import bytes_of_tokens
 from nanogpt_hf.data.prepare import prepare
 from nanogpt_hf.data.prepared import check_prepared, load_prepared
-from nanogpt_hf.data.tokenizer import build_tokenizer, bytes_of_tokens
+from nanogpt_hf.data.tokenizer import build_tokenizer
 
 END = 256  # of byte_tokenizer
 TEXTS = [f"Document {number} says {'many ' * (number % 9)}words: é." for number in range(60)]

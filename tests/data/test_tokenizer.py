@@ -26,16 +26,18 @@ from nanogpt_hf.commands import main
 from nanogpt_hf.config.schema import Config, DataSection
 from nanogpt_hf.data import bpe
 from nanogpt_hf.data import tokenizer as module
+from nanogpt_hf.data.hf_tokenizer import (
+    bytes_of_tokens,
+    encode_ordinary,
+    load_tokenizer,
+    save_tokenizer,
+)
 from nanogpt_hf.data.prepare import prepare
 from nanogpt_hf.data.prepared import load_prepared
 from nanogpt_hf.data.tokenizer import (
     build_tokenizer,
-    bytes_of_tokens,
     char_tokenizer,
-    encode_ordinary,
     gpt2_tokenizer,
-    load_tokenizer,
-    save_tokenizer,
     train_bpe_tokenizer,
 )
 

@@ -12,7 +12,7 @@ import torch
 
 from arguments import argv
 from nanogpt_hf.commands import main
-from nanogpt_hf.data.tokenizer import load_tokenizer
+from nanogpt_hf.data.hf_tokenizer import load_tokenizer
 from nanogpt_hf.evaluation.answers import pass_at_k
 from nanogpt_hf.generate import continue_text
 from nanogpt_hf.model.build import load_model

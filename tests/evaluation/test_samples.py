@@ -9,7 +9,8 @@ from arguments import argv
 from nanogpt_hf.commands import main
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.schema import Config, replace_knobs
-from nanogpt_hf.data.tokenizer import char_tokenizer, load_tokenizer
+from nanogpt_hf.data.hf_tokenizer import load_tokenizer
+from nanogpt_hf.data.tokenizer import char_tokenizer
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.evaluation.base import Subject
 from nanogpt_hf.evaluation.samples import Samples

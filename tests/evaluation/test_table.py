@@ -51,7 +51,7 @@ class Cloze(Evaluation):
         import torch
         from torch.nn import functional as F
 
-        from nanogpt_hf.data.tokenizer import encode_ordinary
+        from nanogpt_hf.data.hf_tokenizer import encode_ordinary
         from nanogpt_hf.evaluation.loss import eval_mode
 
         nats = 0.0

@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 
 from assertions import refusal
 from nanogpt_hf.config.load import load_config
+from nanogpt_hf.data.hf_tokenizer import load_tokenizer
 from nanogpt_hf.data.prepare import prepare
-from nanogpt_hf.data.tokenizer import load_tokenizer
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.evaluation import tasks
 from nanogpt_hf.evaluation.base import Subject

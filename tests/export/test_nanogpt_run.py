@@ -16,6 +16,7 @@ from nanogpt_files import CHARACTERS, make_meta, make_state, write_bins
 from nanogpt_hf.commands import main
 from nanogpt_hf.export.nanogpt import import_bins
 from nanogpt_hf.runs.folder import RunFolder
+from nanogpt_hf.runs.recipe import read_recipe
 from nanogpt_hf.training.loop import train
 from nanogpt_hf.training.start import prepare_run
 
@@ -176,7 +177,7 @@ def test_losses_equal_nanogpts_own_resume(case, imported, forget_accelerate):
     folder, command = imported(bare.content(**saving))
     assert command == f"resume {folder}"
     forget_accelerate()
-    run = prepare_run(RunFolder(folder).read_recipe(), folder, resume=True)
+    run = prepare_run(read_recipe(RunFolder(folder)), folder, resume=True)
     assert run.state.step == 8
     batches = {
         step: [
@@ -209,7 +210,7 @@ def test_padding_rows_of_gpt2s_vocabulary_take_no_part_in_the_loss(
     words = argv("import-nanogpt {} {} --data {}", tmp_path / "ckpt.pt", folder, tmp_path / "data")
     assert main(words) == 0
     forget_accelerate()
-    config = RunFolder(folder).read_recipe([("train.max_steps", "5")])
+    config = read_recipe(RunFolder(folder), [("train.max_steps", "5")])
     run = prepare_run(config, folder, resume=True)
     names = ("input_ids", "shift_labels")
     batches = [

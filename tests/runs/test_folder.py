@@ -13,8 +13,9 @@ from nanogpt_hf.commands import main
 from nanogpt_hf.config.load import config_to_yaml, load_config
 from nanogpt_hf.config.schema import KNOBS
 from nanogpt_hf.errors import RunFolderError
-from nanogpt_hf.runs.folder import LAST_KNOB, RunFolder
+from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.metrics import read_metrics
+from nanogpt_hf.runs.recipe import LAST_KNOB, read_recipe
 
 
 @pytest.fixture(scope="module")
@@ -217,7 +218,7 @@ def test_recipe_that_was_cut_in_its_last_section_is_damaged(tmp_path, write_reci
     for length in range(text.index("\nhub:") + 1, len(text) + 1):
         run.recipe.write_text(text[:length])
         try:
-            assert run.read_recipe() == config
+            assert read_recipe(run) == config
         except RunFolderError:
             continue
         whole.append(text[length:])

@@ -8,7 +8,7 @@ import pytest
 
 from nanogpt_hf.commands import main
 from nanogpt_hf.config import names
-from nanogpt_hf.data.tokenizer import load_tokenizer
+from nanogpt_hf.data.hf_tokenizer import load_tokenizer
 from nanogpt_hf.errors import UserError
 
 PATHS = ["runs/quickstart", "./mine", "/no/where", "~/no/where", "a/b/c", "taken/best"]

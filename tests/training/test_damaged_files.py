@@ -19,7 +19,8 @@ from nanogpt_hf.checkpoint.files import file_digest
 from nanogpt_hf.commands import main
 from nanogpt_hf.own_files import warn_once
 from nanogpt_hf.reports import curves
-from nanogpt_hf.runs.folder import RunFolder, find_model
+from nanogpt_hf.runs.find import find_model
+from nanogpt_hf.runs.folder import RunFolder
 
 pytestmark = pytest.mark.long
 SECONDS = 60  # for a command that takes less than one

@@ -1,0 +1,47 @@
+"""Find the run or the model that a name on the command line means."""
+
+import os
+from pathlib import Path
+
+from nanogpt_hf.config.names import folder_or_hub_id
+from nanogpt_hf.errors import RunFolderError, did_you_mean
+from nanogpt_hf.runs.folder import RunFolder
+from nanogpt_hf.runs.recipe import read_recipe
+
+
+def find_run(name: str) -> RunFolder:
+    """Return the run folder of that name.
+
+    Raises RunFolderError, with the nearest run's folder, if there is none.
+    """
+    run = RunFolder(name)
+    if run.recipe.is_file():
+        return run
+    if run.checkpoint_folders():
+        read_recipe(run)
+    if run.path.is_dir():
+        raise RunFolderError(
+            f"{name}: holds no run; give a folder that `pretrain` or `finetune` wrote, as runs/NAME"
+        )
+    # Near names are looked for beside the folder, and where runs are by default.
+    recipes = (*run.path.parent.glob("*/recipe.yaml"), *Path("runs").glob("*/recipe.yaml"))
+    near = did_you_mean(run.path.name, {recipe.parent.name for recipe in recipes})
+    raise RunFolderError(f"{name}: no such run folder{near}")
+
+
+def find_model(name: str) -> str:
+    """Return the model folder that MODEL means: a run folder's best/ (else final/), any other
+    folder or Hub id as it is.
+
+    Raises RunFolderError for a run folder without a model, and UserError for a path that does
+    not exist.
+    """
+    name = os.path.expanduser(name)
+    run = RunFolder(name)
+    if not run.recipe.is_file() and not run.checkpoint_folders():
+        return folder_or_hub_id(name)
+    # The best model is of an earlier step than the last one, or the same.
+    for folder in (run.best, run.final):
+        if folder.is_dir():
+            return str(folder)
+    raise RunFolderError(f"{name}: this run has no model yet; its first evaluation writes one")

@@ -1,0 +1,92 @@
+"""The recipe in a run folder: read it, and compare the recipe of a resumed run with it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from nanogpt_hf.config.load import load_config
+from nanogpt_hf.config.schema import SECTIONS, Config
+from nanogpt_hf.config.stages import comparable
+from nanogpt_hf.config.unread import read_knobs
+from nanogpt_hf.config.values import RecipeLoader, parse_settings, read_settings
+from nanogpt_hf.errors import ConfigError, DamagedFileError, RunFolderError
+from nanogpt_hf.own_files import reading, warn_once
+from nanogpt_hf.runs.folder import RunFolder
+from nanogpt_hf.runs.state import is_fixed
+
+# The last knob of every recipe that a run wrote, of all versions: a new knob goes before it.
+LAST_KNOB = "hub.license"
+
+
+def read_recipe(run: RunFolder, overrides: Sequence[tuple[str, str]] = ()) -> Config:
+    """Return the run's recipe, with other knobs. Raises RunFolderError, with the remedy, if the
+    file is missing or damaged.
+    """
+    try:
+        # A file that was cut is still a recipe, but lacks a section: all are written.
+        with reading(run.recipe):
+            config = load_config(run.recipe)
+            text = read_settings(run.recipe)
+            stated = parse_settings(text, RecipeLoader)
+            if missing := [name for name in SECTIONS if name not in stated]:
+                raise ValueError(f"it has no section {missing[0]}")
+            _check_end(text, stated)
+    except (ConfigError, DamagedFileError) as error:
+        reason = error.problems[0] if isinstance(error, ConfigError) else error
+        raise RunFolderError(
+            f"{reason}; the command that trained the run, with the same recipe and "
+            f"knobs and with --run-dir {run.path} --resume, writes it again"
+        ) from None
+    return load_config(run.recipe, overrides) if overrides else config
+
+
+def _check_end(text: str, stated: dict[str, Any]) -> None:
+    """Raises ValueError if the last section of a run's recipe was cut."""
+    section, _, name = LAST_KNOB.partition(".")
+    if name not in (stated[section] or {}):
+        raise ValueError(f"it has no {LAST_KNOB}, its last knob")
+    # A value that was cut may be a value, too. An editor may leave out the last newline after a
+    # null.
+    if not text.endswith(("\n", "null")):
+        raise ValueError(f"it ends within a line, after {LAST_KNOB}")
+
+
+def known_recipe(run: RunFolder) -> Config | None:
+    """Return the recipe of a run that is resumed; None, with a warning, if it is missing or
+    damaged: its checkpoints have all that may not change.
+    """
+    try:
+        return read_recipe(run)
+    except RunFolderError as error:
+        warn_once(f"{str(error).rpartition('; ')[0]}; it is written again from this recipe")
+        return None
+
+
+def recipe_differences(before: Config, now: Config) -> list[str]:
+    """Knobs with another value in `now`, as `key: before -> now`."""
+    old = comparable(before)
+    # The run's recipe has the number that was found, and a resumed run keeps it.
+    auto = ("train.micro_batch_size", "auto")
+    return [
+        f"{key}: {old[key]} -> {new}"
+        for key, new in comparable(now).items()
+        if old[key] != new and (key, new) != auto
+    ]
+
+
+def changed_knobs(run: RunFolder, config: Config) -> list[str]:
+    """Knobs of `config` that changed since the run began, for a run that is resumed.
+
+    Raises RunFolderError if one of them makes it another experiment: another model, text, order or
+    step.
+    """
+    before = known_recipe(run)
+    lines = recipe_differences(before, config) if before else []
+    # What nothing reads changes no experiment. Runs of earlier versions may have stated it.
+    read = read_knobs(config)
+    other = [line for line in lines if is_fixed(line) and line.split(":")[0] in read]
+    if other:
+        raise RunFolderError(
+            f"{run.path}: --resume continues the same experiment, but the recipe has "
+            f"changed: {'; '.join(other)}"
+        )
+    return lines
