@@ -63,8 +63,8 @@ def build_batches(
 
 
 def dry_run_step(run: Run, micro_batch_size: int) -> None:
-    """Take one step at learning rate 0, which changes nothing in the run, of one micro-batch per
-    pipeline stage.
+    """Take one step at learning rate 0, which changes nothing in the run, of as many micro-batches
+    as it takes to need the memory of a whole step.
 
     It shows that a step fits in memory before anything is written. It also makes DDP rebuild its
     buckets, which happens after the first backward pass and changes how sums over three or more
@@ -72,14 +72,22 @@ def dry_run_step(run: Run, micro_batch_size: int) -> None:
     step of an uninterrupted run.
     """
     accelerator = run.accelerator
+    mesh = run.mesh
+    config = run.config
+    sequences = config.train.tokens_per_step // (config.data.block_size * mesh.dp_size)
+    count = sequences // micro_batch_size
+    # The second micro-batch finds the gradients of the first in memory, and later ones need no
+    # more. A pipeline stage has a buffer for every micro-batch of the step.
+    if mesh.pp_size == 1:
+        count = min(count, 2)
     # The scaler of fp16 halves its scale after an overflow, also after one in a dry-run step.
     scaler = accelerator.scaler
     scale = scaler and scaler.state_dict()
-    batches = build_batches(run.config, accelerator, run.data.train, micro_batch_size)
     try:
-        with micro_batches_not_counted(accelerator, run.mesh.pp_size):
-            step = run.config.begins
-            train_step(dataclasses.replace(run, batches=batches), step, learning_rate=0.0)
+        with micro_batches_not_counted(accelerator, count):
+            batches = build_batches(config, accelerator, run.data.train, micro_batch_size)
+            dry_run = dataclasses.replace(run, batches=batches)
+            train_step(dry_run, config.begins, learning_rate=0.0)
     except Exception:
         # If memory was too little, a smaller size may be tried: it must not add to gradients.
         run.model.zero_grad()
@@ -137,9 +145,7 @@ def launch_of_one(accelerator: Accelerator) -> Launch:
 
 
 def one_micro_batch(config: Config) -> dict[str, Any]:
-    """Return the arguments of `footprint` for a step of one micro-batch, as the dry-run step takes
-    it.
-    """
+    """Return the arguments of `footprint` for a step of one micro-batch, the smallest step."""
     return {
         "micro_batch_size": config.train.min_micro_batch_size,
         "block_size": config.data.block_size,

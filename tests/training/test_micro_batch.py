@@ -177,6 +177,24 @@ def test_dry_run_step_leaves_no_trace(run, monkeypatch, fails):
         assert parameter.grad is None
 
 
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_dry_run_step_takes_two_micro_batches_at_most(run, size):
+    """The second one finds the gradients of the first; 8 sequences are 8 micro-batches or fewer."""
+    shapes = []
+    objective = run.objective
+
+    def noting(model, batch):
+        gradients = [parameter.grad is not None for parameter in model.parameters()]
+        shapes.append((len(batch["input_ids"]), all(gradients)))
+        return objective(model, batch)
+
+    run.objective = noting
+    # As `auto` finds it, before a size is chosen.
+    run.accelerator.gradient_accumulation_steps = 8
+    micro_batch.dry_run_step(run, size)
+    assert shapes == [(size, False), (size, True)][: 8 // size]
+
+
 @pytest.mark.long
 def test_auto_equals_the_size_found_and_resume_keeps_it(start, monkeypatch):
     def take(size: int) -> None:
