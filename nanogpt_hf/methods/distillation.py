@@ -27,7 +27,7 @@ from nanogpt_hf.config.names import GPT2_NAMES, folder_or_hub_id
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.config.sources import packs
 from nanogpt_hf.config.stages import stages_of
-from nanogpt_hf.data.hf_tokenizer import load_tokenizer, vocabulary_hash
+from nanogpt_hf.data.hf_tokenizer import check_vocabulary, load_tokenizer, vocabulary_hash
 from nanogpt_hf.data.prepared import PreparedData
 from nanogpt_hf.data.tokenizer import build_tokenizer
 from nanogpt_hf.distributed.accelerate_config import requested_precision
@@ -108,9 +108,11 @@ def _config_of(name: str) -> str:
 def _load_teacher(config: Config) -> tuple[Any, PreTrainedTokenizerBase]:
     """Load the model in float32, and its tokenizer. Raises UserError or DataError without them."""
     name = find_model(str(config.distill.teacher))
+    # First, since it knows what is no model folder at all.
+    model: Any = load_model(name)
     is_gpt2 = name in GPT2_NAMES
     tokenizer = build_tokenizer("gpt2", ()).hf if is_gpt2 else load_tokenizer(name)
-    model: Any = load_model(name)
+    check_vocabulary(name, len(tokenizer), model.config.vocab_size)
     positions = model.config.max_position_embeddings
     block_size = max(stage.config.data.block_size for stage in stages_of(config))
     if positions < block_size:
@@ -156,13 +158,17 @@ def divergence(config: Config, logits: Tensor, teacher_logits: Tensor) -> Tensor
     al. 2024, arXiv:2306.13649, equation 1):
 
         β · KL(p ‖ m) + (1 - β) · KL(q ‖ m),   m = β · p + (1 - β) · q
+
+    Either vocabulary may be padded. Tokens that only the teacher has are left out. If the student
+    has more, with the probability s of the tokens of both, it is the divergence of p and q / s,
+    minus log s: for β = 0 that is KL(p ‖ q), and KL(q ‖ p) would be infinite.
     """
     temperature = config.distill.temperature
-    # Rows of either vocabulary may be padding: only tokens that both models have are compared.
     with torch.no_grad():
         p = teacher_logits[:, : logits.shape[-1]].float() / temperature
         p = p.log_softmax(-1)
-    q = (logits / temperature).log_softmax(-1)[:, : p.shape[-1]]
+    size = p.shape[-1]
+    q = (logits / temperature).log_softmax(-1)[:, :size]
 
     def kl(first: Tensor, second: Tensor) -> Tensor:
         return F.kl_div(second, first, reduction="none", log_target=True).sum(-1)
@@ -170,10 +176,15 @@ def divergence(config: Config, logits: Tensor, teacher_logits: Tensor) -> Tensor
     beta = beta_of(config)
     if beta == 0:
         return kl(p, q)
+    if logits.shape[-1] > size:
+        share = q.logsumexp(-1)
+        q = q - share[:, None]
+    else:
+        share = 0.0
     if beta == 1:
-        return kl(q, p)
+        return kl(q, p) - share
     mixture = torch.logaddexp(p + math.log(beta), q + math.log1p(-beta))
-    return beta * kl(p, mixture) + (1 - beta) * kl(q, mixture)
+    return beta * kl(p, mixture) + (1 - beta) * kl(q, mixture) - share
 
 
 def beta_of(config: Config) -> float:

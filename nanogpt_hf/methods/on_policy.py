@@ -225,9 +225,12 @@ def batch_divergence(
     """
     assert isinstance(data, TaughtData)
     targets = batch["shift_labels"] != IGNORED
+    # A student whose vocabulary is padded may sample what is no token of the teacher.
+    ids = batch["input_ids"]
+    readable = ids.where(ids < data.teacher.config.vocab_size, 0)
     with torch.no_grad():
         place_teacher(data.teacher, model, logits.device)
-        taught = completion_logits(data.teacher, batch)
+        taught = completion_logits(data.teacher, batch | {"input_ids": readable})
     # (targets, vocabulary): prompts and padding have no divergence.
     return divergence(config, logits[targets], taught[targets]).sum()
 

@@ -79,6 +79,21 @@ def test_padded_vocabularies_are_compared_on_what_both_have(beta, vocabularies):
     torch.testing.assert_close(divergence(config, student, teacher), expected)
 
 
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+def test_tokens_that_the_teacher_lacks_count_against_the_student(beta):
+    """With q alone of the tokens of both, a student would win by giving them no probability."""
+    student, teacher = logits_of(1, vocabulary=VOCAB + 3).requires_grad_(), logits_of(2)
+    found = divergence(recipe(beta=beta), student, teacher)
+    both = student[:, :VOCAB]
+    share = student.softmax(-1)[:, :VOCAB].sum(-1)
+    expected = divergence(recipe(beta=beta), both, teacher) - share.log()
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    (gradient,) = torch.autograd.grad(found.sum(), student)
+    assert (gradient[:, VOCAB:] > 0).all()
+    equal = torch.cat([teacher, torch.full((7, 3), 9.0)], 1)
+    assert (divergence(recipe(beta=beta), equal, teacher) > 0.5).all()
+
+
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.29, 0.5, 2 / 3, 0.7, 1.0])
 def test_share_of_on_policy_questions_is_exact(share):
     chosen = [is_on_policy(number, share) for number in range(1000)]

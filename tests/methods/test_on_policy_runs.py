@@ -177,6 +177,54 @@ def test_teacher_of_another_tokenizer_is_one_line(folder, arguments, letter_mode
     assert not (folder / "other").exists()
 
 
+@pytest.fixture(scope="module")
+def resized(folder, save_chat_model):
+    """A function that gives the folder of a model whose embedding has other rows than tokens."""
+
+    def resized(rows: int) -> str:
+        path = folder / f"rows_{rows}"
+        save_chat_model(path, lambda model, _: model.resize_token_embeddings(rows), bias=True)
+        return str(path)
+
+    return resized
+
+
+@pytest.mark.parametrize(("student", "teacher"), [(320, 257), (257, 320), (320, 288)])
+def test_padded_vocabularies_of_student_and_teacher_may_differ(student, teacher, train, resized):
+    """A student of random weights samples padding, which the teacher may not be able to read."""
+    knobs = {"train__max_steps": 1, "distill__teacher": resized(teacher)}
+    run = train(f"padded_{student}_{teacher}", "--from", resized(student), **knobs)
+    assert series(run, "val/divergence")[-1] > 0
+
+
+WRONG_TEACHERS = {
+    "a file": (lambda path: path.write_text("x"), "not a model folder"),
+    "an empty folder": (lambda path: path.mkdir(), "not a model folder (no config.json in it)"),
+    "nothing": (lambda path: None, "no such folder"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_TEACHERS)
+def test_what_is_no_model_is_no_teacher(case, folder, arguments, tmp_path, capsys):
+    write, message = WRONG_TEACHERS[case]
+    write(tmp_path / "model")
+    words = arguments("wrong", distill__teacher=str(tmp_path / "model"))
+    assert main(["rl", *words]) == 2
+    error = capsys.readouterr().err.strip()
+    assert message in error
+    assert f"distill.teacher: {tmp_path / 'model'}: " in error
+    assert "\n" not in error
+    assert not (folder / "wrong").exists()
+
+
+def test_teacher_with_fewer_rows_than_tokens_is_one_line(folder, arguments, resized, capsys):
+    assert main(["rl", *arguments("few", distill__teacher=resized(200))]) == 2
+    error = capsys.readouterr().err.strip()
+    assert error.endswith("rows_200: its tokenizer has 257 tokens, its model only 200")
+    assert "distill.teacher: " in error
+    assert not (folder / "few").exists()
+
+
 def drawn(folder, name: str, **knobs) -> tuple:
     """The rollouts of step 1 of a run that has just begun, and their batch of all rows."""
     stated = {key.replace("__", "."): value for key, value in knobs.items()}
