@@ -248,10 +248,11 @@ def test_states_and_convolutions_give_the_tokens_of_whole_texts(architecture):
     model = build_of_recipe(build_config(section, 12), 0).eval()
     make_large(model)
     options = {"max_new_tokens": 6, "temperature": 0.0}
-    together = complete(model, PROMPTS, [0] * 4, end_ids=(), **options).ids
-    for prompt, row in zip(PROMPTS, together.tolist(), strict=True):
-        single = [token for (token,) in generate_tokens(model, prompt, end_ids=(), **options)]
-        assert single == row == without_cache(model, prompt, 6)
+    for prompts in (PROMPTS, [[6], [7], [3]]):
+        together = complete(model, prompts, [0] * len(prompts), end_ids=(), **options).ids
+        for prompt, row in zip(prompts, together.tolist(), strict=True):
+            single = [token for (token,) in generate_tokens(model, prompt, end_ids=(), **options)]
+            assert single == row == without_cache(model, prompt, 6)
 
 
 def test_cached_tokens_are_counted_if_the_first_layer_has_no_attention():
@@ -272,6 +273,14 @@ def test_greedy_rows_equal_generation_of_single_prompts(model):
         length = len(single) + int(found.ended[row])
         assert found.lengths[row] == length
         assert found.ids[row, : len(single)].tolist() == single
+
+
+@pytest.mark.parametrize("temperature", [1e-5, 1e-20, 1e-39, 1e-44, 5e-324])
+def test_lowest_temperatures_are_greedy(model, temperature):
+    """Logits that are divided by them are infinite."""
+    found = complete(model, PROMPTS, range(4), temperature=temperature)
+    expected = complete(model, PROMPTS, range(4), temperature=0.0)
+    assert torch.equal(found.ids, expected.ids)
 
 
 def test_sampled_rows_depend_on_their_seed_and_not_on_other_rows(model):

@@ -18,6 +18,9 @@ LOGITS_NOT_FINITE = (
     "the model's logits are not finite: its training diverged, or its weights are damaged; choose "
     "another model or checkpoint"
 )
+# Below this temperature the likeliest token is taken: logits that are divided by less overflow, and
+# by then it has all probability.
+_GREEDY_BELOW = 1e-5
 # In place of a token that could not be drawn, since logits are not finite.
 NO_TOKEN = -1
 
@@ -35,8 +38,7 @@ class FilteredDraw:
         top_k: int | None = None,
         top_p: float | None = None,
     ):
-        # Dividing logits by less overflows, and by then the likeliest token has all probability.
-        self._greedy = temperature < 1e-5
+        self._greedy = temperature < _GREEDY_BELOW
         # A generator for each row: what one row draws does not move the others.
         self._generators = [torch.Generator().manual_seed(seed) for seed in seeds]
         self._warpers = LogitsProcessorList()
@@ -67,12 +69,12 @@ def draw_by_quantile(
     """Draw on the logits' device the token at which a row's cumulative distribution passes its
     number in [0, 1): tokens (rows,), from logits (rows, V) in float32.
 
-    Temperature 0 is greedy. A row whose logits are not finite gets NO_TOKEN: an error here would
-    let the host wait for the device.
+    Temperature 0 is greedy, and so are the lowest ones. A row whose logits are not finite gets
+    NO_TOKEN: an error here would let the host wait for the device.
     """
     # MPS has no float64.
     exact = torch.float32 if logits.device.type == "mps" else torch.float64
-    if temperature:
+    if temperature >= _GREEDY_BELOW:
         cumulative = (logits / temperature).softmax(-1).cumsum(-1, dtype=exact)
         # Inverse transform sampling: a uniform number falls into the interval of token v with
         # probability p(v). The last sum is 1 up to rounding. Scaled by it, a number below 1 falls

@@ -77,13 +77,13 @@ class Texts:
         """Logits (rows, V) of the next token of each text, in float32."""
         if max(self._lengths) > self._limit:
             self._keep_newer_halves()
-        logits = None
-        if self._use_cache or not self._is_padded:
+        if self._use_cache:
             logits = self._read_columns()
+            if self._use_cache:
+                return logits.float()
         # A model without a cache has states or convolutions, which would see padding on the left.
-        if self._is_padded and not self._use_cache:
-            logits = self._read_whole_texts()
-        assert logits is not None
+        # Asked for a cache, it may even take a single token for the rest of a text (rwkv).
+        logits = self._read_whole_texts() if self._is_padded else self._read_columns()
         return logits.float()
 
     def _arrange(self, kept: Sequence[int], prompts: Sequence[Sequence[int]]) -> None:
