@@ -12,7 +12,8 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 from nanogpt_hf.config.schema import ModelSection
 from nanogpt_hf.errors import UserError, one_line
 from nanogpt_hf.model.architecture import architecture_of_type
-from nanogpt_hf.model.build import build_config, build_model, check_causal
+from nanogpt_hf.model.build import build_config, build_model
+from nanogpt_hf.model.checks import check_causal
 from nanogpt_hf.model.config_fields import SIZES
 from nanogpt_hf.model.experts import experts_of
 

@@ -66,7 +66,7 @@ def run_export(arguments: Namespace) -> None:
     from nanogpt_hf.data.hf_tokenizer import load_tokenizer
     from nanogpt_hf.export.model_folder import export_gpt2, logits_of, new_folder
     from nanogpt_hf.model.architecture import architecture_of
-    from nanogpt_hf.model.build import load_model
+    from nanogpt_hf.model.load import load_model
 
     logging.disable_progress_bar()
     source = find_model(arguments.model)

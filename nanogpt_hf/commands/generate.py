@@ -69,7 +69,7 @@ def open_model(name: str) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
     from transformers.utils.logging import disable_progress_bar
 
     from nanogpt_hf.data.hf_tokenizer import check_vocabulary, load_tokenizer
-    from nanogpt_hf.model.build import load_model
+    from nanogpt_hf.model.load import load_model
 
     # Loading a model takes a second: a bar would only flicker.
     disable_progress_bar()

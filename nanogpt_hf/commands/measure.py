@@ -224,7 +224,7 @@ def _load_evaluations(
     from nanogpt_hf.data.hf_tokenizer import check_vocabulary
     from nanogpt_hf.data.manifest import file_digest
     from nanogpt_hf.data.tokenizer import build_tokenizer
-    from nanogpt_hf.model.build import load_model
+    from nanogpt_hf.model.load import load_model
 
     model = load_model(folder)
     tokenizer = build_tokenizer(folder, ())

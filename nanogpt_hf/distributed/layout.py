@@ -8,11 +8,7 @@ from nanogpt_hf.config.checks import accumulation_steps, divisors
 from nanogpt_hf.config.compatibility import check_settings, recipe_settings
 from nanogpt_hf.config.schema import Config, ModelSection
 from nanogpt_hf.config.settings import Setting
-from nanogpt_hf.distributed.context_parallel import (
-    RING_MACHINES,
-    heads_of,
-    needs_ring,
-)
+from nanogpt_hf.distributed.context_parallel import RING_MACHINES, heads_of, needs_ring
 from nanogpt_hf.distributed.expert_parallel import experts_problem
 from nanogpt_hf.distributed.launch import Launch
 from nanogpt_hf.distributed.stages import stages_problem, tiny_model
@@ -20,7 +16,8 @@ from nanogpt_hf.distributed.tensor_parallel import splits_of
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.formatting import plural
 from nanogpt_hf.model.architecture import architecture_of
-from nanogpt_hf.model.build import check_causal, model_of_run
+from nanogpt_hf.model.build import model_of_run
+from nanogpt_hf.model.checks import check_causal
 from nanogpt_hf.model.experts import experts_of
 from nanogpt_hf.model.recompute import check_level
 

@@ -82,7 +82,7 @@ def measure_texts(
     from nanogpt_hf.data.hf_tokenizer import check_vocabulary
     from nanogpt_hf.data.tokenizer import build_tokenizer
     from nanogpt_hf.distributed.accelerator import build_evaluation_accelerator
-    from nanogpt_hf.model.build import load_model
+    from nanogpt_hf.model.load import load_model
 
     folder = find_model(model)
     loaded: Any = load_model(folder)

@@ -44,7 +44,8 @@ def finetune_config(
     generated = is_generated(task)
 
     from nanogpt_hf.model.architecture import architecture_of
-    from nanogpt_hf.model.build import check_balance, load_base_config
+    from nanogpt_hf.model.checks import check_balance
+    from nanogpt_hf.model.load import load_base_config
 
     base, commit = load_base_config(start, revision)
     source = task if generated else _stated_value(stated, "data.source") or ""

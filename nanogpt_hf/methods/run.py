@@ -16,7 +16,8 @@ from nanogpt_hf.distributed.pipeline import Pipeline, pipeline_of
 from nanogpt_hf.distributed.updates import Updater
 from nanogpt_hf.methods.finetuning import learned_ids
 from nanogpt_hf.model.architecture import Architecture, Metrics, Objective, architecture_of
-from nanogpt_hf.model.build import extend_vocabulary, load_model
+from nanogpt_hf.model.load import load_model
+from nanogpt_hf.model.vocabulary import extend_vocabulary
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.state import MeasuredLoss, TrainState
 

@@ -22,7 +22,8 @@ from nanogpt_hf.distributed.launch import Launch
 from nanogpt_hf.distributed.layout import check_layout
 from nanogpt_hf.errors import DataError, UserError
 from nanogpt_hf.model.architecture import architecture_of, padding_rows, part_of
-from nanogpt_hf.model.build import build_config, check_balance, meta_model
+from nanogpt_hf.model.build import build_config, meta_model
+from nanogpt_hf.model.checks import check_balance
 from nanogpt_hf.optim.optimizer import kind_of
 from nanogpt_hf.planning.footprint import Footprint, footprint, useless_checkpointing
 from nanogpt_hf.planning.hardware import GPUS, USABLE_MEMORY

@@ -38,7 +38,8 @@ from nanogpt_hf.export.hub import check_login
 from nanogpt_hf.methods.reference import raise_on_all_ranks
 from nanogpt_hf.methods.run import Run
 from nanogpt_hf.methods.table import method_of
-from nanogpt_hf.model.build import build_config, check_balance
+from nanogpt_hf.model.build import build_config
+from nanogpt_hf.model.checks import check_balance
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.origin import needed_at_resume, origin_of
 from nanogpt_hf.runs.provenance import continue_on

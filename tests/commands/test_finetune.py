@@ -19,7 +19,8 @@ from nanogpt_hf.config.schema import replace_knobs
 from nanogpt_hf.data.tokenizer import char_tokenizer
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.methods.finetuning import check_tokenizer, finetune_config
-from nanogpt_hf.model.build import load_model, start_model
+from nanogpt_hf.model.build import start_model
+from nanogpt_hf.model.load import load_model
 from nanogpt_hf.runs.folder import RunFolder
 
 ROOT = Path(__file__).parents[2]

@@ -17,8 +17,8 @@ from nanogpt_hf.data.blocks import open_tokens
 from nanogpt_hf.data.prepare import prepare
 from nanogpt_hf.data.tokenizer import build_tokenizer
 from nanogpt_hf.errors import UserError
-from nanogpt_hf.evaluation import metrics as module
-from nanogpt_hf.evaluation.metrics import (
+from nanogpt_hf.evaluation import metric_modules as module
+from nanogpt_hf.evaluation.metric_modules import (
     class_numbers,
     compute_metrics,
     load_metrics,

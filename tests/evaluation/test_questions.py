@@ -15,7 +15,7 @@ from nanogpt_hf.commands import main
 from nanogpt_hf.data.hf_tokenizer import load_tokenizer
 from nanogpt_hf.evaluation.answers import pass_at_k
 from nanogpt_hf.generate import continue_text
-from nanogpt_hf.model.build import load_model
+from nanogpt_hf.model.load import load_model
 
 
 @pytest.mark.parametrize("k", [1, 2, 3, 5])

@@ -15,7 +15,7 @@ from nanogpt_hf.errors import UserError
 from nanogpt_hf.evaluation.base import Subject
 from nanogpt_hf.evaluation.samples import Samples
 from nanogpt_hf.generate import generate_tokens
-from nanogpt_hf.model.build import load_model
+from nanogpt_hf.model.load import load_model
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.training.tracking import read_metrics
 

@@ -16,7 +16,7 @@ from nanogpt_hf.errors import UserError
 from nanogpt_hf.evaluation import tasks
 from nanogpt_hf.evaluation.base import Subject
 from nanogpt_hf.evaluation.tasks import load_tasks, run_tasks
-from nanogpt_hf.model.build import load_model
+from nanogpt_hf.model.load import load_model
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.training import loop
 from nanogpt_hf.training.start import prepare_run

@@ -18,7 +18,8 @@ from nanogpt_hf.errors import UserError
 from nanogpt_hf.model import attention
 from nanogpt_hf.model.architecture import architecture_of
 from nanogpt_hf.model.attention import attend_apart
-from nanogpt_hf.model.build import build_config, build_model, check_causal
+from nanogpt_hf.model.build import build_config, build_model
+from nanogpt_hf.model.checks import check_causal
 from nanogpt_hf.model.recompute import recompute_blocks
 
 MODELS = {

@@ -12,7 +12,9 @@ from safetensors.torch import load_file, save_file
 from nanogpt_hf import console
 from nanogpt_hf.config.schema import ModelSection
 from nanogpt_hf.errors import DivergedError, UserError
-from nanogpt_hf.model.build import build_config, build_model, check_causal, load_model
+from nanogpt_hf.model.build import build_config, build_model
+from nanogpt_hf.model.checks import check_causal
+from nanogpt_hf.model.load import load_model
 
 SECTION = ModelSection(n_layer=1, n_head=2, n_embd=8, n_positions=8)
 

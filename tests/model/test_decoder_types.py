@@ -13,8 +13,9 @@ from transformers import AutoModelForCausalLM
 from decoder_batch import batch, gradients
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.model.architecture import architecture_of
-from nanogpt_hf.model.build import load_model, meta_model
+from nanogpt_hf.model.build import meta_model
 from nanogpt_hf.model.experts import experts_of
+from nanogpt_hf.model.load import load_model
 
 PAGE = types.PAGE.read_text(encoding="utf-8")
 pytestmark = [

@@ -17,7 +17,8 @@ from nanogpt_hf.config.schema import ModelSection
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.model import loss_gpt
 from nanogpt_hf.model.architecture import architecture_of, count_parameters, part_of
-from nanogpt_hf.model.build import build_config, build_model, check_causal
+from nanogpt_hf.model.build import build_config, build_model
+from nanogpt_hf.model.checks import check_causal
 
 DECODERS = ["qwen3", "llama", "nanochat", "olmo2", "smollm3"]
 

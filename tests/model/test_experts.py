@@ -14,13 +14,11 @@ from nanogpt_hf.config.schema import Config, OptimSection, replace_knobs
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.methods.terms import next_token_loss, text_objective
 from nanogpt_hf.model import loss_gpt
-from nanogpt_hf.model.architecture import (
-    architecture_of,
-    count_parameters,
-    saved_buffers,
-)
-from nanogpt_hf.model.build import check_balance, check_causal, load_model, start_model
+from nanogpt_hf.model.architecture import architecture_of, count_parameters, saved_buffers
+from nanogpt_hf.model.build import start_model
+from nanogpt_hf.model.checks import check_balance, check_causal
 from nanogpt_hf.model.experts import experts_of, load_figures, products
+from nanogpt_hf.model.load import load_model
 from nanogpt_hf.optim.muon import Stored, matrices
 from nanogpt_hf.optim.newton_schulz import orthogonalize
 from nanogpt_hf.optim.optimizer import build_optimizer, set_learning_rate

@@ -14,7 +14,8 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.model import trial_step
 from nanogpt_hf.model.architecture import architecture_of_type, count_parameters
-from nanogpt_hf.model.build import build_config, load_base_config, load_model
+from nanogpt_hf.model.build import build_config
+from nanogpt_hf.model.load import load_base_config, load_model
 
 FIELDS = {
     "dropout 2": ("llama", {"attention_dropout": 2.0}, "attention_dropout 2.0"),

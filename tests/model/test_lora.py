@@ -21,7 +21,8 @@ from nanogpt_hf.export.model_folder import write_model_folder
 from nanogpt_hf.model import GPTConfig
 from nanogpt_hf.model.adapter_targets import lora_targets
 from nanogpt_hf.model.architecture import GPT2, architecture_of
-from nanogpt_hf.model.build import build_config, build_model, load_model
+from nanogpt_hf.model.build import build_config, build_model
+from nanogpt_hf.model.load import load_model
 from nanogpt_hf.model.lora import add_adapters, merged_weights, save_adapter
 
 

@@ -13,7 +13,7 @@ from arguments import argv
 from assertions import copy_at, same_weights
 from nanogpt_hf.commands import main
 from nanogpt_hf.model.architecture import saved_buffers
-from nanogpt_hf.model.build import load_model
+from nanogpt_hf.model.load import load_model
 from nanogpt_hf.training import build as build_module
 
 pytestmark = pytest.mark.long

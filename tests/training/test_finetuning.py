@@ -14,7 +14,7 @@ from transformers import GPT2LMHeadModel
 
 from nanogpt_hf.checkpoint.reader import read_checkpoint
 from nanogpt_hf.methods.finetuning import finetune_config
-from nanogpt_hf.model.build import load_model
+from nanogpt_hf.model.load import load_model
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.training import loop
 from nanogpt_hf.training.start import prepare_run

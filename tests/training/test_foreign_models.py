@@ -13,7 +13,7 @@ from tokenizers import processors
 from arguments import argv
 from nanogpt_hf.commands import main
 from nanogpt_hf.data.tokenizer import train_bpe_tokenizer
-from nanogpt_hf.model.build import load_model
+from nanogpt_hf.model.load import load_model
 
 START, END, TURN = "<|begin|>", "<|endoftext|>", "<|eot|>"
 pytestmark = pytest.mark.long

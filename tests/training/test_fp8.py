@@ -8,7 +8,7 @@ from assertions import copy_at, numbers, same_weights, series
 from nanogpt_hf.commands import main
 from nanogpt_hf.distributed import accelerate_config
 from nanogpt_hf.errors import UserError
-from nanogpt_hf.model.build import load_model
+from nanogpt_hf.model.load import load_model
 
 pytest.importorskip("torchao", reason="torchao is not installed")
 pytestmark = pytest.mark.long

@@ -19,7 +19,7 @@ from nanogpt_hf.config.schema import DataSection
 from nanogpt_hf.data.documents import held_out
 from nanogpt_hf.export.hub import BackgroundPush
 from nanogpt_hf.formatting import format_number
-from nanogpt_hf.model.build import load_model
+from nanogpt_hf.model.load import load_model
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.metrics import read_metrics
 
