@@ -18,13 +18,14 @@ from transformers import (
     TrainingArguments,
 )
 
-from nanogpt_hf.bench.clock import WARM_STEPS, Workload, synchronize, time_of
+from nanogpt_hf.bench.workload import Workload
 from nanogpt_hf.config.sources import learns_parts
 from nanogpt_hf.distributed.preparation import prepared_blocks
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.model.architecture import architecture_of
 from nanogpt_hf.model.build import start_model
 from nanogpt_hf.optim.optimizer import build_optimizer, kind_of
+from nanogpt_hf.training.clock import WARM_STEPS, synchronize, time_of
 
 Pair = tuple[float, float]  # seconds per step: ours, the baseline's
 

@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 
 import nanogpt_hf
-from nanogpt_hf.bench.clock import communicated_bytes, synthetic_data
+from nanogpt_hf.bench.workload import communicated_bytes, synthetic_data
 from nanogpt_hf.config.schema import Config, replace_knobs
 from nanogpt_hf.data.prepared import PreparedData
 from nanogpt_hf.distributed import expert_parallel, pipeline

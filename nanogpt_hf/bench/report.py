@@ -7,18 +7,14 @@ from typing import Any
 import torch
 
 from nanogpt_hf.bench import baselines
-from nanogpt_hf.bench.clock import (
-    Workload,
-    communicated_bytes,
-    spread,
-    time_of,
-    warm_up,
-)
+from nanogpt_hf.bench.workload import Workload, communicated_bytes
 from nanogpt_hf.distributed.accelerator import describe_machine
 from nanogpt_hf.formatting import format_bytes, plural
 from nanogpt_hf.model.architecture import architecture_of, count_parameters
 from nanogpt_hf.planning.hardware import peak_flops, peak_memory
 from nanogpt_hf.runs.files import written_whole
+from nanogpt_hf.training.budget import steps_within
+from nanogpt_hf.training.clock import spread, steps_per_window, time_of, time_windows, warm_up
 
 _TRACED_STEPS = 5
 
@@ -45,9 +41,8 @@ def measure_all(work: Workload, windows: int, log: Callable[[str], None]) -> dic
     # The peak of the steps, not that of the build.
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    # Quartiles of several windows, since the speed of a shared machine changes.
-    steps = warm_up(work)
-    step = spread([time_of(device, work.step, steps) for _ in range(windows)])
+    steps = steps_per_window(warm_up(accelerator, work.step))
+    step = time_windows(accelerator, work.step, steps, windows)
     rate = train.tokens_per_step / step["median"]
     model_config = work.run.model_config
     peak = peak_flops(device)
@@ -78,7 +73,7 @@ def summary_lines(figures: dict[str, Any]) -> list[str]:
     )
     lines = [f"step        {_ms(figures['step_seconds'])} over {windows}"]
     # A run of so many steps spends its whole schedule within an hour.
-    per_hour = int(3600 / figures["step_seconds"]["median"])
+    per_hour = steps_within(3600.0, figures["step_seconds"]["median"])
     lines.append(f"an hour     {plural(per_hour, 'step')}, without evaluations and checkpoints")
     if sent := figures["communicated_bytes"]:
         kinds = ", ".join(f"{kind} {format_bytes(count)}" for kind, count in sent.items())
@@ -110,7 +105,7 @@ def compare_with_baseline(
 
     A ratio (ours / baseline) below 1: ours is faster.
     """
-    steps = warm_up(work)
+    steps = steps_per_window(warm_up(work.run.accelerator, work.step))
     measure = baselines.pairs_with_bare if baseline == "bare" else baselines.pairs_with_trainer
     pairs = measure(work, windows, steps)
     ours, theirs = (spread(list(side)) for side in zip(*pairs, strict=True))

@@ -112,6 +112,15 @@ def load_text_recipe(command: str, recipe: str, overrides: Overrides) -> Config:
     return load_config(recipe, overrides)
 
 
+def check_steps_known(command: str, config: Config) -> None:
+    """Raises UserError for a recipe whose steps are timed when a run starts."""
+    if config.train.budget:
+        raise UserError(
+            f"{program()} {command}: train.budget {config.train.budget}: a run times its steps "
+            "when it starts; set train.budget null, and train.max_steps"
+        )
+
+
 def load_optional_recipe(command: str, recipe: str | None, overrides: Overrides) -> Config | None:
     """`load_text_recipe`, or None without a recipe. Raises UserError for knobs without a recipe."""
     if recipe:

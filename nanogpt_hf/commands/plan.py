@@ -11,6 +11,7 @@ from nanogpt_hf.commands.arguments import (
     add_optional_recipe_argument,
     add_output,
     add_recipe_argument,
+    check_steps_known,
     load_optional_recipe,
     load_text_recipe,
     size,
@@ -86,6 +87,7 @@ def run_estimate(arguments: Namespace, overrides: Overrides) -> None:
     from nanogpt_hf.planning.estimate import estimate
     from nanogpt_hf.planning.estimate_lines import estimate_figures, estimate_lines, layout_lines
 
+    check_steps_known("estimate", config)
     lines = [*dial_lines(config), *stage_lines(config)]
     # A machine has to hold the largest of a recipe's stages.
     config = largest_stage(config)
@@ -202,13 +204,13 @@ def run_bench(arguments: Namespace, overrides: Overrides) -> None:
     from transformers.utils import logging
 
     from nanogpt_hf.bench.baselines import check_comparable
-    from nanogpt_hf.bench.clock import build_workload, small_config
     from nanogpt_hf.bench.report import (
         compare_with_baseline,
         measure_all,
         summary_lines,
         write_trace,
     )
+    from nanogpt_hf.bench.workload import build_workload, small_config
     from nanogpt_hf.distributed.accelerate_config import check_launch
     from nanogpt_hf.distributed.accelerator import build_accelerator
     from nanogpt_hf.runs.folder import RunFolder

@@ -5,7 +5,12 @@ from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from functools import partial
 from pathlib import Path
 
-from nanogpt_hf.commands.arguments import add_option, add_output, list_knobs
+from nanogpt_hf.commands.arguments import (
+    add_option,
+    add_output,
+    check_steps_known,
+    list_knobs,
+)
 from nanogpt_hf.config.load import Overrides, as_overrides
 from nanogpt_hf.config.values import bounded
 from nanogpt_hf.console import show
@@ -229,6 +234,7 @@ def run_branch(arguments: Namespace, overrides: Overrides) -> None:
     checkpoint = read_checkpoint(old.checkpoint(step))
     held = as_overrides(knobs_at(checkpoint.state.history, step - 1))
     config = read_recipe(old, [*held, *overrides])
+    check_steps_known("branch", config)
     changes = recipe_differences(read_recipe(old, held), config)
     if other := [line for line in changes if is_fixed(line) and not line.startswith(_FREE)]:
         raise UserError(

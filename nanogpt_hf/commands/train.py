@@ -19,6 +19,7 @@ from nanogpt_hf.commands.arguments import (
     add_option,
     add_output,
     add_recipe_argument,
+    check_steps_known,
     load_text_recipe,
 )
 from nanogpt_hf.config.dial import dial_lines
@@ -272,9 +273,11 @@ def _dry_run(config: Config, arguments: Namespace, base: "PreTrainedConfig | Non
         sizes = [f"parameters: not known before `prepare`: {error}"]
     show(config_to_yaml(config))
     tokens = config.train.tokens_per_step
-    steps = config.train.max_steps
-    total = planned_tokens(config)
-    sizes.append(f"tokens per step: {tokens:,}; tokens in {steps:,} steps: {total:,}")
+    if config.train.budget:
+        total = f"as many steps as fit into {config.train.budget}, timed when a run starts"
+    else:
+        total = f"tokens in {config.train.max_steps:,} steps: {planned_tokens(config):,}"
+    sizes.append(f"tokens per step: {tokens:,}; {total}")
     # What a resume would refuse, it is better to know before a job is queued.
     if (arguments.resume or arguments.auto_resume) and mesh.is_main:
         from nanogpt_hf.training.start import check_resume
@@ -311,6 +314,8 @@ def run_sweep(arguments: Namespace, overrides: Overrides) -> int:
 
     # The knobs with several values name the folder: another grid gets another one.
     runs = grid.build_grid(arguments.recipe, overrides)
+    for run in runs:
+        check_steps_known("sweep", run.config)
     swept = dict.fromkeys(key for run in runs for key in run.values)
     knobs = "-".join(key.rpartition(".")[2] for key in swept)
     folder = Path(arguments.sweep_dir or Path("runs") / f"{runs[0].config.name}-{knobs}")

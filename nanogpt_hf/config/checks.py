@@ -116,11 +116,13 @@ def _step_rules(config: Config) -> Rules:
     """The rules over steps and the optimizer."""
     optim = config.optim
     train = config.train
-    yield (
-        "train.max_time",
-        train.max_time is not None and not parse_duration(train.max_time),
-        f"expected a time such as 11h30m, 45m or 90s, got {train.max_time!r:.80}",
-    )
+    for key in ("train.max_time", "train.budget"):
+        text = get_value(config, key)
+        yield (
+            key,
+            text is not None and not parse_duration(text),
+            f"expected a time such as 11h30m, 45m or 90s, got {text!r:.80}",
+        )
     # A schedule of its own length may be longer than the run.
     end = "optim.decay_steps" if optim.decay_steps else "train.max_steps"
     last = optim.decay_steps or train.max_steps
@@ -286,7 +288,8 @@ def divisors(number: int) -> list[int]:
 
 def parse_duration(text: str) -> int | None:
     """Seconds of a duration: `11h30m` -> 41400; None if it is not a duration."""
-    parts = re.fullmatch(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", text)
+    # More digits would be longer than a lifetime.
+    parts = re.fullmatch(r"(?:(\d{1,9})h)?(?:(\d{1,9})m)?(?:(\d{1,9})s)?", text, re.ASCII)
     if parts is None:
         return None
     hours, minutes, seconds = (int(part or 0) for part in parts.groups())

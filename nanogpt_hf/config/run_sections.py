@@ -73,7 +73,7 @@ class OptimSection:
         None,
         "step at which the decay ends (default: train.max_steps)",
         1,
-        read=only_without("optim.schedule", "constant"),
+        read=(only_without("optim.schedule", "constant"), only_without("train.budget")),
     )
     decay_fraction: float = knob(
         0.2,
@@ -106,7 +106,18 @@ class OptimSection:
 class TrainSection:
     """Steps, batch, seed, stages and exactness of the run."""
 
-    max_steps: int = knob(600_000, "optimizer steps", 1)
+    max_steps: int = knob(
+        600_000,
+        "optimizer steps",
+        1,
+        read=only_without("train.budget", remedy="set train.budget null"),
+    )
+    budget: str | None = knob(
+        None,
+        "train for this time, such as 55m or 11h30m, instead of train.max_steps: steps are timed "
+        "at the start, and the run records how many fit",
+        read=only_without("model.depth"),
+    )
     # Hoffmann et al. 2022, arXiv:2203.15556, table 3: about 20 tokens per parameter give the lowest
     # loss for the FLOPs of the run.
     tokens_per_parameter: float = knob(
@@ -247,6 +258,12 @@ RULES = [
         Setting.DEEPSPEED,
         "DeepSpeed keeps the batch of its start",
         FSDP2,
+    ),
+    *rules(
+        given("train.budget"),
+        given("train.stages", "finetune.unfreeze_every", "rl.task", "align.loss"),
+        "it times the first steps, and later ones take another time",
+        "set train.max_steps",
     ),
     *rules(
         choice("train.micro_batch_size", "auto"),

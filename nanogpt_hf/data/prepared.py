@@ -247,6 +247,9 @@ def summary_lines(config: Config, data: PreparedData) -> list[str]:
             *_split_lines(FORMATS[source.data.format], source.manifest, *parts),
         ]
         lines += _left_out_lines(source.manifest)
+    # How often each source is read is known with the number of steps.
+    if config.train.budget:
+        return lines
     epochs = epochs_by_source(config, data.train)
     tokens = tokens_by_source(config)
     total = planned_tokens(config)
@@ -306,7 +309,7 @@ def repetition_warnings(config: Config, data: PreparedData) -> list[str]:
     """A line for each source that the run would read more often than `data.max_epochs`."""
     limit = config.data.max_epochs
     steps = config.train.max_steps
-    if limit is None:
+    if limit is None or config.train.budget:
         return []
     remedy = "lower its weight, add text" if is_mixture(config.data) else "add text"
     return [

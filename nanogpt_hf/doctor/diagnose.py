@@ -20,7 +20,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from huggingface_hub.constants import HF_HOME
 
-from nanogpt_hf.bench.clock import small_config, time_of
+from nanogpt_hf.bench.workload import small_config
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.cpu import share_threads
 from nanogpt_hf.distributed.accelerate_config import check_launch
@@ -30,6 +30,7 @@ from nanogpt_hf.errors import UserError, one_line
 from nanogpt_hf.formatting import format_bytes, plural
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.provenance import describe_host, fingerprint, versions
+from nanogpt_hf.training.clock import time_of
 
 PATIENCE = 60  # seconds that processes wait for each other
 _MIN_DISK = 5e9  # bytes, enough for caches, compiled kernels and a small run

@@ -66,10 +66,12 @@ def recipe_differences(before: Config, now: Config) -> list[str]:
     old = comparable(before)
     # The run's recipe has the number that was found, and a resumed run keeps it.
     auto = ("train.micro_batch_size", "auto")
+    # So it does with the steps that were found to fit into a time.
+    kept = ("train.budget", "train.max_steps") if now.train.budget else ()
     return [
         f"{key}: {old[key]} -> {new}"
         for key, new in comparable(now).items()
-        if old[key] != new and (key, new) != auto
+        if old[key] != new and (key, new) != auto and key not in kept
     ]
 
 

@@ -38,6 +38,7 @@ from nanogpt_hf.optim.optimizer import build_optimizer
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.state import TrainState, record_knobs
 from nanogpt_hf.training.auto_size import choose_micro_batch
+from nanogpt_hf.training.budget import choose_steps
 from nanogpt_hf.training.micro_batch import build_batches, check_memory, dry_run_step
 
 logger = logging.getLogger(__name__)
@@ -106,6 +107,9 @@ def build_at(
         choose_micro_batch(run, resume=checkpoint is not None)
     else:
         dry_run_step(run, config.train.micro_batch_size)
+    # `bench` and `doctor` measure without a folder, and have no steps to choose.
+    if config.train.budget and folder:
+        choose_steps(run)
     if checkpoint:
         run.state = load_checkpoint(accelerator, placed, optimizer, checkpoint)
     record_knobs(run.state, run.config)

@@ -62,6 +62,28 @@ def build_batches(
     )
 
 
+@contextlib.contextmanager
+def without_a_trace(run: Run, micro_batches: int) -> Iterator[None]:
+    """Context for steps of so many micro-batches at learning rate 0, which change nothing in the
+    run.
+    """
+    accelerator = run.accelerator
+    # The scaler of fp16 halves its scale after an overflow, also after one in a dry-run step.
+    scaler = accelerator.scaler
+    scale = scaler and scaler.state_dict()
+    try:
+        with micro_batches_not_counted(accelerator, micro_batches):
+            yield
+    except Exception:
+        # If memory was too little, a smaller size may be tried: it must not add to gradients.
+        run.model.zero_grad()
+        raise
+    # At learning rate 0 no weight changed, but the optimizer has averages of the gradient.
+    reset_optimizer_state(accelerator, run.optimizer)
+    if scaler and scale:
+        scaler.load_state_dict(scale)
+
+
 def dry_run_step(run: Run, micro_batch_size: int) -> None:
     """Take one step at learning rate 0, which changes nothing in the run, of as many micro-batches
     as it takes to need the memory of a whole step.
@@ -80,22 +102,10 @@ def dry_run_step(run: Run, micro_batch_size: int) -> None:
     # more. A pipeline stage has a buffer for every micro-batch of the step.
     if mesh.pp_size == 1:
         count = min(count, 2)
-    # The scaler of fp16 halves its scale after an overflow, also after one in a dry-run step.
-    scaler = accelerator.scaler
-    scale = scaler and scaler.state_dict()
-    try:
-        with micro_batches_not_counted(accelerator, count):
-            batches = build_batches(config, accelerator, run.data.train, micro_batch_size)
-            dry_run = dataclasses.replace(run, batches=batches)
-            train_step(dry_run, config.begins, learning_rate=0.0)
-    except Exception:
-        # If memory was too little, a smaller size may be tried: it must not add to gradients.
-        run.model.zero_grad()
-        raise
-    # At learning rate 0 no weight changed, but the optimizer has averages of the gradient.
-    reset_optimizer_state(accelerator, run.optimizer)
-    if scaler and scale:
-        scaler.load_state_dict(scale)
+    with without_a_trace(run, count):
+        batches = build_batches(config, accelerator, run.data.train, micro_batch_size)
+        dry_run = dataclasses.replace(run, batches=batches)
+        train_step(dry_run, config.begins, learning_rate=0.0)
 
 
 def check_memory(config: Config, accelerator: Accelerator, vocab_size: int) -> None:

@@ -111,7 +111,7 @@ class Report:
         # Before the other evaluations, which may take long: a kill meanwhile keeps the best model.
         if is_best:
             self.save_model(run.folder.best)
-        evaluated = self._with_other_evaluations(evaluated)
+        evaluated = with_other_evaluations(run, evaluated, self.evaluations)
         self.tracking.evaluation(evaluated, is_best)
         self._alert_of_the_evaluation()
         # At the end of the run `reporting` draws it.
@@ -131,27 +131,6 @@ class Report:
             patience = run.config.eval.patience
             text = f"stopped at step {state.step:,}: no better in {patience} evaluations"
             self.tracking.alert("Stopped early", f"{text} (eval.patience)")
-
-    def _with_other_evaluations(self, evaluated: Evaluated) -> Evaluated:
-        """Add the figures of the recipe's other evaluations to the method's own."""
-        run = self.run
-        subject = Subject(
-            name=run.config.name,
-            model=run.model,
-            tokenizer=run.data.tokenizer,
-            accelerator=run.accelerator,
-            batch_size=run.config.train.min_micro_batch_size,
-            step=run.state.step,
-        )
-        metrics = dict(evaluated.metrics)
-        lines = list(evaluated.lines)
-        samples = list(evaluated.samples)
-        for measure in self.evaluations:
-            for result in measure(subject):
-                metrics |= result.figures
-                lines += result.lines
-                samples += result.samples
-        return evaluated._replace(metrics=metrics, lines=lines, samples=samples)
 
     def checkpoint(self) -> None:
         """Save a checkpoint; a thread writes it while training continues."""
@@ -223,6 +202,27 @@ class Report:
         """Count the seconds of a step, and move the progress bar."""
         self.count_seconds()
         self.tracking.step_done()
+
+
+def with_other_evaluations(run: Run, evaluated: Evaluated, others: list[Measure]) -> Evaluated:
+    """Add the figures of the recipe's other evaluations to the method's own."""
+    subject = Subject(
+        name=run.config.name,
+        model=run.model,
+        tokenizer=run.data.tokenizer,
+        accelerator=run.accelerator,
+        batch_size=run.config.train.min_micro_batch_size,
+        step=run.state.step,
+    )
+    metrics = dict(evaluated.metrics)
+    lines = list(evaluated.lines)
+    samples = list(evaluated.samples)
+    for measure in others:
+        for result in measure(subject):
+            metrics |= result.figures
+            lines += result.lines
+            samples += result.samples
+    return evaluated._replace(metrics=metrics, lines=lines, samples=samples)
 
 
 @contextlib.contextmanager

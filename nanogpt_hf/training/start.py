@@ -22,7 +22,7 @@ from nanogpt_hf.checkpoint.reader import (
 )
 from nanogpt_hf.config.compatibility import check_settings
 from nanogpt_hf.config.dial import dial_lines
-from nanogpt_hf.config.schema import Config
+from nanogpt_hf.config.schema import Config, replace_knobs
 from nanogpt_hf.config.settings import Setting
 from nanogpt_hf.config.sources import sources_of
 from nanogpt_hf.config.stages import naming, stages_of
@@ -43,8 +43,8 @@ from nanogpt_hf.model.checks import check_balance
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.origin import needed_at_resume, origin_of
 from nanogpt_hf.runs.provenance import continue_on
-from nanogpt_hf.runs.recipe import changed_knobs
-from nanogpt_hf.runs.state import run_identity
+from nanogpt_hf.runs.recipe import changed_knobs, known_recipe
+from nanogpt_hf.runs.state import knobs_at, run_identity
 from nanogpt_hf.training.build import build_run
 from nanogpt_hf.training.micro_batch import one_line_for_too_little_memory
 
@@ -86,6 +86,8 @@ def prepare_run(
         decision: dict[str, Any] = {}
         if mesh.is_main:
             decision["resumes"] = _lock(config, folder, options)
+            if config.train.budget and decision["resumes"]:
+                decision["max_steps"] = _known_steps(folder)
         data = method.load(config)
         for stage in stages_of(config)[1:]:
             with naming(stage):
@@ -167,6 +169,7 @@ def _start_or_resume(
     _check_shared_folder(accelerator, folder)
     origin = facts["origin"]
     if facts["resumes"]:
+        config = _with_known_steps(config, facts.get("max_steps"))
         origin = needed_at_resume(config, origin)
     run_facts = run_identity(config, data.manifest, origin)
     checkpoint = None
@@ -192,6 +195,29 @@ def _start_or_resume(
     run = build_run(config, accelerator, data, folder, checkpoint)
     run.state.identity = run_facts
     return run
+
+
+def _known_steps(folder: RunFolder) -> int:
+    """Return train.max_steps of a run that is resumed: its recipe has it, and if that is lost, its
+    newest checkpoint.
+    """
+    if recipe := known_recipe(folder):
+        return recipe.train.max_steps
+    state = newest_checkpoint(folder).state
+    return knobs_at(state.history, state.step)["train.max_steps"]
+
+
+def _with_known_steps(config: Config, steps: int | None) -> Config:
+    """The recipe of a resumed run, which is not timed again: train.budget holds for its start
+    only.
+    """
+    if config.train.budget is None:
+        return config
+    logger.info(
+        f"train.budget {config.train.budget}: was timed when the run began; it keeps its "
+        f"train.max_steps {steps}"
+    )
+    return replace_knobs(config, {"train.max_steps": steps, "train.budget": None})
 
 
 def _check_end(config: Config, folder: RunFolder, checkpoint: Checkpoint) -> None:
@@ -224,6 +250,8 @@ def check_resume(
     lines = [f"changed since the run began: {change}" for change in changed_knobs(folder, config)]
     checkpoint = newest_checkpoint(folder)
     method = method_of(config)
+    if config.train.budget:
+        config = _with_known_steps(config, _known_steps(folder))
     _check_end(config, folder, checkpoint)
     if method.uses_prepared_data and find_manifest(config.data) is None:
         lines.append(f"not compared with the run: {config.data.dir} is not prepared yet")

@@ -8,7 +8,7 @@ from nanogpt_hf.config.schema import Config, DataSection, ModelSection, OptimSec
 @pytest.fixture
 def work(forget_accelerate, monkeypatch, tmp_path):
     """A tiny model on synthetic tokens with two micro-batches per step, as `bench` builds it."""
-    from nanogpt_hf.bench.clock import build_workload
+    from nanogpt_hf.bench.workload import build_workload
     from nanogpt_hf.distributed.accelerator import build_accelerator
     from nanogpt_hf.distributed.mesh import Mesh
     from nanogpt_hf.runs.folder import RunFolder

@@ -27,7 +27,7 @@ def test_bare_step_reaches_our_weights(work, monkeypatch):
 
     monkeypatch.setattr(baselines, "build_optimizer", build)
     monkeypatch.setattr(
-        "nanogpt_hf.bench.clock.learning_rate_at", lambda *_: work.run.config.optim.learning_rate
+        "nanogpt_hf.bench.workload.learning_rate_at", lambda *_: work.run.config.optim.learning_rate
     )
     bare = bare_step(work)
     for _ in range(3):

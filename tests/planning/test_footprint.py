@@ -13,7 +13,7 @@ from accelerate.utils import GradientAccumulationPlugin
 from transformers import PreTrainedModel
 
 from allocations import peak_allocation
-from nanogpt_hf.bench.clock import synthetic_tokens
+from nanogpt_hf.bench.workload import synthetic_tokens
 from nanogpt_hf.checkpoint.writer import CheckpointWriter
 from nanogpt_hf.config.schema import Config, LoraSection, ModelSection, OptimSection
 from nanogpt_hf.data.batches import Batches

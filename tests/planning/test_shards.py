@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import is_fake
 
 from allocations import peak_allocation
 from cpu_ring import allow_cpu_ring
-from nanogpt_hf.bench.clock import communicated_bytes, synthetic_data
+from nanogpt_hf.bench.workload import communicated_bytes, synthetic_data
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.distributed.accelerator import build_accelerator

@@ -48,7 +48,7 @@ VALUES = {
     "rl.reward_errors": "zero",
 }
 # they are rows of other tests: a model with experts, a compiler, a number of steps that they set
-ELSEWHERE = {"optim.balance_loss", "optim.state", "train.tokens_per_parameter"}
+ELSEWHERE = {"optim.balance_loss", "optim.state", "train.tokens_per_parameter", "train.budget"}
 OF_TEXT = [key for key in VALUES if not key.startswith(("optim.muon", "rl."))]
 AT = 4
 

@@ -1,8 +1,7 @@
-"""Workload of a bench, a training run without a run folder: the time of its steps, and the bytes
-that collectives send, which do not depend on how busy a machine is.
+"""Workload of a bench, a training run without a run folder, and the bytes that collectives send,
+which do not depend on how busy a machine is.
 """
 
-import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +12,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 from accelerate import Accelerator
-from accelerate.utils import gather
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -60,50 +58,6 @@ def build_workload(accelerator: Accelerator, config: Config, *, use_prepared: bo
         why = f"{config.data.dir} is not prepared" if use_prepared else "no recipe"
         token_source = f"synthetic tokens: {why}"
     return Workload(build_run(config, accelerator, data), token_source)
-
-
-# The first step compiles and allocates, the next ones fill caches.
-WARM_STEPS = 3
-# The length of a window to aim at, and its largest number of steps.
-_WINDOW_SECONDS = 0.5
-_WINDOW_STEPS = 50
-
-
-Spread = dict[str, float]
-
-
-def spread(values: list[float]) -> Spread:
-    """Median and quartiles of repeated measurements."""
-    # Quartiles, since a busy machine has outliers in one direction.
-    median, low, high = np.quantile(values, (0.5, 0.25, 0.75)).tolist()
-    return {"median": median, "low": low, "high": high}
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-
-
-def time_of(device: torch.device, work: Callable[[], object], times: int = 1) -> float:
-    """Seconds per call of `work`, the mean over `times` calls, including the device's part."""
-    # A GPU runs behind the host: wait until it is idle, before and after.
-    synchronize(device)
-    start = time.perf_counter()
-    for _ in range(times):
-        work()
-    synchronize(device)
-    return (time.perf_counter() - start) / times
-
-
-def warm_up(work: Workload) -> int:
-    """Take the first steps, on all processes; return the number of steps per window, equal on
-    all processes.
-    """
-    device = work.run.accelerator.device
-    # The fastest of the first steps is the one that neither compiled nor allocated.
-    seconds = min(time_of(device, work.step) for _ in range(WARM_STEPS))
-    slowest = torch.as_tensor(gather(torch.tensor([seconds], device=device))).max().item()
-    return max(1, min(_WINDOW_STEPS, round(_WINDOW_SECONDS / slowest)))
 
 
 # Operations of c10d and of its functional form, by the beginning of their names.

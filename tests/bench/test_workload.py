@@ -2,11 +2,11 @@
 
 import torch
 
-from nanogpt_hf.bench import clock
-from nanogpt_hf.bench.clock import spread, time_of
+from nanogpt_hf.bench import workload
 from nanogpt_hf.config.names import vocab_size_by_name
 from nanogpt_hf.methods.text import TEXT
 from nanogpt_hf.training import step
+from nanogpt_hf.training.clock import spread, time_of
 
 
 def test_spread():
@@ -23,11 +23,11 @@ def test_time_of_is_per_call(monkeypatch):
 
 
 def test_workload_step_is_the_loops_step(work, monkeypatch):
-    assert clock.train_step is step.train_step
+    assert workload.train_step is step.train_step
     assert TEXT.updates(work.run.config) == 1  # and a step on text is one of them
     taken = []
     monkeypatch.setattr(
-        clock, "train_step", lambda run, step, learning_rate: taken.append((step, learning_rate))
+        workload, "train_step", lambda run, step, learning_rate: taken.append((step, learning_rate))
     )
     work.step()
     work.step()
