@@ -136,3 +136,70 @@ SHAPES = {
     "ours": byte_level(QWEN[:1]),
     "ours with a start token": sentencepiece(("<s>", "</s>")),
 }
+
+
+def _calling(call: str, before: str = "", between: str = "", after: str = "", thought: str = ""):
+    """A template in ChatML whose answers call tools; `call` is the expression of one call."""
+    return (
+        "{% if tools %}{{ '<|im_start|>system\n' + tools | tojson + '<|im_end|>\n' }}{% endif %}"
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+        "{% if m.role == 'assistant' %}"
+        + thought
+        + "{{ m.content or '' }}{% if m.tool_calls %}"
+        + before
+        + "{% for c in m.tool_calls %}{% set f = c.function %}"
+        + call
+        + "{% if not loop.last %}"
+        + between
+        + "{% endif %}{% endfor %}"
+        + after
+        + "{% endif %}{% else %}{{ m.content }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    )
+
+
+_THINKING = (
+    "{% if m.reasoning_content %}{{ '<think>\n' + m.reasoning_content + '\n</think>\n\n' }}"
+    "{% endif %}"
+)
+_ALWAYS = "{{ '<think>\n' + (m.reasoning_content or '') + '\n</think>\n\n' }}"
+_HERMES = (
+    '{{ \'<tool_call>\n{"name": "\' + f.name + \'", "arguments": \' }}{{ f.arguments | tojson }}'
+    "{{ '}\n</tool_call>' }}"
+)
+# Ways in which models call tools: Qwen 3's, Llama 3's, Mistral's two, Qwen 3.5's, and GLM's.
+CALLING = {
+    "hermes": _calling(_HERMES, between="{{ '\n' }}"),
+    "hermes that thinks": _calling(_HERMES, between="{{ '\n' }}", thought=_THINKING),
+    "hermes whose prompt thinks": _calling(_HERMES, between="{{ '\n' }}", thought=_ALWAYS).replace(
+        "{{ '<|im_start|>assistant\n' }}", "{{ '<|im_start|>assistant\n<think>\n' }}"
+    ),
+    "bare JSON": _calling(
+        "{% if m.tool_calls | length > 1 %}{{ raise_exception('one call') }}{% endif %}"
+        "{{ '{\"name\": \"' + f.name + '\", \"parameters\": ' }}{{ f.arguments | tojson }}{{ '}' }}"
+    ),
+    "list of JSON": _calling(
+        "{{ '{\"name\": \"' + f.name + '\", \"arguments\": ' }}{{ f.arguments | tojson }}{{ '}' }}",
+        before="{{ '[TOOL_CALLS] [' }}",
+        between="{{ ', ' }}",
+        after="{{ ']' }}",
+    ),
+    "name and JSON": _calling("{{ '[TOOL_CALLS]' + f.name + '[ARGS]' }}{{ f.arguments | tojson }}"),
+    "parameters": _calling(
+        "{{ '<tool_call>\n<function=' + f.name + '>\n' }}{% for k, v in f.arguments | items %}"
+        "{{ '<parameter=' + k + '>\n' }}{{ v if v is string else v | tojson }}"
+        "{{ '\n</parameter>\n' }}{% endfor %}{{ '</function>\n</tool_call>' }}",
+        between="{{ '\n' }}",
+    ),
+    "keys and values": _calling(
+        "{{ '<tool_call>' + f.name }}{% for k, v in f.arguments | items %}"
+        "{{ '\n<arg_key>' + k + '</arg_key>\n<arg_value>' }}{{ v if v is string else v | tojson }}"
+        "{{ '</arg_value>' }}{% endfor %}{{ '\n</tool_call>' }}"
+    ),
+}
+_MARKS = ("[TOOL_CALLS]", "[ARGS]")
+
+
+def calling(name: str):
+    """A tokenizer whose template calls tools; the marks are tokens, as in the models."""
+    return byte_level((*_MARKS, *QWEN), ("<tool_call>", "</tool_call>", *THOUGHT), CALLING[name])

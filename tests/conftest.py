@@ -160,7 +160,7 @@ def save_chat_model(byte_tokenizer):
     import torch
     from transformers import AutoTokenizer
 
-    from nanogpt_hf.data.chat_template import chat_template
+    from nanogpt_hf.data.own_template import chat_template
     from nanogpt_hf.model import GPTConfig, GPTForCausalLM
 
     def save(folder: Path, change: Callable = lambda model, tokenizer: None, **options) -> None:

@@ -3,7 +3,8 @@
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from nanogpt_hf.data.chat_template import ChatFormat, chat_format
+from nanogpt_hf.data.chat_examples import AnswerFinder, answer_finder
+from nanogpt_hf.data.chat_template import ChatFormat
 from nanogpt_hf.data.conversations import conversation_of
 from nanogpt_hf.data.examples import masked_blocks
 from nanogpt_hf.data.formats import Encode, Format
@@ -15,7 +16,7 @@ from nanogpt_hf.data.tokenizer import Tokenizer
 
 def _encoder(tokenizer: Tokenizer, _: int | None) -> Encode:
     """Encode conversations by the tokenizer's chat template, which ends the answers itself."""
-    chat = chat_format(tokenizer.hf, tokenizer.name)
+    finder = answer_finder(tokenizer.hf, tokenizer.name)
     kind = token_dtype(tokenizer.vocab_size)
 
     def encode(conversations: list[Conversation], first: int) -> list[Row]:
@@ -28,14 +29,14 @@ def _encoder(tokenizer: Tokenizer, _: int | None) -> Encode:
                 example.bytes,
                 np.array(example.assistant_mask, dtype=np.uint8),
             )
-            for example in chat.examples(conversations)
+            for example in finder.examples(conversations)
         ]
 
     return encode
 
 
 def _end_of_turn(hf: PreTrainedTokenizerBase) -> int:
-    return ChatFormat(hf).end_of_turn_id()
+    return AnswerFinder(ChatFormat(hf)).end_of_turn_id()
 
 
 FORMAT = Format(

@@ -1,24 +1,24 @@
-"""Chat templates: conversations as token ids with an assistant mask, and prompts for an answer.
+"""Chat templates: prompts for an answer as token ids, and results of tools behind one.
 
 A tokenizer's own template is used as it is, and ours if it has none. Neither is trusted: a
 template may be hostile or broken, and the text of a message must not become a token that ends a
 turn or starts another.
 """
 
-import contextlib
-import itertools
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import datetime
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from nanogpt_hf.data.call_format import common_start
 from nanogpt_hf.data.chat_fields import FieldCheck
-from nanogpt_hf.data.hf_tokenizer import start_of_text_id_of, unknown_characters_named
-from nanogpt_hf.data.messages import Conversation, Message, answers_of, texts_of
+from nanogpt_hf.data.hf_tokenizer import unknown_characters_named
+from nanogpt_hf.data.messages import Conversation, Message, texts_of
+from nanogpt_hf.data.special_tokens import broken, pattern_of, special_tokens, with_texts
 from nanogpt_hf.errors import DataError, one_line
 from nanogpt_hf.time_limit import TimeUpError, time_limit
 
@@ -33,22 +33,12 @@ _TODAY = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 # The date that templates write: the one that Llama 3.1's has for programs without a clock.
 _DAY = datetime(2024, 7, 26)
 # A conversation to try a template with. The texts are words that no template writes itself.
-_PROBE: list[Message] = [
+PROBE: list[Message] = [
     {"role": "user", "content": "Why?"},
     {"role": "assistant", "content": "Because."},
     {"role": "user", "content": "How?"},
     {"role": "assistant", "content": "So."},
 ]
-
-
-class ChatExample(NamedTuple):
-    """A conversation to train on, or the part of it that ends with one of its answers."""
-
-    input_ids: list[int]
-    # 1 for the tokens of answers, including the one that ends them; else 0
-    assistant_mask: list[int]
-    bytes: int  # bytes of the answers' text
-    conversation: int = 0  # its number
 
 
 class ChatFormat:
@@ -75,24 +65,23 @@ class ChatFormat:
         special = special_tokens(hf)
         text = (
             self._template
-            + self._render(Conversation(_PROBE[:2]))
-            + self._render(Conversation(_PROBE[:1]), add_generation_prompt=True)
+            + self.render(Conversation(PROBE[:2]))
+            + self.render(Conversation(PROBE[:1]), add_generation_prompt=True)
         )
         added = {str(token) for token in hf.added_tokens_decoder.values()}
         control = special | {
             token for token in added if token in text and not re.fullmatch(r"[\w\s]*", token)
         }
-        self._special = _any_of(special)
-        self._control = _any_of(control)
+        self._special = pattern_of(special)
+        self._control = pattern_of(control)
         vocabulary = hf.get_vocab()
         self._special_ids = {vocabulary[token] for token in special}
-        self._control_ids = {vocabulary[token] for token in control}
+        self.control_ids = {vocabulary[token] for token in control}
         # Any text may have characters without a token.
         if hf.unk_token_id not in (hf.bos_token_id, hf.eos_token_id):
             self._special_ids.discard(hf.unk_token_id)
         self._remembered = lru_cache(_SHAPES)(self._special_of)
         self._fields = FieldCheck()
-        self._begun = set[tuple[tuple[str, str], ...]]()
 
     def prompt_ids(self, messages: list[Message], tools: list[Any] | None = None) -> list[int]:
         """Ids of the prompt for the answer to the last of `messages`.
@@ -105,81 +94,92 @@ class ChatFormat:
         asked = Conversation(messages, tools)
         self._fields.check(asked, self._prompt_texts, len(messages))
         # 2. No text of it may end a turn or begin another one.
-        asked = self._harmless(asked)
+        asked = self.harmless(asked)
         with unknown_characters_named(self.hf, texts_of(asked)):
-            (ids,) = self._tokens([self._render(asked, add_generation_prompt=True)])
+            (ids,) = self.tokens([self.render(asked, add_generation_prompt=True)])
         # 3. Whatever a template does with the text, the tokens themselves show whether 2 holds.
-        self._check_special(ids, asked, add_generation_prompt=True)
+        self.check_special(ids, asked, add_generation_prompt=True)
         return ids
 
-    def examples(self, conversations: list[Conversation]) -> list[ChatExample]:
-        """Return the conversations as examples to train on, in order.
-
-        Answers are found by the template's `{% generation %}` marks. Without marks, the prompt
-        for each answer and the conversation up to this answer must be prefixes of the whole
-        conversation as tokens. If the template rewrites earlier turns, there is an example for
-        each answer, in which only that answer counts. Raises DataError if the tokens of an answer
-        are not certain, or a field with content changes none of the tokens.
+    def answer_text(self, message: Message, tools: list[Any] | None = None) -> str | None:
+        """Return what a model writes for an answer to a question: the text between the prompt and
+        the special token that ends it. None if the template fails.
         """
-        for conversation in conversations:
-            with _named(conversation):
-                # What follows the last learned answer does not matter.
-                last = _learned(conversation)[-1]
-                self._fields.check(conversation, self._example_texts, last)
-        found = list(map(self._harmless, conversations))
-        # If marks show the answers, all conversations are tokenized at once, which is faster.
-        by_marks = self._by_marks(found) if self.is_marked else itertools.repeat(None)
-        examples = []
-        for number, (conversation, tokens) in enumerate(zip(found, by_marks, strict=False)):
-            named = unknown_characters_named(self.hf, texts_of(conversation))
-            with _named(conversations[number]), named:
-                own = (
-                    [self._marked(conversation, *tokens)]
-                    if tokens
-                    else self._examples_by_prefixes(conversation)
-                )
-            examples += [example._replace(conversation=number) for example in own]
-        return examples
+        try:
+            prompt = self.render(Conversation(PROBE[:1], tools), add_generation_prompt=True)
+            text = self.render(Conversation([*PROBE[:1], message], tools))
+        except DataError:
+            return None
+        if text.startswith(prompt):
+            text = text[len(prompt) :]
+        else:
+            # The prompt ends with the mark of a thought, which an answer without one does not have.
+            # Both are equal up to it, and perhaps in the first letters of two marks.
+            common = common_start(prompt, text)
+            ends = [0, *(mark.end() for mark in self._control.finditer(common))]
+            text = text[max(ends[-1], len(common.rpartition("\n")[0])) :]
+        text = text.rstrip()
+        ends = [token for token in special_tokens(self.hf) if text.endswith(token)]
+        return text.removesuffix(max(ends, key=len, default=""))
 
-    def check_turns(self) -> None:
-        """Raises DataError unless each answer of two has its text and a token that ends it."""
-        answers = []
-        wanted = [_PROBE[number]["content"] for number in answers_of(_PROBE)]
-        for example in self.examples([Conversation(_PROBE)]):
-            ids = example.input_ids
-            answers += [ids[start:stop] for start, stop in _runs(example.assistant_mask)]
-        for number, (answer, text) in enumerate(zip(answers, wanted, strict=True), 1):
-            if text not in self._decoded(answer) or not self._control_ids.intersection(answer):
-                raise DataError(
-                    f"its chat template does not mark the end of answer {number} of {len(wanted)}, "
-                    "so a model would not learn to end one; mark it inside {% generation %}"
-                )
+    def mentions(self, text: str) -> bool:
+        """Whether the template has a text."""
+        return text in self._template
 
-    def end_of_turn_id(self) -> int:
-        """Return the token that ends an answer. Raises DataError if it is not certain."""
-        # One question and its answer: what counts of it has to be the answer alone, and its end.
-        example = self.examples([Conversation(_PROBE[:2])])[0]
-        answer = [
-            i for i, counts in zip(example.input_ids, example.assistant_mask, strict=True) if counts
+    def prompts_with(self, mark: str) -> bool:
+        """Whether the prompt for an answer ends with a mark."""
+        prompt = self.render(Conversation(PROBE[:1]), add_generation_prompt=True)
+        return prompt.rstrip().endswith(mark)
+
+    def reply_ids(self, names: tuple[str, ...], results: tuple[str, ...]) -> list[int]:
+        """Ids that follow the end of an answer that calls tools: the results, and the prompt for
+        the next answer.
+
+        They do not depend on the text before them, so a conversation goes on with the very tokens
+        that the model has written. Raises DataError if the template fails or rewrites the answer.
+        """
+        calls = [
+            {"id": call_id(n), "type": "function", "function": {"name": name, "arguments": {}}}
+            for n, name in enumerate(names)
         ]
-        text = self._decoded(answer)
-        ends = [token for token in answer if token in self._control_ids]
-        if "Because." not in text or "Why?" in text or not ends:
-            raise DataError(
-                "the marks of its chat template do not enclose an answer and its "
-                f"end, but {text!r:.60}"
-            )
-        return ends[-1]
+        told = [
+            {"role": "tool", "name": name, "tool_call_id": call["id"], "content": result}
+            for call, name, result in zip(calls, names, results, strict=True)
+        ]
+        problem: DataError | None = None
+        # Some templates write the thought of an answer before a tool's result only if it has text,
+        # or the content of an answer that calls.
+        for stand_in in ({"content": "", "reasoning_content": "x"}, {"content": ""}):
+            answer = {"role": "assistant", "tool_calls": calls, **stand_in}
+            asked = [*PROBE[:1], answer]
+            try:
+                whole = self.harmless(Conversation([*asked, *told]))
+                (before,) = self.tokens([self.render(self.harmless(Conversation(asked)))])
+                with unknown_characters_named(self.hf, results):
+                    (ids,) = self.tokens([self.render(whole, add_generation_prompt=True)])
+                self.check_special(ids, whole, add_generation_prompt=True)
+            except DataError as error:
+                problem = problem or error
+                continue
+            (question,) = self.tokens([self.render(Conversation(asked[:1]))])
+            stop = self.answer_stop(before, len(question))
+            if stop > len(question) and ids[:stop] == before[:stop]:
+                return ids[stop:]
+        raise problem or DataError(
+            "the model's chat template rewrites an answer when the result of a tool follows"
+        )
 
-    def _harmless(self, conversation: Conversation) -> Conversation:
+    def answer_stop(self, ids: list[int], start: int) -> int:
+        """Return the end of an answer that begins at `start`: the place behind its last control
+        token, `start` if it has none.
+        """
+        stop = len(ids)
+        while stop > start and ids[stop - 1] not in self.control_ids:
+            stop -= 1
+        return stop
+
+    def harmless(self, conversation: Conversation) -> Conversation:
         """Return the conversation without control tokens in its text."""
-
-        def broken(value: Any, tokens: re.Pattern[str]) -> Any:
-            return _with_texts(
-                value,
-                lambda text: tokens.sub(lambda token: f"{token[0][:1]} {token[0][1:]}", text),
-            )
-
         messages = [
             broken(message, self._special if message["role"] == "assistant" else self._control)
             for message in conversation.messages
@@ -188,20 +188,9 @@ class ChatFormat:
         return conversation._replace(messages=messages, tools=tools)
 
     def _prompt_texts(self, conversation: Conversation, _: int) -> Iterator[tuple[int, str]]:
-        yield len(conversation.messages) - 1, self._render(conversation, add_generation_prompt=True)
+        yield len(conversation.messages) - 1, self.render(conversation, add_generation_prompt=True)
 
-    def _example_texts(self, conversation: Conversation, first: int) -> Iterator[tuple[int, str]]:
-        """Yield the texts whose tokens are the examples of a conversation, each with the index
-        of its last message, if that is not before `first`.
-        """
-        if self.is_marked:
-            yield len(conversation.messages) - 1, self._render(conversation)
-            return
-        for number in _learned(conversation):
-            if number >= first:
-                yield number, self._render(_until(conversation, number))
-
-    def _render(self, conversation: Conversation, add_generation_prompt: bool = False) -> str:
+    def render(self, conversation: Conversation, add_generation_prompt: bool = False) -> str:
         """Return the text of a conversation.
 
         transformers renders templates in Jinja's sandbox, which protects the system, but does
@@ -210,7 +199,7 @@ class ChatFormat:
         try:
             with time_limit(_SECONDS):
                 return str(
-                    self._apply(
+                    self.apply(
                         conversation.messages,
                         add_generation_prompt,
                         tools=conversation.tools,
@@ -223,7 +212,8 @@ class ChatFormat:
                 "another model"
             ) from None
 
-    def _apply(self, messages: Any, add_generation_prompt: bool = False, **options: Any) -> Any:
+    def apply(self, messages: Any, add_generation_prompt: bool = False, **options: Any) -> Any:
+        """Call transformers' `apply_chat_template`. Raises DataError if the template fails."""
         try:
             return self.hf.apply_chat_template(
                 messages,
@@ -239,7 +229,8 @@ class ChatFormat:
                 "); change the conversation, or choose another model"
             ) from None
 
-    def _tokens(self, texts: list[str]) -> list[list[int]]:
+    def tokens(self, texts: list[str]) -> list[list[int]]:
+        """Return the token ids of rendered texts."""
         return self.hf(texts, add_special_tokens=False, verbose=False)["input_ids"]
 
     def _expected(self, shape: str, add_generation_prompt: bool) -> list[int]:
@@ -248,12 +239,10 @@ class ChatFormat:
 
     def _special_of(self, shape: str, add_generation_prompt: bool) -> list[int]:
         """Return the special tokens of a conversation of this shape, as `_shape_of` writes it."""
-        (ids,) = self._tokens(
-            [self._render(Conversation(*json.loads(shape)), add_generation_prompt)]
-        )
+        (ids,) = self.tokens([self.render(Conversation(*json.loads(shape)), add_generation_prompt)])
         return [i for i in ids if i in self._special_ids]
 
-    def _check_special(
+    def check_special(
         self, ids: list[int], conversation: Conversation, add_generation_prompt: bool = False
     ) -> None:
         """Raises DataError unless `ids` have the special tokens of the same roles and fields with
@@ -267,254 +256,19 @@ class ChatFormat:
                 "one of them"
             )
 
-    def _decoded(self, ids: list[int]) -> str:
+    def decoded(self, ids: list[int]) -> str:
+        """Return the text of token ids, with special tokens."""
         return str(self.hf.decode(ids))
 
-    def _by_marks(self, conversations: list[Conversation]) -> Iterator[tuple[list[int], list[int]]]:
-        """Yield the ids and the mask of each conversation, by the template's marks."""
-        # The tools are an argument of the call: conversations with other tools need another one.
-        for tools, group in itertools.groupby(conversations, lambda found: found.tools):
-            same_tools = list(group)
-            texts = itertools.chain.from_iterable(map(texts_of, same_tools))
-            with unknown_characters_named(self.hf, texts):
-                out = self._apply(
-                    [conversation.messages for conversation in same_tools],
-                    tools=tools,
-                    return_dict=True,
-                    return_assistant_tokens_mask=True,
-                    tokenizer_kwargs={"verbose": False},
-                )
-            yield from zip(out["input_ids"], out["assistant_masks"], strict=True)
 
-    def _marked(self, conversation: Conversation, ids: list[int], mask: list[int]) -> ChatExample:
-        """Return the example of a conversation from its ids and the mask of all its answers."""
-        self._check_special(ids, conversation)
-        answers = answers_of(conversation.messages)
-        runs = list(_runs(mask))  # one for each answer, if the template marks all of them
-        if len(runs) != len(answers):
-            raise DataError(
-                f"the marks of the chat template enclose {len(runs)} parts, and there are "
-                f"{len(answers)} answers; mark each answer, its calls of tools and its end as one "
-                "part by {% generation %}"
-            )
-        for number, (start, stop) in zip(answers, runs, strict=True):
-            if not self._control_ids.intersection(ids[start:stop]):
-                raise DataError(
-                    f"message {number + 1}: the marks of the chat template do not enclose the end "
-                    "of the answer; mark it inside {% generation %}"
-                )
-            # The template marks all answers; those that are not learned lose their mark here.
-            if number in conversation.unlearned:
-                mask[start:stop] = [0] * (stop - start)
-        self._check_starts(conversation, ids)
-        return ChatExample(ids, mask, _answer_bytes(conversation))
-
-    def _check_starts(self, conversation: Conversation, ids: list[int]) -> None:
-        """Raises DataError if the end of a prompt and the start of its answer become one token,
-        which no model is asked for.
-
-        White space, of which a token may have any number, is always checked, and other first
-        characters once. A template that rewrites the turns before an answer is not checked.
-        """
-        text = ""
-        for number in _learned(conversation):
-            fields = conversation.messages[number].items()
-            start = tuple((name, value[:2]) for name, value in fields if isinstance(value, str))
-            if start in self._begun:
-                continue
-            try:
-                before = _until(conversation, number - 1)
-                prompt = self._render(before, add_generation_prompt=True)
-            except DataError:  # the template is of training alone
-                continue
-            text = text or self._render(conversation)
-            if text.startswith(prompt):
-                (asked,) = self._tokens([prompt])
-                if ids[: len(asked)] != asked:
-                    raise DataError(
-                        f"message {number + 1}: the chat template prompts for the answer with "
-                        f"{prompt[-30:]!r}, which becomes one token with the start of the answer; "
-                        "change how it starts, or the template"
-                    )
-            # A token may have any number of spaces, so each start with a space is another case.
-            is_space = any(value[:1].isspace() for _, value in start)
-            if not is_space and len(self._begun) < _SHAPES:
-                self._begun.add(start)
-
-    def _examples_by_prefixes(self, conversation: Conversation) -> list[ChatExample]:
-        learned = _learned(conversation)
-        conversation = _until(conversation, learned[-1])
-        pairs = [
-            self._tokens(
-                [
-                    self._render(_until(conversation, number - 1), add_generation_prompt=True),
-                    self._render(_until(conversation, number)),
-                ]
-            )
-            for number in learned
-        ]
-        if example := self._masked(conversation, pairs):
-            return [example]
-        # Else an example for each answer, which ends with it, as the prompt of that answer is.
-        examples = []
-        for number, pair in zip(learned, pairs, strict=True):
-            alone = _until(conversation, number)._replace(
-                unlearned=frozenset(answers_of(conversation.messages)) - {number}
-            )
-            example = self._masked(alone, [pair])
-            if example is None:
-                prompt = self._decoded(pair[0])[-30:]
-                raise DataError(
-                    f"the chat template prompts for an answer with {prompt!r}, whose tokens "
-                    "a conversation with that answer does not begin with; mark answers in the "
-                    "template by {% generation %}"
-                )
-            examples.append(example)
-        return examples
-
-    def _masked(
-        self, conversation: Conversation, pairs: list[list[list[int]]]
-    ) -> ChatExample | None:
-        """Return the example of a conversation from the tokens before and after each learned
-        answer.
-
-        Each answer is what the second part of a pair adds to the first, without white space after
-        the token that ends it. None if a part is not a prefix of the last one.
-        """
-        whole = pairs[-1][1]
-        mask = [0] * len(whole)
-        for before, after in pairs:
-            start = len(before)
-            stop = len(after)
-            # Other tokens at these places: the template rewrites earlier turns.
-            if whole[:start] != before or whole[:stop] != after:
-                return None
-            # An answer ends with its last control token. Only white space may follow.
-            end = stop
-            while end > start and whole[end - 1] not in self._control_ids:
-                end -= 1
-            if end - start < 2 or self._decoded(whole[end:stop]).strip():
-                raise DataError(
-                    "the chat template ends an answer with no special token, so a model would not "
-                    "learn to end one; choose a tokenizer whose template does"
-                )
-            mask[start:end] = [1] * (end - start)
-        self._check_special(whole, conversation)
-        return ChatExample(whole, mask, _answer_bytes(conversation))
+def call_id(number: int) -> str:
+    """The id of a call in an answer. Some templates take ids of nine letters only."""
+    return f"call{number:05}"
 
 
 def chat_of(hf: PreTrainedTokenizerBase) -> ChatFormat | None:
     """A tokenizer's chat template, None if it has none."""
     return ChatFormat(hf) if hf.chat_template else None
-
-
-def chat_format(hf: PreTrainedTokenizerBase, name: str) -> ChatFormat:
-    """Return the chat template to train with. A tokenizer without one gets ours.
-
-    Raises DataError if the tokens of an answer cannot be told with certainty.
-    """
-    if not hf.chat_template:
-        if hf.eos_token_id is None:
-            raise DataError(
-                f"data.tokenizer: {name} has no token that ends a text, so a model with it cannot "
-                "chat; pretrain with data.tokenizer gpt2 or bpe"
-            )
-        hf.chat_template = chat_template(hf)
-    try:
-        chat = ChatFormat(hf)
-        chat.end_of_turn_id()
-        chat.check_turns()
-    except DataError as error:
-        raise DataError(f"data.tokenizer: {name}: {error}") from None
-    return chat
-
-
-def special_tokens(hf: PreTrainedTokenizerBase) -> set[str]:
-    """Return the special tokens of a tokenizer."""
-    return {str(token) for token in hf.added_tokens_decoder.values() if token.special} | set(
-        hf.all_special_tokens
-    )
-
-
-def chat_template(hf: PreTrainedTokenizerBase) -> str:
-    """Our chat template for this tokenizer: roles as headings, answers end with its end-of-text
-    token.
-
-    Special tokens in the text of a message are broken by a space here, too, for programs that
-    only have the template. `generation` marks the answers for the assistant mask.
-    """
-
-    def literal(text: str) -> str:  # Jinja reads what JSON writes
-        return json.dumps(text, ensure_ascii=False)
-
-    breaks = "".join(
-        f" | replace({literal(token)}, {literal(f'{token[:1]} {token[1:]}')})"
-        for token in _breakable(special_tokens(hf))
-    )
-    start = "" if start_of_text_id_of(hf) is None else "{{- bos_token -}}"
-    return (
-        f"{start}{{%- for message in messages -%}}"
-        f"{{%- set content = message['content'] | trim{breaks} -%}}"
-        "{{- '### ' + message['role'] | capitalize + ':\\n' -}}"
-        "{%- if message['role'] == 'assistant' -%}"
-        "{%- generation -%}{{- content + eos_token -}}{%- endgeneration -%}"
-        "{%- else -%}{{- content + '\\n\\n' -}}{%- endif -%}"
-        "{%- endfor -%}"
-        "{%- if add_generation_prompt -%}{{- '### Assistant:\\n' -}}{%- endif -%}"
-    )
-
-
-def _breakable(tokens: set[str]) -> list[str]:
-    """Return the tokens that a space can break, the longest first."""
-    return sorted((token for token in tokens if len(token) > 1), key=lambda t: (-len(t), t))
-
-
-def _any_of(tokens: set[str]) -> re.Pattern[str]:
-    return re.compile("|".join(map(re.escape, _breakable(tokens))) or "(?!)")
-
-
-@contextlib.contextmanager
-def _named(conversation: Conversation) -> Iterator[None]:
-    """Context in which a DataError gets the start of a conversation."""
-    try:
-        yield
-    except DataError as error:
-        start = conversation.messages[0]["content"]
-        raise DataError(f"the conversation that starts {start!r:.40}: {error}") from None
-
-
-def _answer_bytes(conversation: Conversation) -> int:
-    """Return the bytes of the learned answers; what is no text counts as JSON."""
-    return sum(
-        len((value if isinstance(value, str) else json.dumps(value)).strip().encode())
-        for number in _learned(conversation)
-        for field, value in conversation.messages[number].items()
-        if field != "role" and value is not None
-    )
-
-
-def _runs(mask: list[int]) -> Iterator[tuple[int, int]]:
-    """Yield the start and end of each run of ones."""
-    start = 0
-    for value, group in itertools.groupby(mask):
-        stop = start + len(list(group))
-        if value:
-            yield start, stop
-        start = stop
-
-
-def _until(conversation: Conversation, number: int) -> Conversation:
-    """A conversation up to a message."""
-    return conversation._replace(messages=conversation.messages[: number + 1])
-
-
-def _with_texts(value: Any, change: Callable[[str], str]) -> Any:
-    """A value of JSON with its texts changed, also the names of fields."""
-    if isinstance(value, str):
-        return change(value)
-    if isinstance(value, dict):
-        return {change(key): _with_texts(item, change) for key, item in value.items()}
-    return [_with_texts(item, change) for item in value] if isinstance(value, list) else value
 
 
 def _shape_of(conversation: Conversation) -> str:
@@ -525,13 +279,7 @@ def _shape_of(conversation: Conversation) -> str:
     """
     plain = lambda text: re.sub(r"[^\w\s.,:-]", "", text)  # noqa: E731
     messages = [
-        _with_texts(message | {"content": message["content"] and "x"}, plain)
+        with_texts(message | {"content": message["content"] and "x"}, plain)
         for message in conversation.messages
     ]
-    return json.dumps([messages, _with_texts(conversation.tools, plain)])
-
-
-def _learned(conversation: Conversation) -> list[int]:
-    """Return the indices of the answers that are trained on."""
-    answers = answers_of(conversation.messages)
-    return [number for number in answers if number not in conversation.unlearned]
+    return json.dumps([messages, with_texts(conversation.tools, plain)])

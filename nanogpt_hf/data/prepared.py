@@ -16,7 +16,7 @@ from nanogpt_hf.config.sources import is_mixture, sources_of
 from nanogpt_hf.config.stages import config_at, planned_tokens, tokens_by_source
 from nanogpt_hf.data.batches import MixedBlocks, as_mixture, blocks_read
 from nanogpt_hf.data.blocks import Blocks
-from nanogpt_hf.data.chat_template import chat_of
+from nanogpt_hf.data.chat_examples import finder_of
 from nanogpt_hf.data.examples import Examples
 from nanogpt_hf.data.formats import format_of
 from nanogpt_hf.data.hf_tokenizer import end_of_text_id_of, load_tokenizer, vocabulary_hash
@@ -81,8 +81,8 @@ def in_memory(
         train=next(splits),
         validation=next(splits),
     )
-    chat = chat_of(tokenizer)
-    end_of_turn_id = chat and chat.end_of_turn_id()
+    finder = finder_of(tokenizer)
+    end_of_turn_id = finder and finder.end_of_turn_id()
     return PreparedData(train, validation, tokenizer, manifest, end_of_turn_id)
 
 

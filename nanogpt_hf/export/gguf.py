@@ -16,8 +16,10 @@ import transformers
 from torch import Tensor
 
 from nanogpt_hf.data.bpe import GPT4_PATTERN, QWEN_PATTERN
-from nanogpt_hf.data.chat_template import ChatFormat, chat_template
+from nanogpt_hf.data.chat_examples import AnswerFinder
+from nanogpt_hf.data.chat_template import ChatFormat
 from nanogpt_hf.data.hf_tokenizer import save_tokenizer, start_of_text_id_of
+from nanogpt_hf.data.own_template import chat_template
 from nanogpt_hf.errors import DataError, UserError
 from nanogpt_hf.export.model_folder import (
     cast_weights,
@@ -250,7 +252,7 @@ def _write_tokenizer(
     if isinstance(tokenizer.chat_template, str):
         writer.add_chat_template(tokenizer.chat_template)
         try:
-            writer.add_eot_token_id(ChatFormat(tokenizer).end_of_turn_id())
+            writer.add_eot_token_id(AnswerFinder(ChatFormat(tokenizer)).end_of_turn_id())
         except DataError:
             # Readers then stop at the end-of-text token alone.
             return
@@ -265,11 +267,14 @@ def _modelfile(config: Any, tokenizer: transformers.PreTrainedTokenizerBase) -> 
     if not isinstance(tokenizer.chat_template, str):
         return "\n".join([*lines, ""])
     with contextlib.suppress(DataError):  # the end-of-text token alone ends an answer
-        end = str(tokenizer.convert_ids_to_tokens(ChatFormat(tokenizer).end_of_turn_id()))
+        end = str(
+            tokenizer.convert_ids_to_tokens(AnswerFinder(ChatFormat(tokenizer)).end_of_turn_id())
+        )
         # ollama knows no escapes here.
         if not re.search(r'["\n]', end):
             lines.append(f'PARAMETER stop "{end}"')
-    if tokenizer.chat_template == chat_template(tokenizer):
+    ours = [chat_template(tokenizer, tools=tools) for tools in (True, False)]
+    if tokenizer.chat_template in ours:
         end = json.dumps(tokenizer.eos_token, ensure_ascii=False)
         lines.append(f'TEMPLATE """{_GO_TEMPLATE.replace("END", end)}"""')
     else:

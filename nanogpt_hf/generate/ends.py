@@ -4,6 +4,7 @@ import contextlib
 
 import transformers
 
+from nanogpt_hf.data.chat_examples import AnswerFinder
 from nanogpt_hf.data.chat_template import ChatFormat
 from nanogpt_hf.data.hf_tokenizer import end_of_text_id_of
 from nanogpt_hf.errors import DataError
@@ -29,5 +30,5 @@ def answer_end_ids(model: transformers.PreTrainedModel, chat: ChatFormat) -> set
         found.add(end_of_text)
     # A template without a certain end of an answer: the model's own ends are enough.
     with contextlib.suppress(DataError):
-        found.add(chat.end_of_turn_id())
+        found.add(AnswerFinder(chat).end_of_turn_id())
     return found

@@ -21,6 +21,7 @@ from nanogpt_hf.config.schema import Config
 from nanogpt_hf.config.seeds import derive_seed
 from nanogpt_hf.config.sources import learns_teacher_alone
 from nanogpt_hf.data.blocks import Blocks
+from nanogpt_hf.data.chat_examples import finder_of
 from nanogpt_hf.data.messages import Conversation, Message
 from nanogpt_hf.data.prepared import PreparedData
 from nanogpt_hf.distributed.accelerator import sum_over_ranks
@@ -69,6 +70,7 @@ class TaughtRollouts(Rollouts):
         super().__init__(*parts)
         self._sampled = torch.ones(len(self))
         self._blank = self._answers
+        self._finder = finder_of(self.sampler.tokenizer)
         # The answers of the student alone; None before the first draw, and if there are none.
         self._own: Answers | None = None
 
@@ -138,7 +140,7 @@ class TaughtRollouts(Rollouts):
         """
         answer: Message = {"role": "assistant", "content": question.answer}
         conversation = Conversation([*question.messages, answer], question.tools)
-        ids, start = encode_answer(conversation, self.sampler.tokenizer, self.sampler.chat)
+        ids, start = encode_answer(conversation, self.sampler.tokenizer, self._finder)
         end = min(len(ids), start + self.config.rl.max_new_tokens, self.block_size)
         if end <= start:
             raise DataError(

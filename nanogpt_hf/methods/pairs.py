@@ -19,7 +19,7 @@ from nanogpt_hf.config.schema import Config
 from nanogpt_hf.config.sources import is_mixture
 from nanogpt_hf.data.batches import blocks_read
 from nanogpt_hf.data.blocks import Blocks
-from nanogpt_hf.data.chat_template import ChatFormat, chat_of
+from nanogpt_hf.data.chat_examples import AnswerFinder, finder_of
 from nanogpt_hf.data.conversations import labeled_of, pair_of
 from nanogpt_hf.data.documents import split_documents
 from nanogpt_hf.data.hf_tokenizer import encode_ordinary, end_of_text_id_of, prompt_ids
@@ -108,7 +108,7 @@ def _load(
     if is_mixture(data):
         raise DataError(f"data.source: {noun} come from one source; a list is not supported")
     tokenizer = build_tokenizer(data.tokenizer, ()).hf
-    encode = partial(encode_answer, tokenizer=tokenizer, chat=chat_of(tokenizer))
+    encode = partial(encode_answer, tokenizer=tokenizer, finder=finder_of(tokenizer))
     with tempfile.TemporaryDirectory() as scratch:
         documents = load_documents(data, Path(scratch), lambda row, _: encode_row(row, encode))
         for name, rows in zip(
@@ -197,7 +197,9 @@ def _labeled_answers(
     return LabeledAnswers(pairs, block_size, [label for *_, label in kept])
 
 
-def encode_answer(conversation: Conversation, tokenizer: Any, chat: ChatFormat | None) -> Encoded:
+def encode_answer(
+    conversation: Conversation, tokenizer: Any, finder: AnswerFinder | None
+) -> Encoded:
     """Encode a conversation whose last answer is trained: its token ids, and where the answer
     begins.
 
@@ -205,7 +207,7 @@ def encode_answer(conversation: Conversation, tokenizer: Any, chat: ChatFormat |
     ends a text ends it.
     """
     messages = conversation.messages
-    if chat is None:
+    if finder is None:
         if len(messages) > 2 or len(list(fields_of(messages))) > 2 or conversation.tools:
             raise DataError(
                 "the model has no chat template, so a pair is one question with two answers; "
@@ -215,7 +217,7 @@ def encode_answer(conversation: Conversation, tokenizer: Any, chat: ChatFormat |
         end = end_of_text_id_of(tokenizer)
         answer = encode_ordinary(tokenizer, messages[1]["content"])
         return [*prompt, *answer, *([] if end is None else [end])], len(prompt)
-    example = chat.examples([conversation])[-1]
+    example = finder.examples([conversation])[-1]
     # The mask is 1 on all tokens of the assistant. The trained answer is its last run of ones.
     counts = np.array([0, *example.assistant_mask])
     begins = np.flatnonzero(np.diff(counts) == 1)

@@ -218,14 +218,14 @@ def test_conversation_that_the_template_refuses_is_left_out(write, config, tmp_p
     from nanogpt_hf.data.chat_template import ChatFormat
     from nanogpt_hf.errors import DataError
 
-    check = ChatFormat._check_special
+    check = ChatFormat.check_special
 
     def refuse(self, ids, conversation, *arguments):
         if conversation.messages[0]["content"] == "bad":
             raise DataError("no")
         check(self, ids, conversation, *arguments)
 
-    monkeypatch.setattr(ChatFormat, "_check_special", refuse)
+    monkeypatch.setattr(ChatFormat, "check_special", refuse)
     rows = [{"prompt": f"{n}", "completion": f"answer {n}" * 5} for n in range(20)]
     rows[11]["prompt"] = "bad"
     path = write("rows.jsonl", "x\n" + lines(*rows))
@@ -300,7 +300,7 @@ def refusing_tokenizer(request, tmp_path_factory):
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    from nanogpt_hf.data.chat_template import chat_template
+    from nanogpt_hf.data.own_template import chat_template
 
     letters = [chr(code) for code in range(32, 126)] + ["\n"]
     rust = Tokenizer(models.WordLevel({letter: n for n, letter in enumerate(letters)}, "\0"))
@@ -397,7 +397,7 @@ def test_row_that_a_method_refuses_is_named_or_left_out(
 ):
     from transformers import AutoTokenizer
 
-    from nanogpt_hf.data.chat_template import chat_template
+    from nanogpt_hf.data.own_template import chat_template
 
     method, _, detail = method.partition(", ")
     tokenizer = AutoTokenizer.from_pretrained(byte_tokenizer)

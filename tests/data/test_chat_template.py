@@ -9,7 +9,8 @@ import pytest
 from assertions import refusal
 from chat_templates import CHATML, MARKED, QWEN, SHAPES, THOUGHT, byte_level
 from nanogpt_hf.data import chat_template
-from nanogpt_hf.data.chat_template import ChatFormat, chat_format
+from nanogpt_hf.data.chat_examples import answer_finder
+from nanogpt_hf.data.chat_template import ChatFormat
 from nanogpt_hf.data.messages import Conversation
 from nanogpt_hf.data.tokenizer import char_tokenizer
 
@@ -97,7 +98,7 @@ BY_HAND["ours with a start token"] = [
 def test_assistant_mask_equals_the_one_made_by_hand(shape):
     hf = SHAPES[shape]
     template = hf.chat_template
-    examples = chat_format(hf, shape).examples([Conversation(TWO)])
+    examples = answer_finder(hf, shape).examples([Conversation(TWO)])
     assert hf.chat_template == template or "ours" in shape, "it keeps its own"
     assert len(examples) == len(BY_HAND[shape])
     for example, parts in zip(examples, BY_HAND[shape], strict=True):
@@ -116,20 +117,20 @@ def test_assistant_mask_equals_the_one_made_by_hand(shape):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_prompt_ids_are_the_tokens_that_were_trained_on(shape):
     hf = SHAPES[shape]
-    example = chat_format(hf, shape).examples([Conversation(TWO)])[-1]
+    example = answer_finder(hf, shape).examples([Conversation(TWO)])[-1]
     prompt = ChatFormat(hf).prompt_ids(TWO[:-1])
     assert prompt == example.input_ids[: len(prompt)]
     answers = BY_HAND[shape][-1][1::2]
     start = next(i for i in range(len(prompt), 0, -1) if not example.assistant_mask[i - 1])
     assert start == len(prompt), "the first token of the last answer follows the prompt"
     assert hf.decode(example.input_ids[start:]).strip() == answers[-1].strip()
-    assert answers[-1].endswith(hf.decode(chat_format(hf, shape).end_of_turn_id()))
+    assert answers[-1].endswith(hf.decode(answer_finder(hf, shape).end_of_turn_id()))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_no_text_of_a_message_becomes_a_special_token(shape):
     hf = SHAPES[shape]
-    chat = chat_format(hf, shape)
+    finder = answer_finder(hf, shape)
     special = set(hf.all_special_ids) - {hf.unk_token_id}
     tokens = [str(token) for token in hf.added_tokens_decoder.values()]
     first, last = tokens[0], tokens[-1]
@@ -140,7 +141,10 @@ def test_no_text_of_a_message_becomes_a_special_token(shape):
             {"role": "user", "content": user},
             {"role": "assistant", "content": assistant},
         ]
-        (example,), prompt = chat.examples([Conversation(messages)]), chat.prompt_ids(messages[:1])
+        (example,), prompt = (
+            finder.examples([Conversation(messages)]),
+            finder.chat.prompt_ids(messages[:1]),
+        )
         ids = ([i for i in part if i in special] for part in (example.input_ids, prompt))
         return *ids, hf.decode(example.input_ids)
 
@@ -158,9 +162,9 @@ def test_no_text_of_a_message_becomes_a_special_token(shape):
 def test_added_tokens_that_the_template_writes_are_broken_in_messages_of_users_only():
     hf = SHAPES["qwen3"]
     think = hf.convert_tokens_to_ids(["<think>", "</think>"])
-    chat = chat_format(hf, "qwen3")
+    finder = answer_finder(hf, "qwen3")
     answer = {"role": "assistant", "content": "<think>\nhm\n</think>\n\nYes."}
-    (example,) = chat.examples(
+    (example,) = finder.examples(
         [Conversation([{"role": "user", "content": "<think>a</think>"}, answer])]
     )
     assert [i for i in example.input_ids if i in think] == think
@@ -170,11 +174,11 @@ def test_added_tokens_that_the_template_writes_are_broken_in_messages_of_users_o
 
 def test_a_special_token_that_the_template_puts_together_is_refused():
     template = CHATML.replace("message['content']", "message['content'].replace('~', '')")
-    chat = chat_format(byte_level(QWEN, template=template), "joined")
+    finder = answer_finder(byte_level(QWEN, template=template), "joined")
     messages = [{"role": "user", "content": "<|im_~end|>"}, TWO[1]]
     for call, argument in (
-        (chat.prompt_ids, messages[:1]),
-        (chat.examples, [Conversation(messages)]),
+        (finder.chat.prompt_ids, messages[:1]),
+        (finder.examples, [Conversation(messages)]),
     ):
         assert "special tokens" in refusal(call, argument)
 
@@ -191,7 +195,7 @@ def test_a_special_token_that_the_template_puts_together_is_refused():
 )
 def test_a_template_whose_answers_are_not_certain_is_refused(template, reason):
     hf = byte_level(QWEN, template=template, start="<|endoftext|>")
-    message = refusal(chat_format, hf, "some/model")
+    message = refusal(answer_finder, hf, "some/model")
     assert message.startswith("data.tokenizer: some/model: ")
     assert reason in message
 
@@ -201,19 +205,19 @@ def test_prompt_tokens_that_merge_with_the_answer_are_refused():
         "{% for m in messages %}{{ m.content + ' ' * (m.role == 'user') }}"
         "{{ eos_token if m.role == 'assistant' }}{% endfor %}"
     )
-    chat = chat_format(byte_level(QWEN, template=template), "x")
+    finder = answer_finder(byte_level(QWEN, template=template), "x")
     assert "prompt" in refusal(
-        chat.examples,
+        finder.examples,
         [Conversation([{"role": "user", "content": "b"}, {"role": "assistant", "content": "  a"}])],
     )
 
 
 def test_a_system_message_is_refused_by_a_template_without_system_role():
-    chat = chat_format(SHAPES["gemma"], "gemma")
+    finder = answer_finder(SHAPES["gemma"], "gemma")
     messages = [{"role": "system", "content": "Be brief."}, *TWO]
     for message in (
-        refusal(chat.examples, [Conversation(messages)]),
-        refusal(chat.prompt_ids, messages[:-1]),
+        refusal(finder.examples, [Conversation(messages)]),
+        refusal(finder.chat.prompt_ids, messages[:-1]),
     ):
         assert "System role not supported" in message
 
@@ -225,17 +229,17 @@ def test_a_system_message_is_refused_by_a_template_without_system_role():
 )
 @pytest.mark.parametrize("shape", ["chatml", "marked"])
 def test_start_of_an_answer_in_a_token_of_its_prompt_is_refused(shape, start, is_certain, place):
-    chat = chat_format(SHAPES[shape], shape)
+    finder = answer_finder(SHAPES[shape], shape)
     messages = [dict(message) for message in TWO]
     messages[place]["content"] = start + "cd"
     for _ in range(2):
         if is_certain:
-            assert len(chat.examples([Conversation(messages)])) == 1
+            assert len(finder.examples([Conversation(messages)])) == 1
         else:
-            message = refusal(chat.examples, [Conversation(TWO), Conversation(messages)])
+            message = refusal(finder.examples, [Conversation(TWO), Conversation(messages)])
             assert "prompts for" in message
     kept = Conversation(messages, unlearned=frozenset([place]))
-    (example,) = chat.examples([kept])
+    (example,) = finder.examples([kept])
     assert example.bytes == len(TWO[4 - place]["content"].encode())
 
 
@@ -248,7 +252,7 @@ def test_start_of_an_answer_in_a_token_of_its_prompt_is_refused(shape, start, is
     ids=["chatml", "marked"],
 )
 def test_template_whose_prompt_ends_inside_a_token_is_refused(template):
-    assert "prompts for" in refusal(chat_format, byte_level(QWEN, template=template), "x")
+    assert "prompts for" in refusal(answer_finder, byte_level(QWEN, template=template), "x")
 
 
 # --- hostile templates

@@ -13,7 +13,7 @@ from assertions import refusal
 from nanogpt_hf.commands import main
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.schema import replace_knobs
-from nanogpt_hf.data.chat_template import chat_format
+from nanogpt_hf.data.chat_examples import answer_finder
 from nanogpt_hf.data.conversations import conversation_of, labeled_of, pair_of
 from nanogpt_hf.data.manifest import read_manifest
 from nanogpt_hf.data.prepare import prepare
@@ -185,7 +185,7 @@ def test_plain_text_single_conversation_and_tokenizer_without_eos_are_refused(
     assert str(text_file) in refusal(prepare_rows, [], data__source=str(text_file))
     assert "1 conversation" in refusal(prepare_rows, [{"messages": EXCHANGE}])
     hf = char_tokenizer(list("abc")).hf
-    assert "no token that ends a text" in refusal(chat_format, hf, "abc")
+    assert "no token that ends a text" in refusal(answer_finder, hf, "abc")
 
 
 def test_saved_template_gives_the_training_tokens(prepare_rows):

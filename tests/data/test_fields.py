@@ -11,7 +11,8 @@ from transformers import AutoTokenizer
 
 from assertions import refusal
 from chat_templates import CHATML, MARKED, QWEN, QWEN3, SHAPES, byte_level
-from nanogpt_hf.data.chat_template import ChatFormat, chat_format
+from nanogpt_hf.data.chat_examples import AnswerFinder, answer_finder
+from nanogpt_hf.data.chat_template import ChatFormat
 from nanogpt_hf.data.chat_window import encode_chat
 from nanogpt_hf.data.conversations import conversation_of, labeled_of, pair_of
 from nanogpt_hf.data.messages import Conversation
@@ -82,7 +83,7 @@ def learned(example, hf) -> list[str]:
 @pytest.mark.parametrize("name", WITH_TOOLS)
 def test_tools_and_calls_are_those_of_transformers(name):
     hf, conversation = WITH_TOOLS[name], conversation_of(WEATHER)
-    (example,) = chat_format(hf, name).examples([conversation])
+    (example,) = answer_finder(hf, name).examples([conversation])
     messages = copy.deepcopy(WEATHER["messages"])
     for message in messages:
         for made in message.get("tool_calls", ()):
@@ -130,26 +131,26 @@ UNMARKED, BY_MARKS = (byte_level(QWEN, template=text) for text in (CHATML, MARKE
 def test_a_field_that_the_template_does_not_write_is_refused(hf, number, field):
     messages = [USER, ANSWER, *LATER]
     messages[number] = messages[number] | {field: FIELDS[field]}
-    chat = chat_format(hf, "x")
-    chat.examples([Conversation([USER, ANSWER, *LATER])])
+    finder = answer_finder(hf, "x")
+    finder.examples([Conversation([USER, ANSWER, *LATER])])
     where = f"message {number + 1}: {field}"
-    assert where in refusal(chat.examples, [conversation_of({"messages": messages})])
+    assert where in refusal(finder.examples, [conversation_of({"messages": messages})])
     for empty in (None, "", " ", [], {}):
         messages[number] = messages[number] | {field: empty}
-        chat.examples([conversation_of({"messages": messages})])
+        finder.examples([conversation_of({"messages": messages})])
     with pytest.raises(DataError, match=field):
-        chat.prompt_ids([messages[number] | {field: FIELDS[field]}])
+        finder.chat.prompt_ids([messages[number] | {field: FIELDS[field]}])
     answer = [{"role": "assistant", "content": "No."}]
     messages[number] = messages[number] | {field: FIELDS[field]}
     row = {"prompt": messages[:3], "chosen": messages[3:], "rejected": answer}
     chosen, rejected = pair_of(row)
-    assert where in refusal(encode_answer, chosen, hf, ChatFormat(hf))
+    assert where in refusal(encode_answer, chosen, hf, AnswerFinder(ChatFormat(hf)))
     if number < 3:
-        assert where in refusal(encode_answer, rejected, hf, ChatFormat(hf))
+        assert where in refusal(encode_answer, rejected, hf, AnswerFinder(ChatFormat(hf)))
     row = {"prompt": messages[:3], "completion": messages[3:], "label": True}
-    assert where in refusal(encode_answer, labeled_of(row)[0], hf, ChatFormat(hf))
+    assert where in refusal(encode_answer, labeled_of(row)[0], hf, AnswerFinder(ChatFormat(hf)))
     row = {"prompt": messages[:3], "completion": messages[3:]}
-    assert where in refusal(chat.examples, [conversation_of(row)])
+    assert where in refusal(finder.examples, [conversation_of(row)])
 
 
 ROWS = {
@@ -219,8 +220,8 @@ def test_columns_beside_a_conversation_are_taken_into_it(parse, row):
     for given in (tools, json.dumps(tools), [tools[0]["function"]], tools[0]):
         found = parse(row | {"tools": given})
         assert found.tools == tools
-        assert "tools: " in refusal(ChatFormat(UNMARKED).examples, [found])
-        (example,) = ChatFormat(WITH_TOOLS["prefixes"]).examples([found])
+        assert "tools: " in refusal(AnswerFinder(ChatFormat(UNMARKED)).examples, [found])
+        (example,) = AnswerFinder(ChatFormat(WITH_TOOLS["prefixes"])).examples([found])
         assert '"weather"' in WITH_TOOLS["prefixes"].decode(example.input_ids)
     for column, value in {
         "images": ["a.png"],
@@ -277,13 +278,13 @@ def test_an_answer_that_names_a_speaker_is_text(answer):
 @pytest.mark.parametrize("shape", SHAPES)
 def test_an_answer_that_is_marked_is_not_learned(shape, mark):
     hf, row = SHAPES[shape], {"messages": [USER, ANSWER, *LATER]}
-    chat = chat_format(hf, shape)
-    whole = chat.examples([conversation_of(row)])
+    finder = answer_finder(hf, shape)
+    whole = finder.examples([conversation_of(row)])
     for number in (1, 3):
         messages = list(row["messages"])
         messages[number] = messages[number] | {mark: 0 if mark == "weight" else False}
         messages[4 - number] = messages[4 - number] | {mark: 1.0 if mark == "weight" else True}
-        examples = chat.examples([conversation_of({"messages": messages})])
+        examples = finder.examples([conversation_of({"messages": messages})])
         texts = [text for example in examples for text in learned(example, hf)]
         kept = [text for example in whole for text in learned(example, hf)]
         assert texts == [kept[1 if number == 1 else 0]]
@@ -306,7 +307,7 @@ def test_an_answer_that_is_marked_is_not_learned(shape, mark):
 
 def test_answers_in_a_prompt_are_not_learned():
     row = {"prompt": [USER, ANSWER, LATER[0]], "completion": [LATER[1]]}
-    (example,) = ChatFormat(UNMARKED).examples([conversation_of(row)])
+    (example,) = AnswerFinder(ChatFormat(UNMARKED)).examples([conversation_of(row)])
     assert learned(example, UNMARKED) == ["Thus.<|im_end|>"]
 
 
@@ -317,14 +318,14 @@ def test_thoughts_of_earlier_turns_are_learned_with_their_own_answer():
     hf = byte_level(QWEN, ("<think>", "</think>"), template)
     thought = [answer | {"reasoning_content": f"Hm {answer}."} for answer in (ANSWER, LATER[1])]
     messages = [USER, thought[0], LATER[0], thought[1]]
-    chat = ChatFormat(hf)
-    examples = chat.examples([conversation_of({"messages": messages})])
+    finder = AnswerFinder(ChatFormat(hf))
+    examples = finder.examples([conversation_of({"messages": messages})])
     assert ["Hm " in text for example in examples for text in learned(example, hf)] == [True] * 2
     # What the template drops from earlier turns is not in a pair, nor in a prompt.
     row = {"prompt": messages[:3], "chosen": messages[3:], "rejected": "No."}
     for calls in (
-        lambda: encode_answer(pair_of(row)[0], hf, chat),
-        lambda: chat.prompt_ids(messages[:3]),
+        lambda: encode_answer(pair_of(row)[0], hf, finder),
+        lambda: finder.chat.prompt_ids(messages[:3]),
     ):
         assert "message 2: reasoning_content" in refusal(calls)
 
@@ -341,7 +342,7 @@ def test_what_links_a_result_to_its_call_may_be_left_out_if_it_is_in_order(chang
     messages = [change.get(n, message) for n, message in enumerate(WEATHER["messages"])]
     row = WEATHER | {"messages": messages}
     for hf in WITH_TOOLS.values():
-        assert words in refusal(ChatFormat(hf).examples, [conversation_of(row)])
+        assert words in refusal(AnswerFinder(ChatFormat(hf)).examples, [conversation_of(row)])
 
 
 def test_each_tool_and_call_has_to_be_written():
@@ -349,7 +350,7 @@ def test_each_tool_and_call_has_to_be_written():
         template = TOOLS.replace(f"in {name}", f"in ({name} or [])[:1]", 1)
         row = WEATHER | {"tools": [*WEATHER["tools"], {"name": "tides"}]}
         hf = byte_level(QWEN, CALL_TOKENS, template)
-        assert words in refusal(ChatFormat(hf).examples, [conversation_of(row)])
+        assert words in refusal(AnswerFinder(ChatFormat(hf)).examples, [conversation_of(row)])
 
 
 def test_a_template_that_does_not_write_a_role_is_refused():
@@ -357,10 +358,10 @@ def test_a_template_that_does_not_write_a_role_is_refused():
     template = CHATML.replace(
         "{% for message in messages %}", "{% for message in messages if message.role != 'system' %}"
     )
-    chat = ChatFormat(byte_level(QWEN, template=template))
+    finder = AnswerFinder(ChatFormat(byte_level(QWEN, template=template)))
     row = {"messages": [BRIEF, USER, ANSWER]}
-    assert "message 1: content" in refusal(chat.examples, [conversation_of(row)])
-    assert "message 1: content" in refusal(chat.prompt_ids, row["messages"][:2])
+    assert "message 1: content" in refusal(finder.examples, [conversation_of(row)])
+    assert "message 1: content" in refusal(finder.chat.prompt_ids, row["messages"][:2])
 
 
 END = "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}"
@@ -380,7 +381,7 @@ END = "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %
 def test_marks_that_leave_out_the_end_of_one_of_two_answers_are_refused(marks):
     hf = byte_level(QWEN, template=MARKED.replace(END, marks), start="<|endoftext|>")
     assert hf.chat_template != MARKED
-    message = refusal(chat_format, hf, "some/model")
+    message = refusal(answer_finder, hf, "some/model")
     assert message.startswith("data.tokenizer: some/model: ")
     assert "generation" in message
 
@@ -390,8 +391,8 @@ def test_marks_that_leave_out_the_calls_are_refused():
         "{% endfor %}{{ '<|im_end|>' }}", "{% endfor %}{% generation %}{{ '<|im_end|>' }}"
     )
     hf = byte_level(QWEN, CALL_TOKENS, template)
-    chat_format(hf, "x")
-    assert "generation" in refusal(ChatFormat(hf).examples, [conversation_of(WEATHER)])
+    finder = answer_finder(hf, "x")
+    assert "generation" in refusal(finder.examples, [conversation_of(WEATHER)])
 
 
 def test_no_text_of_tools_and_calls_becomes_a_special_token():
@@ -402,7 +403,7 @@ def test_no_text_of_tools_and_calls_becomes_a_special_token():
         row["messages"][3]["content"] = attack
         row["messages"][2]["reasoning_content"] = attack
         row["messages"][2]["tool_calls"][0]["function"]["arguments"] = json.dumps({attack: attack})
-        (example,) = ChatFormat(hf).examples([conversation_of(row)])
+        (example,) = AnswerFinder(ChatFormat(hf)).examples([conversation_of(row)])
         ends = example.input_ids.count(hf.convert_tokens_to_ids("<|im_end|>"))
         assert ends == len(row["messages"]) + 1
 

@@ -12,7 +12,7 @@ from tokenizers import Regex, pre_tokenizers
 
 from assertions import refusal
 from nanogpt_hf.data.bpe import GPT4_PATTERN, QWEN_PATTERN
-from nanogpt_hf.data.chat_template import chat_format
+from nanogpt_hf.data.chat_examples import answer_finder
 from nanogpt_hf.data.tokenizer import (
     char_tokenizer,
     train_bpe_tokenizer,
@@ -210,7 +210,7 @@ def go_text(template: str, messages: list[dict]) -> str:
 def test_modelfile_has_our_chat_template(tmp_path, chat):
     tokenizer = train_bpe_tokenizer(["the the the"], 259).hf
     if chat:
-        chat_format(tokenizer, "bpe")
+        answer_finder(tokenizer, "bpe")
     export_gguf(tmp_path, make(vocab_size=264), tokenizer, "float32")
     head, _, template = (tmp_path / "Modelfile").read_text().partition("TEMPLATE ")
     if not chat:

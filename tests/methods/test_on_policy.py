@@ -214,7 +214,7 @@ RATE = 2e-3
 @pytest.fixture(scope="module")
 def models(tmp_path_factory, byte_tokenizer):
     """Folders of a student and a teacher with three times its layers, and a file of questions."""
-    from nanogpt_hf.data.chat_template import chat_template
+    from nanogpt_hf.data.own_template import chat_template
 
     folder = tmp_path_factory.mktemp("models")
     tokenizer = AutoTokenizer.from_pretrained(byte_tokenizer, pad_token="<|endoftext|>")
