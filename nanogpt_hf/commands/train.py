@@ -190,6 +190,9 @@ def _path_of_elsewhere(config: Config) -> str | None:
             return f"{key} {name}"
     if config.rl.reward and not os.path.isfile(config.rl.reward.rpartition(":")[0]):
         return f"rl.reward {config.rl.reward}"
+    for tool in config.rl.tools:
+        if tool.endswith(".py") and not os.path.isfile(os.path.expanduser(tool)):
+            return f"rl.tools {tool}"
     return None
 
 

@@ -95,9 +95,19 @@ class RlSection:
         None,
         "a Python function for the reward, such as my_reward.py:score (default: the task's own)",
     )
-    reward_seconds: float = knob(5.0, "time limit of the reward of one completion", 0.01, 86_400)
+    reward_seconds: float = knob(
+        5.0, "time limit of the reward of one completion, and of a call of a tool", 0.01, 86_400
+    )
     reward_errors: Literal["stop", "zero"] = knob(
         "stop", "if the reward raises, takes too long or is not finite: stop, or reward 0"
+    )
+    tools: list[str] = knob(  # noqa: RUF009
+        [],
+        "tools that an answer may call: calculator, or Python files of functions, such as "
+        "my_tools.py (default: none)",
+    )
+    max_turns: int = knob(
+        8, "maximum turns of an answer with its calls of tools", 2, 1000, read=only_with("rl.tools")
     )
     samples: int = knob(8, "completions per question", 1, 100_000)
     max_new_tokens: int = knob(256, "maximum tokens of a completion", 1, 1_000_000)

@@ -11,6 +11,7 @@ _NAMES = (
     "questions",
     "rollouts",
     "answers",
+    "turns",
 )
 _STREAMS = {name: number for number, name in enumerate(_NAMES)}
 

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from nanogpt_hf.evaluation.answers import Answers, AnswerSampler
+    from nanogpt_hf.tasks.turns import Turns
 
 # Default of --limit for a task that generates its questions. 500 questions give pass@1 with a
 # standard error of at most 0.022.
@@ -66,6 +67,10 @@ class QuestionAnswers(Evaluation):
             "--reward FILE:FUNCTION",
             "your own score of an answer to --questions, as for `rl`",
         ),
+        Option(
+            "--tools A,B",
+            "rl: tools that an answer may call: calculator, or Python files, as for `rl`",
+        ),
         TEMPERATURE,
         MAX_NEW_TOKENS,
         LIMIT,
@@ -91,6 +96,7 @@ class QuestionAnswers(Evaluation):
                 source=arguments.questions,
                 option="--questions",
                 reward=arguments.reward,
+                tools=arguments.tools,
             )
             for title in titles
         ]
@@ -106,23 +112,32 @@ def load_question_task(
     source: str | None,
     option: str,
     reward: str | None = None,
+    tools: str | None = None,
 ) -> QuestionTask:
     """Load the task `name` for `evaluate`; `title` is its name in the output.
 
     A task without questions of its own asks all rows of `source`, which `option` names. `reward`
-    replaces its score.
+    replaces its score, and its answers may call `tools`.
 
-    Raises UserError if the task, its questions or the tokenizer cannot be used, or no question
-    leaves room for an answer.
+    Raises UserError if the task, a tool, its questions or the tokenizer cannot be used, or no
+    question leaves room for an answer.
     """
+    from nanogpt_hf.data.chat_template import chat_of
     from nanogpt_hf.tasks.load import Generated
+    from nanogpt_hf.tasks.tools import load_tools
+    from nanogpt_hf.tasks.turns import MAX_TURNS, build_turns
 
     arguments = request.arguments
+    turns = None
+    if tools is not None:
+        loaded = load_tools(tools.split(","), _SECONDS, "--tools")
+        turns = build_turns(chat_of(request.tokenizer.hf), loaded, MAX_TURNS, "--tools")
     knobs: dict[str, Any] = {**request.knobs}
     if source:
         knobs["source"] = source
     try:
-        task = _load(name, DataSection(**knobs), request.tokenizer.hf, reward, hold_out_all=True)
+        data = DataSection(**knobs)
+        task = _load(name, data, request.tokenizer.hf, reward, hold_out_all=True, turns=turns)
     except UserError as error:
         # The functions name knobs of a recipe; this command has options instead.
         line = str(error).replace("data.source:", f"{option}:").replace("rl.reward:", "--reward:")
@@ -147,6 +162,7 @@ def load_question_task(
             max_new_tokens=arguments.max_new_tokens,
             batch_size=arguments.batch_size,
             positions=request.positions,
+            turns=turns,
         )
     except UserError as error:
         line = str(error).replace("max_new_tokens", "--max-new-tokens")
@@ -187,6 +203,7 @@ def _load(
     reward: str | None,
     *,
     hold_out_all: bool,
+    turns: "Turns | None" = None,
 ) -> Task:
     """Load a task whose questions the tokenizer can encode."""
     from nanogpt_hf.data.chat_template import chat_of
@@ -200,7 +217,12 @@ def _load(
         seed=_SEED,
         where="--tasks",
         hold_out_all=hold_out_all,
-        encode=partial(encode_question, tokenizer=tokenizer, chat=chat_of(tokenizer)),
+        encode=partial(
+            encode_question,
+            tokenizer=tokenizer,
+            chat=chat_of(tokenizer),
+            tools=turns.tools if turns else None,
+        ),
     )
 
 
@@ -215,6 +237,7 @@ def _with_sampler(
     max_new_tokens: int | None,
     batch_size: int,
     positions: int,
+    turns: "Turns | None" = None,
 ) -> QuestionTask:
     """Add a sampler of answers. Without `max_new_tokens` an answer may be as long as the longest
     question leaves room for, up to 256 tokens.
@@ -230,6 +253,7 @@ def _with_sampler(
         temperature=temperature,
         batch_size=batch_size,
         positions=positions,
+        turns=turns,
     )
     fitting, left_out = sampler.fitting(questions, "shorten the questions")
     if max_new_tokens is None:
@@ -279,6 +303,9 @@ def _measure(tasks: list[QuestionTask], subject: Subject) -> Iterator[Result]:
         for name, error in errors.items():
             lines.append(f"  {name:<14} {with_error(values[name], error, 4)}")
         lines.append(f"  {values['answer_tokens']:.1f} tokens per answer, {cut}")
+        if "tool_calls" in values:
+            failed = f"{values['tool_errors']:.1%} of them failed"
+            lines.append(f"  {values['tool_calls']:.2f} calls of tools per answer, {failed}")
         yield Result(lines)
         # JSON has no NaN: the error over a single question
         finite = {
@@ -295,6 +322,8 @@ def _measure(tasks: list[QuestionTask], subject: Subject) -> Iterator[Result]:
             "max_new_tokens": sampler.max_new_tokens,
             "revision": task.revision,
         }
+        if sampler.turns:
+            results[task.name]["tools"] = sampler.turns.tools.revision
     yield Result(figures={"answers": results})
 
 
@@ -316,10 +345,11 @@ def _sample_answers(
     if bool(((reward != 0) & (reward != 1)).any()):
         rates["reward"] = reward.mean(1)
     figures = {
-        "answer_tokens": completions.lengths.double().mean(),
+        "answer_tokens": answers.learned.sum(1).double().mean(),
         "cut_share": 1 - completions.ended.double().mean(),
     }
     values = {name: tensor.mean().item() for name, tensor in (rates | figures).items()}
+    values |= answers.tool_figures()
     # The questions are the independent draws, not the answers: answers to one question are alike.
     count = len(task.questions)
     errors = dict.fromkeys(rates, math.nan)

@@ -26,7 +26,7 @@ from nanogpt_hf.data.messages import Conversation, Message
 from nanogpt_hf.data.prepared import PreparedData
 from nanogpt_hf.distributed.accelerator import sum_over_ranks
 from nanogpt_hf.errors import DataError, UserError
-from nanogpt_hf.evaluation.answers import Answers
+from nanogpt_hf.evaluation.answers import Answers, tools_of
 from nanogpt_hf.evaluation.loss import eval_mode, rank_batches
 from nanogpt_hf.formatting import format_number
 from nanogpt_hf.generate import Completions
@@ -123,6 +123,8 @@ class TaughtRollouts(Rollouts):
         columns = [column[source] for column in answers.completions]
         padded = [F.pad(c, (0, width - c.shape[1])) if c.dim() == 2 else c for c in columns]
         completions = Completions(*padded)
+        # Results of tools are in sampled answers only.
+        written = F.pad(answers.learned[source], (0, width - answers.learned.shape[1]))
         for number in set(range(len(questions))).difference(own):
             rows = slice(number * samples, (number + 1) * samples)
             prompt, answer = self.given(questions[number])
@@ -130,8 +132,9 @@ class TaughtRollouts(Rollouts):
             completions.ids[rows, : len(answer)] = torch.tensor(answer)
             completions.lengths[rows] = len(answer)
             completions.ended[rows] = True
+            written[rows] = torch.arange(width) < len(answer)
         errors = [] if self._own is None else self._own.errors
-        return Answers(prompts, completions, rewards, errors, samples)
+        return Answers(prompts, completions, rewards, errors, samples, written=written)
 
     def given(self, question: Question) -> tuple[list[int], list[int]]:
         """Encode a question and its reference answer, which is cut where a sampled one would be.
@@ -139,7 +142,8 @@ class TaughtRollouts(Rollouts):
         Raises DataError if the chat template does not show where the answer begins.
         """
         answer: Message = {"role": "assistant", "content": question.answer}
-        conversation = Conversation([*question.messages, answer], question.tools)
+        tools = tools_of(question, self.sampler.tools)
+        conversation = Conversation([*question.messages, answer], tools)
         ids, start = encode_answer(conversation, self.sampler.tokenizer, self._finder)
         end = min(len(ids), start + self.config.rl.max_new_tokens, self.block_size)
         if end <= start:
@@ -251,7 +255,7 @@ class _HeldOut(Blocks):
         return sequence_batch(self.answers, indices)
 
     def num_targets(self, indices: np.ndarray) -> int:
-        return int(self.answers.completions.lengths[indices].sum())
+        return int(self.answers.learned[indices].sum())
 
 
 @torch.no_grad()

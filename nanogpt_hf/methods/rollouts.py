@@ -30,6 +30,8 @@ from nanogpt_hf.methods.policy_loss import advantages, completion_log_probs
 from nanogpt_hf.tasks.load import load_task
 from nanogpt_hf.tasks.reward import RewardFunction
 from nanogpt_hf.tasks.task import Question, Task, is_generated
+from nanogpt_hf.tasks.tools import load_tools
+from nanogpt_hf.tasks.turns import build_turns
 
 logger = logging.getLogger(__name__)
 
@@ -46,13 +48,20 @@ def load_questions(
     name = rl.task
     assert name is not None, "a recipe without rl.task has another method"
     tokenizer = build_tokenizer(config.data.tokenizer, ()).hf
+    chat = chat_of(tokenizer)
+    turns = None
+    if rl.tools:
+        tools = load_tools(rl.tools, rl.reward_seconds)
+        turns = build_turns(chat, tools, rl.max_turns, "rl.tools")
     task = load_task(
         name,
         config.data,
         reward=rl.reward,
         options=rl.options,
         seed=config.train.seed,
-        encode=partial(encode_question, tokenizer=tokenizer, chat=chat_of(tokenizer)),
+        encode=partial(
+            encode_question, tokenizer=tokenizer, chat=chat, tools=turns.tools if turns else None
+        ),
     )
     sampler = AnswerSampler(
         tokenizer,
@@ -61,6 +70,7 @@ def load_questions(
         temperature=rl.temperature,
         batch_size=rl.batch_size or config.train.min_micro_batch_size,
         positions=config.data.block_size,
+        turns=turns,
     )
     # A question has to leave room for rl.max_new_tokens in a block.
     advice = "raise data.block_size"
@@ -81,7 +91,8 @@ def load_questions(
         rollouts,
         tokenizer,
         source=config.data.source,
-        revision=task.revision,
+        # Other tools are another task, which a resume must notice.
+        revision=f"{task.revision}, {turns.tools.revision}" if turns else task.revision,
         documents=(len(task.train), len(task.held_out)),
     )
 
@@ -116,8 +127,8 @@ class Rollouts(Blocks):
         return self._length
 
     def num_targets(self, indices: np.ndarray) -> int:
-        """Count the completion tokens of the sequences at `indices`."""
-        return int(self._answers.completions.lengths[indices].sum())
+        """Count the tokens that the model has written in the sequences at `indices`."""
+        return int(self._answers.learned[indices].sum())
 
     def batch(self, indices: np.ndarray) -> dict[str, Tensor]:
         """Make a batch of the sequences at `indices`, with advantages and, if they were computed,
@@ -192,10 +203,11 @@ def sequence_batch(answers: Answers, indices: np.ndarray | Sequence[int]) -> dic
 
     T is the longest of all answers, so that it does not depend on which process has which.
     shift_labels are the targets of the last K positions, -100 if they are not part of a
-    completion; K reaches to the shortest prompt.
+    completion, or a tool has written them; K reaches to the shortest prompt.
     """
     rows = [int(index) for index in indices]
     lengths = answers.completions.lengths.tolist()
+    learned = answers.learned
     pairs = zip(answers.prompts, lengths, strict=True)
     # The target of position i is token i + 1, so a sequence of n tokens has n - 1 positions.
     width = max(len(prompt) + length for prompt, length in pairs) - 1
@@ -209,7 +221,6 @@ def sequence_batch(answers: Answers, indices: np.ndarray | Sequence[int]) -> dic
         inputs[number, : len(prompt)] = torch.tensor(prompt)
         inputs[number, len(prompt) : end] = answers.completions.ids[row, :length]
         # Column k of the labels is position start + k; its target is the token after it.
-        labels[number, len(prompt) - 1 - start : end - 1 - start] = inputs[
-            number, len(prompt) : end
-        ]
+        written = inputs[number, len(prompt) : end].masked_fill(~learned[row, :length], -100)
+        labels[number, len(prompt) - 1 - start : end - 1 - start] = written
     return {"input_ids": inputs[:, :-1].contiguous(), "shift_labels": labels}

@@ -40,6 +40,7 @@ RECIPES: dict[str, tuple[dict, dict]] = {
     "with lora.rank": ({"lora.rank": 4, "finetune.model": "gpt2"}, {}),
     "with rl.task": ({"rl.task": "arithmetic"}, {}),
     "without rl.task": ({}, {"rl.task": "arithmetic"}),
+    "with rl.tools": ({"rl.tools": ["calculator"]}, {}),
     "with rl.updates above 1": ({"rl.updates": 2}, {}),
     "with align.loss": ({"align.loss": "ipo"}, {}),
     "without align.loss": ({}, {"align.loss": "ipo"}),

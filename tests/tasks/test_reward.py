@@ -9,7 +9,7 @@ import torch
 
 from assertions import refusal
 from nanogpt_hf.errors import UserError
-from nanogpt_hf.tasks import reward
+from nanogpt_hf.tasks import user_code
 from nanogpt_hf.tasks.reward import RewardFunction, load_reward
 from nanogpt_hf.tasks.task import Question
 
@@ -176,7 +176,7 @@ def test_load_reward_refuses_what_is_no_function_of_the_user(tmp_path, monkeypat
     (tmp_path / "broken.py").write_text("def score(:")
     (tmp_path / "exits.py").write_text("import sys\nsys.exit(0)")
     (tmp_path / "hangs.py").write_text("while True:\n    pass")
-    monkeypatch.setattr(reward, "_IMPORT_SECONDS", 0.1)
+    monkeypatch.setattr(user_code, "_IMPORT_SECONDS", 0.1)
     line = refusal(load_reward, spec, error=UserError)
     assert line.startswith("rl.reward: ")
     assert message in line
