@@ -4,10 +4,12 @@ from collections.abc import Sequence
 
 import transformers
 
+from nanogpt_hf.data.answer_format import AnswerFormat
+
 
 class TextStream:
     """Decodes tokens to text as soon as characters are complete: a character may be spread over
-    several tokens.
+    several tokens. Special tokens have no text, unless they are marks of a form of answers.
 
     transformers' TextStreamer would hold text back until the next space, which text of
     characters may not have.
@@ -16,9 +18,13 @@ class TextStream:
     _CONTEXT = 8  # tokens of the prompt; more than enough for a whole character
 
     def __init__(
-        self, tokenizer: transformers.PreTrainedTokenizerBase, prompt_ids: Sequence[int] = ()
+        self,
+        tokenizer: transformers.PreTrainedTokenizerBase,
+        prompt_ids: Sequence[int] = (),
+        form: AnswerFormat | None = None,
     ):
         self.tokenizer = tokenizer
+        self._form = form
         # Tokens since the last complete character but one. Tokens whose text was returned, or is in
         # the prompt, are the context for the others: some tokenizers decode a token differently at
         # the start of a text.
@@ -35,6 +41,8 @@ class TextStream:
         return self._new_text(complete=True)
 
     def _decode(self, ids: list[int]) -> str:
+        if self._form:
+            return str(self.tokenizer.decode(self._form.visible(ids)))
         return str(self.tokenizer.decode(ids, skip_special_tokens=True))
 
     def _new_text(self, complete: bool) -> str:

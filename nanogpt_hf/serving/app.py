@@ -125,7 +125,12 @@ async def _respond(served: Served, http: HTTPRequest, chat: bool) -> Response:
     choices = []
     for index, (choice, text) in enumerate(zip(generation.choices, texts, strict=True)):
         if chat:
-            answer = {"message": {"role": "assistant", "content": text, "refusal": None}}
+            # As in OpenAI's API: an answer that only calls tools has no content.
+            content = text or None if choice.calls else text
+            message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+            if choice.calls:
+                message["tool_calls"] = choice.calls
+            answer = {"message": message}
         else:
             answer = {"text": text}
         ended = {"logprobs": None, "finish_reason": choice.finish_reason}
@@ -145,7 +150,9 @@ async def _events(
             fields["usage"] = usage
         return f"data: {json.dumps(fields)}\n\n"
 
-    def chunk(piece: Piece, **delta: str) -> str:
+    def chunk(piece: Piece, **delta: Any) -> str:
+        if piece.calls:
+            delta["tool_calls"] = [{"index": n, **call} for n, call in enumerate(piece.calls)]
         text = {"delta": {**delta, "content": piece.text}} if chat else {"text": piece.text}
         end = {"logprobs": None, "finish_reason": piece.finish_reason or None}
         return event([{"index": piece.choice, **text, **end}])

@@ -2,14 +2,18 @@
 
 import asyncio
 import copy
+import json
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator
+import uuid
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from nanogpt_hf.data.answer_format import CallSplitter, answer_format
+from nanogpt_hf.data.call_format import Call
 from nanogpt_hf.data.chat_template import ChatFormat
 from nanogpt_hf.data.chat_window import TooManyTokensError, encode_chat
 from nanogpt_hf.data.hf_tokenizer import prompt_ids
@@ -40,6 +44,7 @@ class Served:
         # other encodes.
         self._encoder = copy.deepcopy(tokenizer)
         self.chat = ChatFormat(self._encoder) if tokenizer.chat_template else None
+        self.form = answer_format(self.chat)
         self.end_ids = end_ids_of(model)
         self.answer_end_ids = answer_end_ids(model, self.chat) if self.chat else set[int]()
         self.context = int(model.config.max_position_embeddings)
@@ -80,8 +85,7 @@ class Served:
     def _encode(self, request: Request) -> tuple[list[int], int]:
         messages = kept = [message.for_template() for message in request.messages]
         param = "messages" if messages else "prompt"
-        # Without the tools the model calls none.
-        tools = None if request.tool_choice == "none" else request.tools
+        tools = request.offered_tools
         try:
             if isinstance(request.prompt, list):
                 ids = request.prompt
@@ -161,14 +165,22 @@ class Choice:
     """One text of a response."""
 
     def __init__(
-        self, steps: Iterator[list[int | None]], limit: int, text: TextStream, stops: list[str]
+        self,
+        steps: Iterator[list[int | None]],
+        limit: int,
+        text: TextStream,
+        stops: list[str],
+        splitter: CallSplitter | None,
     ):
         self.steps = steps
         self.length = 0  # tokens
         self.finish_reason = ""
+        # Calls of tools in OpenAI's form, once the text has ended.
+        self.calls: list[dict[str, Any]] = []
         self._limit = limit
         self._text = text
         self._stop = StopText(stops)
+        self._splitter = splitter
 
     def add(self, token: int | None) -> str:
         """Text that a token adds; None is the end."""
@@ -182,7 +194,31 @@ class Choice:
             text += self._stop.end()
         if stopped or token is None:
             self.finish_reason = "stop" if stopped or self.length < self._limit else "length"
-        return text
+        return self._without_calls(text) if self._splitter else text
+
+    def _without_calls(self, text: str) -> str:
+        """Take the calls of tools out of the text. An answer that was cut off calls none."""
+        assert self._splitter is not None
+        text = self._splitter.add(text)
+        if self.finish_reason == "stop":
+            rest, calls = self._splitter.end()
+            self.calls = list(map(_call_for_client, calls))
+            if calls:
+                self.finish_reason = "tool_calls"
+            return text + rest
+        return text + self._splitter.cut() if self.finish_reason else text
+
+
+def _call_for_client(call: Call) -> dict[str, Any]:
+    """A call as OpenAI's API writes it: with an id, and its arguments as JSON text."""
+    function = call["function"]
+    arguments = json.dumps(function["arguments"], ensure_ascii=False)
+    # Some chat templates take ids of nine letters only.
+    return {
+        "id": uuid.uuid4().hex[:9],
+        "type": "function",
+        "function": {"name": function["name"], "arguments": arguments},
+    }
 
 
 class Piece(NamedTuple):
@@ -191,6 +227,7 @@ class Piece(NamedTuple):
     choice: int  # its number
     text: str
     finish_reason: str  # '' before the last part
+    calls: Sequence[dict[str, Any]] = ()  # with the last part
 
 
 class Generation:
@@ -218,8 +255,10 @@ class Generation:
                 seed=request.seed + i,
                 end_ids=served.answer_end_ids if request.messages else served.end_ids,
             )
-            text = TextStream(served.tokenizer, () if request.messages else ids)
-            self.choices.append(Choice(steps, limit, text, request.stop))
+            form = served.form if request.offered_tools and served.form.calls else None
+            text = TextStream(served.tokenizer, () if request.messages else ids, form)
+            splitter = CallSplitter(form, request.offered_tools or []) if form else None
+            self.choices.append(Choice(steps, limit, text, request.stop, splitter))
 
     async def pieces(self) -> AsyncGenerator[Piece]:
         """Texts as they arrive, until all choices have a finish reason.
@@ -252,7 +291,8 @@ class Generation:
                                 thread, next, choice.steps, [None]
                             )
                             text = choice.add(token)
-                            pieces.put_nowait(Piece(index, text, choice.finish_reason))
+                            piece = Piece(index, text, choice.finish_reason, choice.calls)
+                            pieces.put_nowait(piece)
                     finally:
                         choice.steps = iter(())  # frees the key-value cache
             pieces.put_nowait(None)

@@ -234,6 +234,11 @@ class Request(_Strict):
     stream_options: _StreamOptions = _StreamOptions()
 
     @property
+    def offered_tools(self) -> list[Any] | None:
+        """The tools that the model may call."""
+        return None if self.tool_choice == "none" else self.tools
+
+    @property
     def limit(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
 

@@ -58,7 +58,7 @@ _CHAT = _BOTH | {
     "service_tier": (["auto", "default"], []),
     "store": ([False, True], []),
     "tool_choice": (["none", "auto"], ["required", {"type": "function"}]),
-    "tools": ([[]], [[_TOOL], [_TOOL, _TOOL], [{}], [5], "x", [{"type": "function"}]]),
+    "tools": ([[], [_TOOL], [_TOOL, _TOOL]], [[{}], [5], "x", [{"type": "function"}]]),
     "top_logprobs": ([0], [1]),
     "verbosity": (["medium"], ["low", "high"]),
     "web_search_options": ([], [{}, {"search_context_size": "low"}]),
