@@ -58,7 +58,7 @@ COMMANDS = {
     "align": Command("train", "train a model further on pairs of answers, by DPO", True),
     "resume": Command("train", "continue a run by its own recipe", True),
     "sample": Command("generate", "generate text with a model", True),
-    "chat": Command("generate", "chat with a model"),
+    "chat": Command("chat", "chat with a model"),
     "serve": Command("generate", "serve a model as OpenAI's API does, with a chat page"),
     "evaluate": Command(
         "measure", "measure loss and perplexity on a text, and tasks by lm-eval", True

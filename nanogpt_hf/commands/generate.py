@@ -1,21 +1,16 @@
-"""The commands that generate text: sample, chat and serve."""
+"""The commands sample and serve, and what `chat` shares with them."""
 
-import contextlib
 import functools
 import importlib.util
-import io
 import logging
-import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanogpt_hf.commands.arguments import add_option
 from nanogpt_hf.config.values import bounded
-from nanogpt_hf.console import show, show_text
-from nanogpt_hf.errors import DataError, UserError
-from nanogpt_hf.program import program
+from nanogpt_hf.console import show_text
+from nanogpt_hf.errors import UserError
 from nanogpt_hf.runs.find import find_model
 
 if TYPE_CHECKING:
@@ -31,7 +26,7 @@ def _add_model_argument(parser: ArgumentParser) -> None:
     add_option(parser, "model MODEL", "a run folder (its best model), a model folder, or a Hub id")
 
 
-def _add_sampling_arguments(parser: ArgumentParser, max_new_tokens: int) -> None:
+def add_sampling_arguments(parser: ArgumentParser, max_new_tokens: int) -> None:
     """Add the model, and the options of sampling from it."""
     _add_model_argument(parser)
     longest = "maximum number of tokens that are generated"
@@ -44,12 +39,12 @@ def _add_sampling_arguments(parser: ArgumentParser, max_new_tokens: int) -> None
     add_option(parser, "--seed N", "seed of the samples", type=bounded(int, 0, 2**62), default=1337)
 
 
-def _sampling_options(arguments: Namespace) -> dict[str, Any]:
+def sampling_options(arguments: Namespace) -> dict[str, Any]:
     """Collect the options of `generate_tokens` that hold for all texts of a command."""
     return {name: getattr(arguments, name) for name in ("temperature", "top_k", "top_p")}
 
 
-def _autocast(accelerator: "Accelerator") -> "torch.autocast":
+def autocast(accelerator: "Accelerator") -> "torch.autocast":
     """A new context for forward passes in the precision of the accelerate config, but in float32
     instead of fp16.
     """
@@ -81,7 +76,7 @@ def open_model(name: str) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
 
 
 def add_sample_arguments(parser: ArgumentParser) -> None:
-    _add_sampling_arguments(parser, 500)
+    add_sampling_arguments(parser, 500)
     text = "text to continue (default: a line break, or nothing after a start token)"
     add_option(parser, "--prompt TEXT", text)
     add_option(
@@ -117,14 +112,14 @@ def run_sample(arguments: Namespace) -> None:
     count = arguments.num_samples
     samples: list[list[int]] = [[] for _ in range(count)]
     show_text(prompt)
-    with _autocast(accelerator):
+    with autocast(accelerator):
         for tokens in generate_tokens(
             model,
             ids,
             max_new_tokens=arguments.max_new_tokens,
             num_samples=count,
             seed=arguments.seed,
-            **_sampling_options(arguments),
+            **sampling_options(arguments),
         ):
             # A token for each sample, None for a sample that has ended.
             for sample, token in zip(samples, tokens, strict=True):
@@ -137,152 +132,6 @@ def run_sample(arguments: Namespace) -> None:
         stream = TextStream(tokenizer, ids)
         text = prompt + "".join(map(stream.add, sample)) + stream.end()
         show_text(f"\n--- sample {number} of {count} ---\n{text}", end="\n")
-
-
-def add_chat_arguments(parser: ArgumentParser) -> None:
-    _add_sampling_arguments(parser, 256)
-    add_option(parser, "--system TEXT", "system message at the start of the conversation")
-
-
-def show_note(note: str) -> None:
-    """Print a note, which is not part of an answer, to stderr."""
-    show(f"({note})", file=sys.stderr)
-
-
-def questions() -> Iterator[str]:
-    """Yield lines from the terminal, with a prompt and a history, or from a pipe; no empty ones."""
-    # Tokenizers raise an error for half characters, which a terminal of another encoding may send.
-    if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(encoding="utf-8", errors="replace")
-    if not sys.stdin.isatty():
-        yield from filter(None, map(str.strip, sys.stdin))
-        return
-    # With this module input() has line editing and a history. Windows has none.
-    with contextlib.suppress(ImportError):
-        import readline  # noqa: F401
-    # Ctrl-D ends the input.
-    with contextlib.suppress(EOFError):
-        while True:
-            if line := input("> ").strip():
-                yield line
-
-
-def run_chat(arguments: Namespace) -> None:
-    """Chat with a model that was trained on conversations: a run folder, a model folder, or a model
-    on the Hub.
-
-    Each line is a question; its answer is printed as it is generated. /reset clears the
-    conversation, /quit exits. Ctrl-C ends an answer, Ctrl-D exits. Lines can be piped in: answers
-    go to stdout, all other output to stderr.
-    """
-    from nanogpt_hf.distributed.accelerator import build_evaluation_accelerator
-
-    accelerator = build_evaluation_accelerator(arguments.mesh)
-    model, tokenizer = open_model(arguments.model)
-    if not tokenizer.chat_template:
-        raise UserError(
-            f"{arguments.model}: its tokenizer has no chat template, so it was not trained to "
-            "chat; train it on conversations (recipes/sft_instructions.yaml), or generate text: "
-            f"{program()} sample"
-        )
-    if not accelerator.is_main_process:
-        return
-    model.to(accelerator.device)
-    chat = _Chat(model, tokenizer, functools.partial(_autocast, accelerator), arguments)
-    if sys.stdin.isatty():
-        show_note("/reset clears the conversation, /quit exits, Ctrl-C ends an answer")
-    for line in questions():
-        if line == "/quit":
-            return
-        if line == "/reset":
-            chat.clear()
-            show_note("the conversation was cleared")
-        else:
-            chat.ask(line)
-
-
-class _Chat:
-    """A conversation on the terminal."""
-
-    def __init__(
-        self,
-        model: "PreTrainedModel",
-        tokenizer: "PreTrainedTokenizerBase",
-        precision: Callable[[], contextlib.AbstractContextManager],
-        arguments: Namespace,
-    ):
-        from nanogpt_hf.data.chat_template import ChatFormat
-        from nanogpt_hf.generate import answer_end_ids
-
-        self._model = model
-        self._tokenizer = tokenizer
-        self._precision = precision
-        self._format = ChatFormat(tokenizer)
-        self._seed = arguments.seed
-        self._max_new_tokens = arguments.max_new_tokens
-        self._context = model.config.max_position_embeddings
-        # At least half of the context is for the conversation, however long answers may be.
-        self._longest_prompt = self._context - min(self._max_new_tokens, self._context // 2)
-        self._options: Any = _sampling_options(arguments)
-        self._options |= {"end_ids": answer_end_ids(model, self._format)}
-        self._first: list[Any] = []
-        if arguments.system:
-            self._first = [{"role": "system", "content": arguments.system}]
-        self._answers = 0
-        self.clear()
-
-    def clear(self) -> None:
-        """Forget all messages but the system's."""
-        self._messages = self._first
-
-    def ask(self, line: str) -> None:
-        """Print the answer to a question, and remember both."""
-        from nanogpt_hf.data.chat_window import encode_chat
-
-        asked = [*self._messages, {"role": "user", "content": line}]
-        try:
-            ids, kept = encode_chat(self._format, asked, self._longest_prompt)
-        except (ValueError, DataError) as error:
-            # The conversation is as before, so the user can ask again.
-            show_note(f"no answer: with the messages before it {error}; shorten it")
-            return
-        if len(kept) < len(asked):
-            dropped = len(asked) - len(kept)
-            show_note(f"the context is full: the oldest {dropped} messages were dropped")
-        text = self._answer(ids)
-        self._messages = [*kept, {"role": "assistant", "content": text}]
-        self._answers += 1
-
-    def _answer(self, ids: list[int]) -> str:
-        """Generate an answer, and print it as it comes; Ctrl-C ends it."""
-        from nanogpt_hf.generate import TextStream, generate_tokens
-
-        limit = min(self._max_new_tokens, self._context - len(ids))
-        stream = TextStream(self._tokenizer)
-        text = ""
-        length = 0
-        tokens = generate_tokens(
-            self._model,
-            ids,
-            max_new_tokens=limit,
-            # The same question, asked again, gets another answer.
-            seed=self._seed + self._answers,
-            **self._options,
-        )
-        with self._precision(), contextlib.suppress(KeyboardInterrupt):
-            for (token,) in tokens:
-                # `generate_tokens` ends with its only sample.
-                assert token is not None
-                length += 1
-                new = stream.add(token)
-                text += new
-                show_text(new)
-        # Bytes that are no whole character yet.
-        rest = stream.end()
-        show_text(rest, end="\n")
-        if length == limit:
-            show_note(f"cut off after {limit} tokens")
-        return text + rest
 
 
 def add_serve_arguments(parser: ArgumentParser) -> None:
@@ -322,7 +171,7 @@ def run_serve(arguments: Namespace) -> None:
     # The port is taken before the model is loaded: a port in use is reported at once.
     with listen(arguments.host, arguments.port) as listener:
         model, tokenizer = open_model(arguments.model)
-        precision = functools.partial(_autocast, accelerator)
+        precision = functools.partial(autocast, accelerator)
         # Clients name the model in their requests: a folder by its last part, a Hub id as it is.
         path = Path(arguments.model)
         name = path.resolve().name if path.is_dir() else arguments.model

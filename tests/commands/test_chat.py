@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 
 from nanogpt_hf import generate
 from nanogpt_hf.commands import main
-from nanogpt_hf.commands.generate import questions
+from nanogpt_hf.commands.chat import questions
 
 
 @pytest.fixture
@@ -129,3 +129,101 @@ def test_chat_in_a_terminal_ends_at_ctrl_d(capsys, chat_model, scripted, ids_of,
     out, err = capsys.readouterr()
     assert out == "Yes.\n"
     assert "Ctrl-C ends an answer" in err
+
+
+CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "123+456"}}\n</tool_call>'
+SHOWN = '(calculator({"expression": "123+456"}) = 579)\n'
+TOOLS = ("--tools", "calculator", "--max-new-tokens", 150)
+
+
+@pytest.fixture
+def spoken(tmp_path, save_chat_model, scripted, ids_of, monkeypatch, capsys):
+    """Chat with a model of a larger context that ends the given turns; return what it printed, and
+    the text of the prompts.
+    """
+    folder = tmp_path / "model"
+    save_chat_model(folder, n_positions=2048)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    end = tokenizer.eos_token_id
+
+    def spoken(turns, *lines, arguments=TOOLS):
+        calls = scripted(*([*ids_of(turn), end] for turn in turns))
+        monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+        assert main(["chat", str(folder), *map(str, arguments)]) == 0
+        return (*capsys.readouterr(), [tokenizer.decode(ids) for ids, _ in calls])
+
+    return spoken
+
+
+def test_an_answer_calls_a_tool_and_continues_with_its_result(spoken):
+    out, err, prompts = spoken([f"Let me see.\n{CALL}", "It is 579.", "Bye."], "123+456?", "So?")
+    assert out == "Let me see.\nIt is 579.\nBye.\n"
+    assert err == SHOWN
+    asked = "### User:\n123+456?\n\n### Assistant:\n"
+    result = "<|endoftext|>### Tool:\n579\n\n### Assistant:\n"
+    assert prompts[0].endswith(asked)
+    assert '"name": "calculator"' in prompts[0]
+    assert prompts[1] == f"{prompts[0]}Let me see.\n{CALL}{result}"
+    # The next question comes after all turns.
+    assert prompts[2] == (f"{prompts[1]}It is 579.<|endoftext|>### User:\nSo?\n\n### Assistant:\n")
+
+
+def test_a_turn_that_only_calls_has_no_line(spoken):
+    out, err, _ = spoken([CALL, "579"], "123+456?")
+    assert (out, err) == ("579\n", SHOWN)
+
+
+def test_without_tools_a_call_is_text(spoken):
+    out, err, prompts = spoken([CALL], "123+456?", arguments=TOOLS[2:])
+    assert (out, err) == (f"{CALL}\n", "")
+    assert "calculator" not in prompts[0]
+
+
+@pytest.mark.parametrize(
+    ("call", "note"),
+    [
+        (CALL.replace("123+456", "1/0"), " = error: raises ZeroDivisionError: "),
+        (CALL.replace("calculator", "calculater"), " = error: there is no tool 'calculater'"),
+        (CALL[:-20], "(the call is no JSON: "),
+        (CALL.replace("123+456", "\\u001b[2J"), '{"expression": "\\u001b[2J"}) = error: '),
+    ],
+)
+def test_a_call_that_fails_is_read_by_the_model(spoken, call, note):
+    out, err, prompts = spoken([call, "Well.", "Yes."], "1?", "2?")
+    assert out.endswith("Well.\nYes.\n")
+    assert note in err
+    assert err.count("\n") == 1
+    assert "\x1b" not in err
+    assert "### Tool:\nerror: " in prompts[1]
+
+
+def test_calls_end_after_eight_turns_and_at_the_end_of_the_context(spoken):
+    out, err, prompts = spoken([CALL] * 8 + ["Yes."], "1?", "2?")
+    assert err.count(SHOWN) == 7
+    assert err.endswith("(cut off after 8 turns)\n")
+    assert out == "Yes.\n"
+    # What ended without an answer is not in the conversation.
+    assert "<tool_call>" not in prompts[8]
+    # A second turn fits, and its result does not.
+    text = "a" * ((2048 - len(prompts[0])) // 2 - len(CALL) - 20)
+    arguments = (*TOOLS[:3], 1000)
+    out, err, _ = spoken([f"{text}{CALL}", f"{text}{CALL}"], "1?", arguments=arguments)
+    assert err == f"{SHOWN}{SHOWN}(cut off: the context has no room for another turn)\n"
+    assert out == f"{text}\n{text}\n"
+
+
+def test_ctrl_c_ends_a_tool(spoken, monkeypatch):
+    from nanogpt_hf.tasks import tools
+
+    def interrupted(expression: str) -> str:
+        """Wait.
+
+        Args:
+            expression: X.
+        """
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(tools.BUILT_IN, "calculator", interrupted)
+    out, err, prompts = spoken([CALL, "Yes."], "1?", "2?")
+    assert (out, err) == ("Yes.\n", "")
+    assert "<tool_call>" not in prompts[1]
