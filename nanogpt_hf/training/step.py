@@ -1,5 +1,7 @@
 """One optimizer step: batch, objective, backward, clip, update."""
 
+from functools import reduce
+
 import torch
 
 from nanogpt_hf.config.seeds import derive_seed
@@ -62,7 +64,9 @@ def take_step(run: Run, step: int, learning_rate: float) -> StepResult:
     # Reinforcement learning may train several times on the answers that it has sampled.
     updates = range(method.updates(run.config))
     results = [train_step(run, step, learning_rate) for _ in updates]
-    return results[-1]._replace(figures=figures)
+    # A gradient that is not finite counts in any of the updates: `maximum` passes NaN on.
+    grad_norm = reduce(torch.maximum, [result.grad_norm for result in results])
+    return results[-1]._replace(grad_norm=grad_norm, figures=figures)
 
 
 def seed_micro_batch(run: Run, step: int, index: int) -> None:

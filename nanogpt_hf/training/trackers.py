@@ -93,7 +93,8 @@ def _as_scalar(value: Any) -> Any:
 
 def _tracker_options(run: Run, name: str, step: int) -> dict[str, Any]:
     """Choose the options with which a tracker starts a run of its own."""
-    title = run.config.name
+    # The folder's name, not the recipe's: the runs of a sweep have one recipe.
+    title = run.folder.path.resolve().name
     if name == "trackio":
         # Its runs are identified by their names, so another run must not have the same.
         return {"name": f"{title}-{secrets.token_hex(4)}", "resume": "allow"}

@@ -5,6 +5,7 @@ import logging
 import math
 import shlex
 import time
+from collections import deque
 from typing import Any
 
 from tqdm import tqdm
@@ -35,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 # In the plain log; a terminal has a progress bar instead.
 _SECONDS_BETWEEN_LINES = 10.0
+# The time that is left follows from the last reports together: the speed of one varies.
+_REPORTS_OF_TIME_LEFT = 10
 
 
 class Tracking:
@@ -51,6 +54,8 @@ class Tracking:
         self.peak = peak_flops(run.accelerator.device)
         self.events: list[dict[str, Any]] = []
         self._last_line = 0.0
+        # Seconds and tokens of each of the last reports.
+        self._recent: deque[tuple[float, int]] = deque(maxlen=_REPORTS_OF_TIME_LEFT)
 
     def open_bar(self) -> None:
         """Show the progress bar, on a terminal only."""
@@ -137,6 +142,7 @@ class Tracking:
         tokens = self.run.state.tokens
         elapsed = max(now - self._clock, 1e-9)
         rate = (tokens - self._clock_tokens) / elapsed
+        self._recent.append((elapsed, tokens - self._clock_tokens))
         waited = self.run.batches.seconds_waited - self._clock_waited
         self.restart_clock()
         values = {
@@ -158,9 +164,14 @@ class Tracking:
         self._show(f"{headline}, {speed}")
         if self.bar.disable and now - self._last_line >= _SECONDS_BETWEEN_LINES:
             self._last_line = now
-            # By the speed since the last report, without evaluations and checkpoints.
-            left = format_duration((planned_tokens(self.config) - tokens) / rate)
-            self._log(f"train {headline}, {speed}, {left} left")
+            self._log(f"train {headline}, {speed}, {self._time_left()} left")
+
+    def _time_left(self) -> str:
+        """Estimate the time to the end by the last reports, without evaluations and checkpoints."""
+        seconds = sum(report[0] for report in self._recent)
+        tokens = sum(report[1] for report in self._recent)
+        left = planned_tokens(self.config) - self.run.state.tokens
+        return format_duration(left * seconds / tokens)
 
     def _headline(self, loss: float, metrics: dict[str, float]) -> str:
         """The figures of training that come first in a line: the loss and its parts."""

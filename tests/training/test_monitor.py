@@ -5,6 +5,7 @@ weights, whose error names a sound checkpoint, and which every command handles.
 import json
 import math
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,9 +19,11 @@ from nanogpt_hf.checkpoint.reader import read_checkpoint
 from nanogpt_hf.checkpoint.writer import CheckpointWriter
 from nanogpt_hf.commands import main
 from nanogpt_hf.config.schema import Config, replace_knobs
+from nanogpt_hf.methods.run import StepResult
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.metrics import read_metrics
 from nanogpt_hf.runs.state import TrainState
+from nanogpt_hf.training import step
 from nanogpt_hf.training.monitor import Monitor
 from nanogpt_hf.training.step import train_step
 
@@ -41,6 +44,17 @@ def patched_steps(monkeypatch):
 
     replace_step(monkeypatch, spiking)
     return data_steps, spikes
+
+
+@pytest.mark.parametrize("norms", [[math.inf, 1.0], [1.0, math.inf], [math.nan, 1.0]], ids=str)
+def test_a_gradient_that_is_not_finite_counts_in_any_update_of_a_step(monkeypatch, norms):
+    results = iter([StepResult(torch.tensor(2.0), torch.tensor(norm), {}, {}) for norm in norms])
+    method = SimpleNamespace(begin_step=lambda run, number: {"x": 1.0}, updates=lambda config: 2)
+    monkeypatch.setattr(step, "method_of", lambda config: method)
+    monkeypatch.setattr(step, "train_step", lambda run, number, rate: next(results))
+    result = step.take_step(SimpleNamespace(config=None), 0, 0.1)
+    assert not result.grad_norm.isfinite()
+    assert result.figures == {"x": 1.0}
 
 
 @pytest.mark.long

@@ -6,6 +6,7 @@ import math
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from accelerate import tracking as accelerate_tracking
@@ -22,8 +23,8 @@ from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.metrics import read_metrics
 from nanogpt_hf.runs.provenance import read_starts
 from nanogpt_hf.training.step import train_step
-from nanogpt_hf.training.trackers import _read_ids
-from nanogpt_hf.training.tracking import start_tracking
+from nanogpt_hf.training.trackers import _read_ids, _tracker_options
+from nanogpt_hf.training.tracking import Tracking, start_tracking
 
 pytestmark = pytest.mark.long
 
@@ -97,6 +98,23 @@ def test_trackers_receive_recipe_machine_and_metrics(tmp_path, write_recipe, not
         assert json.loads(book.config["start.versions"]) == start["versions"]
         assert {name for name in book.config if not name.startswith("start.")} < set(KNOBS)
         assert all(isinstance(value, str | int | float | bool) for value in book.config.values())
+
+
+def test_a_tracker_names_a_run_by_its_folder(tmp_path):
+    """The runs of a sweep share a recipe, and its name."""
+    for name in ("learning_rate=0.001", "learning_rate=0.003"):
+        run = SimpleNamespace(folder=RunFolder(tmp_path / "sweep" / name))
+        assert _tracker_options(run, "mlflow", 0) == {"run_name": name}
+        assert _tracker_options(run, "trackio", 0)["name"].startswith(f"{name}-")
+
+
+def test_the_time_left_follows_from_several_reports(write_recipe):
+    config = load_config(write_recipe(train__max_steps=10))
+    tokens = config.train.tokens_per_step
+    # 2, 6 and 4 seconds for a step: 4 on average, for the 7 that are left.
+    recent = [(2.0, tokens), (6.0, tokens), (4.0, tokens)]
+    run = SimpleNamespace(state=SimpleNamespace(tokens=3 * tokens))
+    assert Tracking._time_left(SimpleNamespace(_recent=recent, config=config, run=run)) == "28 s"
 
 
 def test_metrics_are_documented_and_plausible(pretrain, root):
