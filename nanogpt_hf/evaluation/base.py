@@ -53,8 +53,8 @@ TASKS = Option(
 LIMIT = Option("--limit N", "number of questions per task, the first ones (default: all)", COUNT)
 DATA = Option(
     "--data TEXT",
-    "text to measure: a file, folder, URL, data set or prepared data; with --metrics, rows of "
-    "conversations",
+    "text to measure: a file, folder, URL, data set or prepared data (default: the validation "
+    "split of a run's own text); with --metrics, rows of conversations",
     names_source=True,
 )
 TEMPERATURE = Option(

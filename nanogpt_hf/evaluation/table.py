@@ -1,11 +1,15 @@
 """The table of evaluations that `evaluate` and training measure, and the options of `evaluate`."""
 
+import os
 from argparse import ArgumentParser, Namespace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanogpt_hf.config.load import Overrides
 from nanogpt_hf.config.schema import KNOBS, Config, get_value
+from nanogpt_hf.config.sources import learns_parts
 from nanogpt_hf.config.values import convert
+from nanogpt_hf.data.manifest import MANIFEST
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.evaluation.base import Evaluation, Measure, Option
 from nanogpt_hf.evaluation.core import CoreScore
@@ -15,6 +19,8 @@ from nanogpt_hf.evaluation.samples import Samples
 from nanogpt_hf.evaluation.tasks import LmEvalTasks
 from nanogpt_hf.evaluation.text import TextLoss
 from nanogpt_hf.program import program
+from nanogpt_hf.runs.folder import RunFolder
+from nanogpt_hf.runs.recipe import read_recipe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -68,8 +74,11 @@ def asked_for(
 ) -> tuple[list[Evaluation], dict[str, Any]]:
     """The evaluations that the options ask for, and the knobs of their source.
 
-    Raises UserError for options that do not fit, before anything is loaded.
+    Without any, a run that has learned texts is measured on its own validation split. Raises
+    UserError for options that do not fit, before anything is loaded.
     """
+    if not any(evaluation.wanted(arguments) for evaluation in EVALUATIONS):
+        arguments.data = _own_text(arguments.model)
     wanted = [evaluation for evaluation in EVALUATIONS if evaluation.wanted(arguments)]
     if not wanted:
         ways = ", ".join(row.asked_by for row in EVALUATIONS if row.options)
@@ -100,3 +109,13 @@ def asked_for(
         except ValueError as error:
             raise UserError(f"--{key}: {error}") from None
     return wanted, knobs
+
+
+def _own_text(model: str) -> str | None:
+    """Return the folder of the prepared text that a run has learned; None for other models."""
+    run = RunFolder(os.path.expanduser(model))
+    if not run.recipe.is_file():
+        return None
+    data = read_recipe(run).data
+    is_there = (Path(os.path.expanduser(data.dir)) / MANIFEST).is_file()
+    return data.dir if is_there and not learns_parts(data) else None

@@ -59,10 +59,14 @@ def test_evaluate_run_on_prepared_data_equals_training(
     loop.train(run)
     state = run.state
     forget_accelerate()
-    measure(
-        capsys, tmp_path / "run", "--data", config.data.dir, "--output", tmp_path / "results.json"
-    )
-    figures = json.loads((tmp_path / "results.json").read_text())["text"]
+    # Without anything to measure, a run is measured on its own text.
+    measured = {}
+    for name, options in {"stated": ("--data", config.data.dir), "own": ()}.items():
+        output = tmp_path / f"{name}.json"
+        measure(capsys, tmp_path / "run", *options, "--output", output)
+        measured[name] = json.loads(output.read_text())["text"]
+    assert measured["own"] == measured["stated"]
+    figures = measured["own"]
     assert figures["loss"] == pytest.approx(state.best_loss, abs=1e-6)
     assert figures["bits_per_byte"] == pytest.approx(state.evaluation.bits_per_byte, rel=1e-6)
     assert figures["data"].endswith("(validation)")
