@@ -14,7 +14,7 @@ help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-19s %s\n", $$1, $$2 }' Makefile
 
 quickstart: $(VENV)/installed ## train a small GPT on Python's documentation and let it write (a minute of training)
-	$(BIN)/nanogpt-hf launch --config_file accelerate_configs/cpu.yaml pretrain recipes/quickstart.yaml --overwrite
+	$(BIN)/nanogpt-hf launch --config_file accelerate_configs/cpu.yaml pretrain recipes/quickstart.yaml --auto-resume
 	@echo
 	@echo "A sample from the model:"
 	@$(BIN)/nanogpt-hf sample runs/quickstart --prompt 'The ' --max-new-tokens 300 --temperature 0.6

@@ -13,7 +13,7 @@ from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable
 from typing import NamedTuple, NoReturn
 
-from nanogpt_hf import console
+from nanogpt_hf import __version__, console
 from nanogpt_hf.commands.arguments import add_help, add_logging_options
 from nanogpt_hf.cpu import limit_spinning
 from nanogpt_hf.distributed.environment import check_environment
@@ -204,6 +204,9 @@ def main(arguments: list[str]) -> int:
         mesh = Mesh.from_environment()
         if not arguments or arguments[0] in ("-h", "--help", "help"):
             console.show(_overview())
+            return 0
+        if arguments[0] == "--version":
+            console.show(f"nanogpt_hf {__version__}")
             return 0
         for word in arguments:
             if not is_utf8(word):

@@ -19,7 +19,7 @@ from nanogpt_hf.commands.arguments import (
 from nanogpt_hf.config.dial import dial_lines
 from nanogpt_hf.config.json_schema import recipe_schema
 from nanogpt_hf.config.load import Overrides, stated_knobs
-from nanogpt_hf.config.schema import Config, get_value, knob_lines, replace_knobs
+from nanogpt_hf.config.schema import SECTIONS, Config, get_value, knob_lines, replace_knobs
 from nanogpt_hf.config.stages import largest_stage, stage_lines
 from nanogpt_hf.config.values import bounded
 from nanogpt_hf.console import show
@@ -273,13 +273,15 @@ def run_doctor(arguments: Namespace, overrides: Overrides) -> int:
 
 
 def add_knobs_arguments(parser: ArgumentParser) -> None:
+    sections = "a section of a recipe (default: all)"
+    add_option(parser, "section SECTION", sections, nargs="?", choices=list(SECTIONS))
     add_output(parser, "--json", "also write a JSON schema of recipes to FILE")
 
 
 def run_knobs(arguments: Namespace) -> None:
-    """List every knob of a recipe: its meaning, choices and default.
+    """List every knob of a recipe, or of one section: its meaning, choices and default.
 
     `--json FILE` writes a JSON schema of recipes, with which editors complete and check them.
     """
     write_json(arguments.json, recipe_schema())
-    show(*knob_lines(), sep="\n")
+    show(*knob_lines(arguments.section), sep="\n")

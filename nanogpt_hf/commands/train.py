@@ -20,6 +20,7 @@ from nanogpt_hf.commands.arguments import (
     add_output,
     add_recipe_argument,
     check_steps_known,
+    list_knobs,
     load_text_recipe,
 )
 from nanogpt_hf.config.dial import dial_lines
@@ -154,6 +155,7 @@ def add_resume_arguments(parser: ArgumentParser) -> None:
     add_option(parser, "run RUN", "the run folder")
     dry_run = "print the recipe, what has changed in it and the checkpoint, then exit"
     add_flag(parser, "--dry-run", dry_run)
+    list_knobs(parser)
 
 
 def run_resume(arguments: Namespace, overrides: Overrides) -> None:

@@ -1,5 +1,6 @@
 """The command line: help, mistakes in one line, exit statuses, run folders."""
 
+import inspect
 import os
 import shutil
 import subprocess
@@ -7,7 +8,8 @@ import sys
 
 import pytest
 
-from nanogpt_hf.commands import COMMANDS, main
+import nanogpt_hf
+from nanogpt_hf.commands import COMMANDS, functions_of, main
 from nanogpt_hf.config.schema import KNOBS, SECTIONS, knob_lines, section_lines
 from nanogpt_hf.cpu import SPIN_COUNT
 from nanogpt_hf.runs.folder import RunFolder
@@ -33,12 +35,19 @@ def help_of(capsys, *words: str) -> str:
     return capsys.readouterr().out
 
 
+def takes_knobs(command: str) -> bool:
+    return len(inspect.signature(functions_of(command)[1]).parameters) > 1
+
+
 def test_help_lists_log_options_and_the_sections_of_knobs(capsys):
     for command in COMMANDS.keys() - {"launch"}:  # launch passes them to the command
         out = help_of(capsys, command, "--help")
         assert "-q, --quiet" in out, command
         assert "--log-level {debug,info,warning,error}" in out, command
-    for command in ("pretrain", "finetune", "estimate", "bench", "branch"):
+    # `evaluate` reads the knobs of a source alone, and lists them itself.
+    reads_knobs = {name for name in COMMANDS.keys() - {"launch", "evaluate"} if takes_knobs(name)}
+    assert {"pretrain", "resume", "branch", "estimate"} < reads_knobs
+    for command in reads_knobs:
         out = help_of(capsys, command, "-h")
         assert "\n".join(section_lines()) in out
         assert f"{command} --help SECTION" in out
@@ -55,6 +64,18 @@ def test_help_of_a_section_lists_its_knobs(capsys):
         assert listed == [knob for knob in KNOBS if knob.startswith(f"{section}.")]
     assert help_of(capsys, "sweep", "-h", "all") == "\n".join(knob_lines()) + "\n"
     assert all(f"  --{knob} " in "\n".join(knob_lines()) for knob in KNOBS)
+
+
+def test_knobs_lists_a_section_and_refuses_an_unknown_one(capsys):
+    assert run(capsys, "knobs", "optim") == (0, "\n".join(knob_lines("optim")) + "\n", "")
+    assert run(capsys, "knobs") == (0, "\n".join(knob_lines()) + "\n", "")
+    status, _, err = run(capsys, "knobs", "optm")
+    assert status == 2
+    assert "invalid choice: 'optm'" in err
+
+
+def test_version(capsys):
+    assert run(capsys, "--version") == (0, f"nanogpt_hf {nanogpt_hf.__version__}\n", "")
 
 
 def test_help_refuses_an_unknown_section(capsys):
