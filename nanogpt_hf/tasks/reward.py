@@ -2,13 +2,13 @@
 counted.
 """
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from nanogpt_hf.errors import UserError
+from nanogpt_hf.tasks.own_modules import code_digest
 from nanogpt_hf.tasks.task import Question, Score
 from nanogpt_hf.tasks.user_code import UserCodeError, run_file, user_code
 
@@ -18,7 +18,7 @@ _LARGEST = 1e15
 
 def load_reward(spec: str) -> tuple[Score, str]:
     """Load the function of `FILE.py:NAME`, called as NAME(prompt, completion, answer). Return it
-    with the sha256 of the file.
+    with the digest of its code.
 
     The file is Python code of the user's own, never read from the Hub. Raises UserError if there is
     no such file or function.
@@ -38,7 +38,7 @@ def load_reward(spec: str) -> tuple[Score, str]:
         result: Any = function(question.prompt, completion, question.answer)
         return result
 
-    return score, f"sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}"
+    return score, code_digest(path)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,5 @@
 """Tools that a model may call: the calculator, and Python functions of the user's own."""
 
-import hashlib
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +17,7 @@ from transformers.utils.chat_template_utils import (
 from nanogpt_hf.data.call_format import Call
 from nanogpt_hf.errors import UserError, did_you_mean, is_utf8, one_line
 from nanogpt_hf.tasks.calculator import calculator
+from nanogpt_hf.tasks.own_modules import code_digest
 from nanogpt_hf.tasks.user_code import UserCodeError, run_file, user_code
 
 # Tools by the name that stands for them in `rl.tools`.
@@ -116,8 +116,7 @@ def _functions_of(spec: str, where: str) -> tuple[dict[str, Callable[..., Any]],
     }
     if not found:
         raise UserError(f"{where}: {path}: defines no function without a leading underscore")
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    return found, f"{spec} sha256:{digest}"
+    return found, f"{spec} {code_digest(path)}"
 
 
 def _is_defined_in(value: Any, path: Path) -> bool:

@@ -1,5 +1,6 @@
 """Reward functions: a user's own file, and scores that raise, hang or return no number."""
 
+import hashlib
 import math
 import os
 import sys
@@ -156,6 +157,55 @@ def test_load_reward_calls_the_users_function(tmp_path):
     before = digest
     path.write_text("def score(*_):\n    return 0\n")
     assert load_reward(f"{path}:score")[1] != before
+
+
+MODULES = {
+    "helper.py": "VALUE = 1",
+    "pack/__init__.py": "",
+    "pack/inner.py": "from . import other\nfrom .deep.last import VALUE",
+    "pack/other.py": "import math, json, torch.nn.functional",
+    "pack/deep/last.py": "from ..other import math\nVALUE = 2",
+    "broken.py": "def (",
+    "unused.py": "VALUE = 3",
+}
+# Statements of a reward file, and the modules in which a change is one of its reward.
+IMPORTS = {
+    "import json, torch": [],
+    "from nanogpt_hf.errors import UserError": [],
+    "import helper": ["helper"],
+    "from helper import VALUE": ["helper"],
+    "import pack": ["pack"],
+    "from pack import other": ["pack", "pack.other"],
+    "import pack.other as x": ["pack", "pack.other"],
+    "from pack.inner import *": ["pack", "pack.deep.last", "pack.inner", "pack.other"],
+    "def f():\n    import helper": ["helper"],
+    "def f():\n    import broken": ["broken"],
+    "try:\n    import nothing\nexcept ImportError:\n    import helper": ["helper"],
+}
+
+
+@pytest.mark.parametrize("statements", IMPORTS)
+def test_digest_is_of_the_users_own_modules_too(statements, tmp_path, monkeypatch):
+    for name, text in MODULES.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    path = tmp_path / "mine.py"
+    path.write_text(f"{statements}\ndef score(*_):\n    return 0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for module in ("helper", "pack", "pack.inner", "pack.other", "pack.deep", "pack.deep.last"):
+        # Set first, so that it is removed at the end.
+        monkeypatch.setitem(sys.modules, module, None)
+        del sys.modules[module]
+    before = load_reward(f"{path}:score")[1]
+    assert before.startswith(f"sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}")
+    changing = []
+    for name, text in MODULES.items():
+        (tmp_path / name).write_text(f"{text}\n# changed")
+        if load_reward(f"{path}:score")[1] != before:
+            changing.append(name.removesuffix(".py").removesuffix("/__init__").replace("/", "."))
+        (tmp_path / name).write_text(text)
+    assert sorted(changing) == IMPORTS[statements]
+    assert load_reward(f"{path}:score")[1] == before
 
 
 @pytest.mark.parametrize(
