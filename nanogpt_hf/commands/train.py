@@ -169,10 +169,14 @@ def run_resume(arguments: Namespace, overrides: Overrides) -> None:
     # From here on it is the command that began the run, with --resume.
     run_arguments = {"run_dir": run.path, "resume": True, "auto_resume": False, "overwrite": False}
     arguments = Namespace(recipe=str(run.recipe), **vars(arguments) | run_arguments)
-    if missing := _path_of_elsewhere(config):
+    missing = _path_of_elsewhere(config)
+    remedy = "resume it in the folder where it began"
+    if missing is None and "data.dir" not in dict(overrides):
+        missing = _data_of_elsewhere(config, run.path)
+        remedy += ", or name the prepared data by --data.dir"
+    if missing:
         raise UserError(
-            f"{run.path}: its recipe names {missing}, which is not in this folder; resume it in "
-            "the folder where it began"
+            f"{run.path}: its recipe names {missing}, which is not in this folder; {remedy}"
         )
     if config.finetune.model is None:
         _run(config, arguments)
@@ -196,6 +200,18 @@ def _path_of_elsewhere(config: Config) -> str | None:
         if tool.endswith(".py") and not os.path.isfile(os.path.expanduser(tool)):
             return f"rl.tools {tool}"
     return None
+
+
+def _data_of_elsewhere(config: Config, run: Path) -> str | None:
+    """The knob of the prepared data of a run that began in another folder, with its value: else it
+    would be prepared again here. None if it is here, or may have been removed.
+    """
+    # A run below this folder began here, or in one with the same relative paths.
+    if run.resolve().is_relative_to(Path.cwd()) or os.path.isabs(config.data.dir):
+        return None
+    if chosen_method(partial(get_value, config)) or find_manifest(config.data):
+        return None
+    return f"data.dir {config.data.dir}"
 
 
 def _run_from_model(

@@ -284,3 +284,28 @@ def test_resume_command_in_another_folder_says_where_to_go(
         line = capsys.readouterr().err.splitlines()[-1]
         assert f"its recipe names {key} ./gone" in line
         assert "resume it in the folder where it began" in line
+
+
+def test_resume_command_in_another_folder_prepares_no_data_again(
+    write_recipe, tmp_path, capsys, monkeypatch, forget_accelerate
+):
+    here, there = tmp_path / "here", tmp_path / "there"
+    for folder in (here, there):
+        folder.mkdir()
+    monkeypatch.chdir(here)
+    words = ["pretrain", str(write_recipe()), "--run-dir", "run", "--data.dir", "data/x"]
+    assert main([*words, "--train.max_steps", "2"]) == 0
+    monkeypatch.chdir(there)
+    assert main(["resume", str(here / "run"), "--train.max_steps", "3"]) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert "its recipe names data.dir data/x, which is not in this folder" in line
+    assert line.endswith("or name the prepared data by --data.dir")
+    assert not [*there.iterdir()]
+    data = ["--data.dir", str(here / "data" / "x")]
+    # Below the folder in which it began the data was removed, and is prepared again.
+    for folder, steps, options in ((there, "3", data), (here, "4", [])):
+        monkeypatch.chdir(folder)
+        forget_accelerate()
+        assert main(["resume", str(here / "run"), "--train.max_steps", steps, *options]) == 0
+        shutil.rmtree(here / "data", ignore_errors=True)
+    assert not [*there.iterdir()]
