@@ -15,6 +15,8 @@ from nanogpt_hf.errors import ConfigError
 # of a recipe for text in a file of rows, with the schema's defaults.
 RECIPES: dict[str, tuple[dict, dict]] = {
     "with model.depth": ({"model.depth": 2}, {}),
+    "without model.depth": ({}, {"model.depth": 2}),
+    "without train.budget": ({}, {"train.budget": "5m"}),
     "with model.architecture gpt2": ({}, {"model.architecture": "llama"}),
     "without model.architecture gpt2": ({"model.architecture": "llama"}, {}),
     "from a data.source that is a URL": ({"data.source": "https://example.org/a.jsonl"}, {}),
@@ -57,7 +59,8 @@ READERS = [(key, reader.words) for key, knob in KNOBS.items() for reader in knob
 def another_value(key):
     """A value of a knob that is not its default, as the command line states it."""
     # Rules of their own refuse other values.
-    if value := {"data.packing": "padded", "hub.repo": "user/name"}.get(key):
+    stated = {"data.packing": "padded", "hub.repo": "user/name", "train.budget": "5m"}
+    if value := stated.get(key):
         return value
     knob = KNOBS[key]
     options = [option for option in kind_options(knob.kind) if option != knob.default]
