@@ -103,6 +103,16 @@ def test_shipped_references_fit_the_shipped_recipes(path, tmp_path, monkeypatch)
     assert len(reference.seeds) >= 5 or reference.published
 
 
+def test_fineweb_is_judged_by_the_published_loss():
+    """At the end of its steps only: no curve of this architecture is published."""
+    config = load_config(ROOT / "recipes/fineweb_124m.yaml")
+    reference = find_reference(config)
+    for step, loss, kind in ((3250, 3.9, "early"), (3500, 3.3, "normal"), (3500, 3.32, "above")):
+        answer = judge(reference, config, [{"step": step, "val/loss": loss}])
+        assert answer.kind == kind, answer.sentence
+        assert "3.28 in 3,800 steps by its Muon baseline" in answer.sentence
+
+
 # --- verdicts
 
 
