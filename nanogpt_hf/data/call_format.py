@@ -304,12 +304,13 @@ def _typed(call: Call, tools: Sequence[Any]) -> Call:
 
 def _value(value: Any, schema: Any) -> Any:
     kind = schema.get("type") if isinstance(schema, dict) else None
-    if not isinstance(value, str) or kind in (None, "string"):
+    kinds = kind if isinstance(kind, list) else [kind]
+    if not isinstance(value, str) or None in kinds or "string" in kinds:
         return value
     # Templates write true as Python does.
-    text = value.strip()
-    text = text.lower() if kind == "boolean" else text
+    text = value.lower() if "boolean" in kinds else value
     try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
+        found, stop = _json_at(text, 0)
+    except ValueError:
         return value
+    return value if text[stop:].strip() else found

@@ -1,18 +1,16 @@
 """Tools that a model may call: the calculator, and Python functions of the user's own."""
 
+import copy
 import inspect
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from transformers.utils.chat_template_utils import (
-    DocstringParsingException,
-    TypeHintParsingException,
-    get_json_schema,
-)
+from transformers.utils.chat_template_utils import get_json_schema
 
 from nanogpt_hf.data.call_format import Call
 from nanogpt_hf.errors import UserError, did_you_mean, is_utf8, one_line
@@ -24,6 +22,7 @@ from nanogpt_hf.tasks.user_code import UserCodeError, run_file, user_code
 BUILT_IN = {"calculator": calculator}
 # What functools.cache makes of a function.
 _CACHED = type(cache(len))
+_BY_POSITION = {inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL}
 # Characters of a result that are put into the conversation.
 _LONGEST = 10_000
 
@@ -57,7 +56,8 @@ class Tools:
         try:
             with user_code(self.seconds):
                 # The text of a result is made here, since it runs the user's code, too.
-                text = _text_of(known(**function["arguments"]))
+                # The conversation has the arguments, which the function may change.
+                text = _text_of(known(**copy.deepcopy(function["arguments"])))
         except UserCodeError as error:
             return _failure(str(error))
         if not is_utf8(text):
@@ -102,7 +102,7 @@ def load_tools(specs: Sequence[str], seconds: float, where: str = "rl.tools") ->
 def _functions_of(spec: str, where: str) -> tuple[dict[str, Callable[..., Any]], str]:
     if spec in BUILT_IN:
         return {spec: BUILT_IN[spec]}, f"{spec} 1"
-    path = Path(spec).expanduser()
+    path = Path(os.path.expanduser(spec))
     if path.suffix != ".py":
         raise UserError(
             f"{where}: {spec!r:.80}: expected {', '.join(BUILT_IN)} or a Python file, such as "
@@ -112,7 +112,7 @@ def _functions_of(spec: str, where: str) -> tuple[dict[str, Callable[..., Any]],
     found = {
         name: value
         for name, value in names.items()
-        if not name.startswith("_") and _is_defined_in(value, path)
+        if isinstance(name, str) and not name.startswith("_") and _is_defined_in(value, path)
     }
     if not found:
         raise UserError(f"{where}: {path}: defines no function without a leading underscore")
@@ -129,10 +129,17 @@ def _schema_of(name: str, function: Callable[..., Any], where: str) -> dict[str,
     """The description of a function for the model."""
     if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
         raise UserError(f"{where}: {name}: is asynchronous or a generator; return the result")
+    kinds = {parameter.kind for parameter in inspect.signature(function).parameters.values()}
+    if kinds & _BY_POSITION:
+        raise UserError(
+            f"{where}: {name}: takes arguments by position; a model gives them by name, so leave "
+            "out `/` and `*args`"
+        )
     try:
         schema = get_json_schema(function)
         json.dumps(schema)
-    except (DocstringParsingException, TypeHintParsingException, ValueError, TypeError) as error:
+    # transformers' own errors, and what evaluating the type hints raises.
+    except Exception as error:
         raise UserError(
             f"{where}: {name}: cannot be described to a model: {one_line(error, 200)}; give it a "
             "docstring with `Args:` that describes each argument, and type hints"

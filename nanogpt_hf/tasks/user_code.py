@@ -58,8 +58,9 @@ def user_code(seconds: float) -> Iterator[None]:
 
 def run_file(knob: str, path: Path) -> dict[str, Any]:
     """Run a Python file of the user's, and return its names. Raises UserError if it fails."""
-    if not path.is_file():
-        raise UserError(f"{knob}: {path}: no such file")
+    # Path.is_file raises an error for a name that is too long.
+    if not os.path.isfile(path):
+        raise UserError(f"{knob}: {path!s:.200}: no such file")
     try:
         with user_code(_IMPORT_SECONDS):
             return runpy.run_path(str(path))

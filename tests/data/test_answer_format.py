@@ -3,6 +3,7 @@ and calls of tools.
 """
 
 import importlib.util
+import json
 import random
 import re
 from pathlib import Path
@@ -124,6 +125,56 @@ def test_arguments_that_are_no_object_of_json_are_a_problem(formats, arguments):
         assert answer.problem
         assert len(answer.problem) < 200
         assert not answer.calls
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "value"),
+    [
+        ("number", "7", 7),
+        ("number", " 7 ", 7),
+        ("number", "seven", "seven"),
+        ("number", "7 8", "7 8"),
+        ("number", "NaN", "NaN"),
+        ("number", "1" * 5000, "1" * 5000),
+        ("string", "7", "7"),
+        (["string", "null"], "7", "7"),
+        (["integer", "null"], "7", 7),
+        (None, "7", "7"),
+        ({"odd": 1}, "7", 7),
+        ("boolean", "True", True),
+        ("array", '["\\ud800"]', '["\\ud800"]'),
+        ("array", "[" * 5000, "[" * 5000),
+    ],
+)
+def test_an_argument_without_quotes_is_read_by_its_type(formats, kind, text, value):
+    chat, form = formats["parameters"]
+    tools = [{"function": {"name": "add", "parameters": {"properties": {"x": {"type": kind}}}}}]
+    call = written(chat, form, {"content": "", "tool_calls": [call_of("add", {"x": "PLACE"})]})
+    (found,) = form.read(call.replace("PLACE", text), tools).calls
+    assert found["function"]["arguments"] == {"x": value}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_changed_call_is_a_call_a_problem_or_text(formats, name):
+    """Random deletions, repetitions and insertions: nothing raises, and a stream finds the same."""
+    chat, form = formats[name]
+    draw = random.Random(name)
+    marks = ["<|im_end|>", "<tool_call>", "</think>", "[ARGS]", "{", '"', "\\", "\n", "é"]
+    whole = [written(chat, form, {"content": "So.", "tool_calls": [call]}) for call in CALLS]
+    for _ in range(40):
+        text = draw.choice(whole)
+        for _ in range(draw.randint(1, 3)):
+            start = draw.randint(0, len(text))
+            stop = start + draw.randint(0, 8)
+            added = draw.choice(["", text[start:stop] * 20, draw.choice(marks), draw.choice(whole)])
+            text = text[:start] + added + text[stop:]
+        answer = form.read(text, TOOLS)
+        assert "\n" not in answer.problem
+        assert len(answer.problem) < 200
+        json.dumps(answer.calls, allow_nan=False).encode()
+        shown, calls = in_pieces(form, text, draw)
+        assert tuple(calls) == (() if answer.problem else answer.calls)
+        assert calls or shown == text
 
 
 def test_a_template_of_one_call_has_no_two():
