@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from nanogpt_hf.config.schema import AlignSection, Config
 from nanogpt_hf.methods.pairs import NO_TARGET
 from nanogpt_hf.model.architecture import Metrics, Objective
+from nanogpt_hf.model.loss_gpt import token_losses
 
 Batch = dict[str, Tensor]
 
@@ -145,16 +146,17 @@ def pair_log_probs(
     """Compute the log-probabilities of answers, summed over their tokens, and count these: (n, 2).
 
     Both inputs are (n, 2, T), or (n, 1, T) of one side. Sequences are padded at their end, which
-    needs no mask.
+    needs no mask. The logits are in memory for a chunk of tokens at a time.
     """
     # (n, 2, T) -> (2n, T): both sides are rows of one forward pass.
     rows = input_ids.flatten(0, 1)
     labels = shift_labels.flatten(0, 1)
-    logits = model(input_ids=rows, use_cache=False).logits.float()
-    counts = labels != NO_TARGET
-    chosen = logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+    # The cross-entropy of a token is its negative log-probability.
+    options = {"num_items_in_batch": 1, "row_loss": token_losses, "skip_logits": True}
+    losses = model(input_ids=rows, shift_labels=labels, use_cache=False, **options).loss
     shape = input_ids.shape[:2]
-    return (chosen * counts).sum(1).view(shape), counts.sum(1).view(shape)
+    counts = (labels != NO_TARGET).sum(1)
+    return -losses.view(labels.shape).sum(1).view(shape), counts.view(shape)
 
 
 def needs_reference(config: Config) -> bool:

@@ -33,7 +33,8 @@ CHUNKS_OF_A_GPU = 4
 CHUNKS_OF_A_COMPILED_GPU = 16
 IGNORED = -100  # a target that is not counted
 # Another loss than the cross-entropy: (which of the N rows, their logits (R, V), targets (R,)) ->
-# the summed loss, to which rows with an IGNORED target add nothing.
+# the summed loss, to which rows with an IGNORED target add nothing. Only `token_losses` returns the
+# loss of each row, (R,).
 RowLoss = Callable[[slice, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -182,7 +183,8 @@ class Head(nn.Linear):
         if targets is None:
             return compute(hidden)
         # An evaluation and another loss than the cross-entropy do not call the compiled function.
-        is_training = torch.is_grad_enabled()
+        # The losses of single tokens have no common gradient before the caller has combined them.
+        is_training = torch.is_grad_enabled() and row_loss is not token_losses
         is_compiled = self.chunk_loss is not chunk_loss and row_loss is None and is_training
         size = rows_of_a_chunk(len(hidden), vocab_size, hidden.device.type, is_compiled=is_compiled)
         # A compiled loss computes its gradient too, also with one chunk.
@@ -290,8 +292,17 @@ def cross_entropy(chunk, logits, targets):
     return F.cross_entropy(logits.float(), targets, reduction="sum")
 
 
+def token_losses(chunk, logits, targets):
+    """The cross-entropy of each row (R,), in float32; 0 for rows with an IGNORED target.
+
+    As the `row_loss` of a model, the loss of its output has one value per target, (N,).
+    """
+    return F.cross_entropy(logits.float(), targets, reduction="none")
+
+
 def recomputed_loss(logits_of, hidden, targets, vocab_size, softcap=None, row_loss=None):
-    """Summed loss of rows (N, C), chunk by chunk, for any function from rows to logits.
+    """Summed loss of rows (N, C), or `token_losses` (N,), chunk by chunk, for any function from
+    rows to logits.
 
     Each chunk's logits are computed again in the backward pass instead of being kept for it. That
     costs a fourth product with the head, and works for any head that returns logits.
@@ -304,10 +315,10 @@ def recomputed_loss(logits_of, hidden, targets, vocab_size, softcap=None, row_lo
     size = rows_of_a_chunk(len(hidden), vocab_size, hidden.device.type)
     if size == len(hidden):
         return loss_of(slice(None), hidden, targets)
-    loss: Any = 0
+    losses = []
     for start in range(0, len(hidden), size):
         chunk = slice(start, start + size)
-        loss = loss + checkpoint(
+        loss = checkpoint(
             loss_of,
             chunk,
             hidden[chunk],
@@ -315,7 +326,8 @@ def recomputed_loss(logits_of, hidden, targets, vocab_size, softcap=None, row_lo
             use_reentrant=False,
             preserve_rng_state=False,  # the head draws no numbers
         )
-    return loss
+        losses.append(loss)
+    return torch.cat(losses) if row_loss is token_losses else sum(losses)
 
 
 def chunked_loss(hidden, weight, bias, targets, vocab_size, size, gradient, row_loss=None):

@@ -19,6 +19,7 @@ from safetensors.torch import load, load_file, save
 from torch.nn import functional as F
 from transformers import AutoTokenizer
 
+from allocations import peak_allocation
 from assertions import copy_at, same_weights, series
 from nanogpt_hf.commands import main
 from nanogpt_hf.config.methods import PREFERENCES
@@ -33,7 +34,7 @@ from nanogpt_hf.methods.finetuning import finetune_config
 from nanogpt_hf.methods.pairs import LabeledAnswers, Pairs, encode_answer, load_pairs
 from nanogpt_hf.methods.preference_losses import kto_objective, preference_objective
 from nanogpt_hf.methods.preferences import divergence
-from nanogpt_hf.model import GPTConfig, GPTForCausalLM
+from nanogpt_hf.model import GPTConfig, GPTForCausalLM, loss_gpt
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.metrics import read_metrics
 
@@ -145,14 +146,33 @@ def assert_same_gradients(model, loss: torch.Tensor, expected: torch.Tensor) -> 
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("chunked", [False, True])
 @pytest.mark.parametrize("name", SECTIONS)
-def test_loss_and_gradients_equal_plain_formulas(name, blocks):
+def test_loss_and_gradients_equal_plain_formulas(name, chunked, blocks, monkeypatch):
+    if chunked:
+        monkeypatch.setattr(loss_gpt, "LOGITS_PER_CHUNK", 300 * 7)
     rows, model, reference = blocks(name)
     if name == "kto":
         expected = plain_kto(SECTIONS[name], model, reference, rows.pairs)
     else:
         expected = sum(plain_loss(SECTIONS[name], model, reference, pair) for pair in rows.pairs)
     assert_same_gradients(model, ours(name, rows, model), expected)
+
+
+def test_logits_of_a_chunk_alone_are_in_memory(monkeypatch):
+    """512 tokens with 20,000 logits each, 41 MB; a chunk has 52 tokens."""
+    monkeypatch.setattr(loss_gpt, "LOGITS_PER_CHUNK", 2**20)
+    config = GPTConfig(vocab_size=20_000, n_positions=64, n_embd=16, n_layer=1, n_head=1)
+    model = GPTForCausalLM(config)
+    ids = torch.randint(20_000, (4, 2, 64))
+    pair_log_probs = preference_losses.pair_log_probs
+
+    def work():
+        scores, lengths = pair_log_probs(model, ids, ids)
+        assert lengths.eq(64).all()
+        scores.sum().backward()
+
+    assert peak_allocation(work) < ids.numel() * 20_000 * 4 / 2
 
 
 @pytest.mark.slow
