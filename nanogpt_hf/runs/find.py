@@ -33,11 +33,17 @@ def find_model(name: str) -> str:
     """Return the model folder that MODEL means: a run folder's best/ (else final/), any other
     folder or Hub id as it is.
 
-    Raises RunFolderError for a run folder without a model, and UserError for a path that does
-    not exist.
+    Raises RunFolderError for a run folder without a model and for a checkpoint, and UserError for
+    a path that does not exist.
     """
     name = os.path.expanduser(name)
     run = RunFolder(name)
+    of_checkpoint = RunFolder(run.path.parent.parent)
+    if run.path in of_checkpoint.checkpoint_folders():
+        raise RunFolderError(
+            f"{name}: a checkpoint, from which a run continues; it holds no model: give "
+            f"{of_checkpoint.path}, whose best model is taken, or its best/ or final/"
+        )
     if not run.recipe.is_file() and not run.checkpoint_folders():
         return folder_or_hub_id(name)
     # The best model is of an earlier step than the last one, or the same.

@@ -17,6 +17,7 @@ from arguments import argv
 from assertions import copy_at, file_contents
 from nanogpt_hf.checkpoint.files import file_digest
 from nanogpt_hf.commands import main
+from nanogpt_hf.errors import RunFolderError
 from nanogpt_hf.own_files import warn_once
 from nanogpt_hf.reports import curves
 from nanogpt_hf.runs.find import find_model
@@ -362,6 +363,10 @@ def test_model_of_a_run_is_found_though_its_recipe_is_lost(workshop):
     workshop.renew()
     workshop.run.recipe.unlink()
     assert find_model(str(workshop.run.path)) == str(workshop.run.best)
+    # A checkpoint is no model, and the message names the models of its run.
+    for checkpoint in workshop.run.checkpoint_folders():
+        with pytest.raises(RunFolderError, match=f"holds no model: give {workshop.run.path},"):
+            find_model(str(checkpoint))
 
 
 @pytest.mark.slow
