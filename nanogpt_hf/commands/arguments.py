@@ -112,12 +112,14 @@ def load_text_recipe(command: str, recipe: str, overrides: Overrides) -> Config:
     return load_config(recipe, overrides)
 
 
-def check_steps_known(command: str, config: Config) -> None:
-    """Raises UserError for a recipe whose steps are timed when a run starts."""
-    if config.train.budget:
+def check_steps_known(command: str, budget: str | None) -> None:
+    """Raises UserError if the steps of a recipe follow from its train.budget, and are timed when a
+    run starts.
+    """
+    if budget:
         raise UserError(
-            f"{program()} {command}: train.budget {config.train.budget}: a run times its steps "
-            "when it starts; set train.budget null, and train.max_steps"
+            f"{program()} {command}: train.budget {budget:.80}: a run times its steps when it "
+            "starts; set train.budget null, and train.max_steps"
         )
 
 

@@ -87,7 +87,7 @@ def run_estimate(arguments: Namespace, overrides: Overrides) -> None:
     from nanogpt_hf.planning.estimate import estimate
     from nanogpt_hf.planning.estimate_lines import estimate_figures, estimate_lines, layout_lines
 
-    check_steps_known("estimate", config)
+    check_steps_known("estimate", config.train.budget)
     lines = [*dial_lines(config), *stage_lines(config)]
     # A machine has to hold the largest of a recipe's stages.
     config = largest_stage(config)

@@ -11,7 +11,7 @@ from nanogpt_hf.commands.arguments import (
     check_steps_known,
     list_knobs,
 )
-from nanogpt_hf.config.load import Overrides, as_overrides
+from nanogpt_hf.config.load import Overrides, as_overrides, stated_knobs
 from nanogpt_hf.config.values import bounded
 from nanogpt_hf.console import show
 from nanogpt_hf.distributed.mesh import Mesh
@@ -218,6 +218,7 @@ def run_branch(arguments: Namespace, overrides: Overrides) -> None:
     when the step was taken; the command that trains it is printed. From that step on it sees what
     a run of its recipe would see.
     """
+    check_steps_known("branch", stated_knobs(None, overrides).get("train.budget"))
     old = find_run(arguments.run)
     new = RunFolder(arguments.run_dir)
     step = arguments.at
@@ -234,7 +235,6 @@ def run_branch(arguments: Namespace, overrides: Overrides) -> None:
     checkpoint = read_checkpoint(old.checkpoint(step))
     held = as_overrides(knobs_at(checkpoint.state.history, step - 1))
     config = read_recipe(old, [*held, *overrides])
-    check_steps_known("branch", config)
     changes = recipe_differences(read_recipe(old, held), config)
     if other := [line for line in changes if is_fixed(line) and not line.startswith(_FREE)]:
         raise UserError(

@@ -336,7 +336,7 @@ def run_sweep(arguments: Namespace, overrides: Overrides) -> int:
     # The knobs with several values name the folder: another grid gets another one.
     runs = grid.build_grid(arguments.recipe, overrides)
     for run in runs:
-        check_steps_known("sweep", run.config)
+        check_steps_known("sweep", run.config.train.budget)
     swept = dict.fromkeys(key for run in runs for key in run.values)
     knobs = "-".join(key.rpartition(".")[2] for key in swept)
     folder = Path(arguments.sweep_dir or Path("runs") / f"{runs[0].config.name}-{knobs}")

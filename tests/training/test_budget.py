@@ -1,7 +1,9 @@
 """train.budget: the number of steps that fit into a time, found once and recorded."""
 
+import importlib.util
 import json
 import shutil
+from functools import partial
 
 import pytest
 
@@ -14,6 +16,11 @@ from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.recipe import changed_knobs
 from nanogpt_hf.training import budget, clock
 from nanogpt_hf.training.budget import steps_within
+
+needs_deepspeed = pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None or shutil.which("g++") is None,
+    reason="DeepSpeed or g++ (to compile its CPU operations) is not installed",
+)
 
 
 @pytest.mark.parametrize(
@@ -156,8 +163,7 @@ def test_resume_does_not_time_again(pretrain, interrupted, timed, lost, caplog):
 def test_branch_has_steps_and_no_budget(interrupted, capsys, tmp_path):
     run = interrupted().path
     words = ["branch", run, "--at", "8", "--run-dir", tmp_path / "branch"]
-    steps = ("--train.max_steps", "600000")
-    assert main([*map(str, words), *steps, *BUDGET]) == 2
+    assert main([*map(str, words), *BUDGET]) == 2
     assert "branch: train.budget 21s: a run times its steps" in capsys.readouterr().err
     assert not (tmp_path / "branch").exists()
 
@@ -201,13 +207,26 @@ def test_steps_that_are_timed_take_a_small_share_of_the_budget(pretrain, timed):
 
 
 @pytest.mark.long
-def test_slowest_process_decides_for_all(write_recipe, tmp_path, launch_warm):
+@pytest.mark.parametrize(
+    "machine",
+    [
+        "cpu_ddp",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("fsdp2", "pp", "tp")),
+        pytest.param("deepspeed_zero2", marks=[pytest.mark.slow, needs_deepspeed]),
+    ],
+)
+def test_slowest_process_decides_for_all(machine, write_recipe, tmp_path, launch_warm):
     """Each step takes 0.5 s on one process, and 1 s on the other: 11 steps, not 16."""
-    words = ["pretrain", write_recipe(**KNOBS), *BUDGET, "--run-dir"]
-    run = launch_warm("cpu_ddp", *words, tmp_path / "run", SECONDS_PER_STEP="0.5")
+    # Tensor parallelism has no dropout.
+    knobs = KNOBS | {"model__dropout": 0.0 if machine == "tp" else 0.1}
+    words = ["pretrain", write_recipe(**knobs), *BUDGET, "--run-dir"]
+    options = ["--num_processes=2"]
+    variables = {"PARALLELISM_CONFIG_PP_SIZE": "2"} if machine == "pp" else {}
+    launch = partial(launch_warm, machine, machine_options=options, **variables)
+    run = launch(*words, tmp_path / "run", SECONDS_PER_STEP="0.5")
     recorded = load_config(run.recipe)
     assert (recorded.train.max_steps, recorded.train.budget) == (11, None)
-    plain = launch_warm("cpu_ddp", "pretrain", run.recipe, "--run-dir", tmp_path / "plain")
+    plain = launch("pretrain", run.recipe, "--run-dir", tmp_path / "plain")
     assert numbers(run) == numbers(plain)
     assert tensor_files(run, 11) == tensor_files(plain, 11)
 
