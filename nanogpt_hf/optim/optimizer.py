@@ -170,7 +170,8 @@ def skip_step_unless_finite(optimizer: Any, grad_norm: torch.Tensor) -> None:
     and drops the gradients.
     """
     if optimizer.kind.reads_found_inf and grad_norm.device.type != "mps":
-        optimizer.found_inf = (~grad_norm.isfinite()).float()
+        # 0 · inf and 0 · nan are nan, which is not 0. isfinite() would start twice as many kernels.
+        optimizer.found_inf = (0 * grad_norm != 0).float()
     elif not grad_norm.isfinite():
         optimizer.zero_grad(set_to_none=True)
 

@@ -8,6 +8,7 @@ instead (distributed/pipeline.py).
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import reduce
 from typing import Any, Protocol, cast
 
 import torch
@@ -41,7 +42,7 @@ class MeanReducer:
 
     def __init__(self, run: Run):
         self.run = run
-        self.loss_sum = torch.zeros((), device=run.accelerator.device)
+        self.losses: list[torch.Tensor] = []
         # The loss is divided by the targets of the whole step already. So cancel two means:
         # accelerate's over the micro-batches, and the one over the ranks.
         self.means = run.accelerator.gradient_accumulation_steps * run.mesh.dp_cp_size
@@ -50,11 +51,14 @@ class MeanReducer:
         return accumulate(self.run.accelerator, self.run.model)
 
     def backward(self, loss: torch.Tensor) -> None:
-        self.run.accelerator.backward(loss * self.means)
-        self.loss_sum = self.loss_sum + loss.detach()
+        self.losses.append(loss.detach())
+        # Each operation on the loss is a kernel, and one more in the backward pass.
+        if self.means != 1:
+            loss = loss * self.means
+        self.run.accelerator.backward(loss)
 
     def finish(self) -> torch.Tensor:
-        return self.loss_sum
+        return reduce(torch.add, self.losses)
 
     def clip(self, max_norm: float) -> torch.Tensor:
         return self.run.updater.clip(max_norm)

@@ -11,7 +11,7 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from torch.nn import functional as F
 
 from nanogpt_hf.model import loss_gpt
-from nanogpt_hf.model.loss_gpt import Head, chunk_loss, rows_of_a_chunk
+from nanogpt_hf.model.loss_gpt import Head, chunk_loss, compile_loss, rows_of_a_chunk
 
 ROWS, WIDTH, VOCAB, PADDED = 40, 16, 61, 64
 CHUNKS = 5
@@ -189,12 +189,16 @@ def test_evaluation_of_a_compiled_head_takes_the_chunks_of_one_that_is_not(monke
     torch.testing.assert_close(trained, evaluated)
 
 
-def test_compiled_loss_is_one_graph_and_equal():
+@pytest.mark.parametrize("chunks", [1, CHUNKS])
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_compiled_loss_is_one_graph_and_equal(chunks, softcap, monkeypatch):
+    monkeypatch.setattr(loss_gpt, "LOGITS_PER_CHUNK", ROWS // chunks * VOCAB)
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
     case = build()
+    case[0].softcap = softcap
     expected = gradients(Head.__call__, *case)
-    case[0].chunk_loss = torch.compile(chunk_loss, backend="aot_eager", fullgraph=True)
+    compile_loss(case[0], backend="aot_eager", fullgraph=True)
     for actual, eager in zip(gradients(Head.__call__, *case), expected, strict=True):
         assert torch.equal(actual, eager)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1

@@ -2,6 +2,7 @@
 
 import gc
 import platform
+from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
@@ -32,13 +33,15 @@ def build(forget_accelerate, monkeypatch, write_recipe):
     forget_accelerate()
     sizes = {"n_layer": LAYERS, "n_head": 2, "n_embd": 16, "n_positions": 8}
     knobs = {f"model__{name}": size for name, size in sizes.items()} | {"data__block_size": 8}
-    knobs |= {"train__micro_batch_size": 2, "train__tokens_per_step": ACCUMULATION * 2 * 8}
 
-    def build(architecture: str = "gpt2") -> Run:
+    def build(architecture: str = "gpt2", accumulation: int = ACCUMULATION) -> Run:
+        batch = {"train__micro_batch_size": 2, "train__tokens_per_step": accumulation * 2 * 8}
         more = {"dropout": 0.1, "bias": False} if architecture == "gpt2" else {}
         more = {f"model__{name}": value for name, value in more.items()}
-        config = load_config(write_recipe(**knobs, **more, model__architecture=architecture))
-        plugin = GradientAccumulationPlugin(num_steps=ACCUMULATION, sync_with_dataloader=False)
+        config = load_config(
+            write_recipe(**knobs, **batch, **more, model__architecture=architecture)
+        )
+        plugin = GradientAccumulationPlugin(num_steps=accumulation, sync_with_dataloader=False)
         data = SimpleNamespace(train=TokenBlocks(STREAM, 8), vocab_size=64)
         data.end_of_text_id = data.end_of_turn_id = None
         run = build_run(config, Accelerator(gradient_accumulation_plugin=plugin), data)
@@ -132,6 +135,37 @@ def test_compiled_graphs_are_shared_by_blocks_chunks_and_steps(architecture, bui
     assert counters["stats"]["unique_graphs"] == graphs
     assert not counters["graph_break"]
     torch.compiler.reset()
+
+
+def _is_in_graph(event) -> bool:
+    """Whether a profiled event is in a compiled graph, or an operation in another one."""
+    above = event.cpu_parent
+    while above is not None:
+        if above.name.startswith(("Torch-Compiled", "CompiledFunction", "aten::")):
+            return True
+        above = above.cpu_parent
+    return False
+
+
+def test_compiled_step_leaves_few_operations_to_the_host(build, monkeypatch):
+    """The host of a GPU starts each of them as a kernel, and small steps wait for it."""
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "AOT_EAGER")
+    torch.compiler.reset()
+    run = build(accumulation=1)
+    train_step(run, 1, 1e-3)
+    # Without acc_events torch 2.11 warns.
+    with torch.profiler.profile(acc_events=True) as profile:
+        train_step(run, 2, 1e-3)
+    torch.compiler.reset()
+    count = Counter(event.name for event in profile.events() if not _is_in_graph(event))
+    # The base model and the loss.
+    assert sum(n for name, n in count.items() if name.startswith("Torch-Compiled")) == 2
+    operations = {name[6:]: n for name, n in count.items() if name.startswith("aten::")}
+    # These start no kernel.
+    for name in ("to", "detach", "reshape", "lift_fresh"):
+        operations.pop(name, None)
+    # The loss divided by targets and accumulation, and back; clipping; the update of two groups.
+    assert sum(operations.values()) <= 22, operations
 
 
 def test_gradients_are_reduced_once_per_step(build, monkeypatch, counted):
