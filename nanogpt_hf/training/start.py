@@ -224,7 +224,7 @@ def _check_end(config: Config, folder: RunFolder, checkpoint: Checkpoint) -> Non
     if checkpoint.state.step > config.train.max_steps:
         raise UserError(
             f"{folder.path}: its step {checkpoint.state.step:,} is past train.max_steps "
-            f"{config.train.max_steps:,}"
+            f"{config.train.max_steps:,}; set --train.max_steps above it"
         )
 
 
