@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 from nanogpt_hf.data.call_format import EXAMPLES, Call, CallFormat, derive_format
 from nanogpt_hf.data.chat_template import ChatFormat
-from nanogpt_hf.data.messages import Message
 from nanogpt_hf.data.special_tokens import special_tokens
 
 _THOUGHT = "Probethought."
@@ -42,15 +41,6 @@ class Answer(NamedTuple):
     thought: str = ""
     calls: tuple[Call, ...] = ()
     problem: str = ""  # why its calls cannot be read
-
-    def message(self) -> Message:
-        """The answer as a message of the conversation."""
-        message: Message = {"role": "assistant", "content": self.content}
-        if self.thought:
-            message["reasoning_content"] = self.thought
-        if self.calls:
-            message["tool_calls"] = list(self.calls)
-        return message
 
 
 @dataclass(frozen=True)

@@ -235,8 +235,8 @@ class Request(_Strict):
 
     @property
     def offered_tools(self) -> list[Any] | None:
-        """The tools that the model may call."""
-        return None if self.tool_choice == "none" else self.tools
+        """The tools that the model may call: none in a text without messages."""
+        return None if self.tool_choice == "none" or not self.messages else self.tools
 
     @property
     def limit(self) -> int | None:

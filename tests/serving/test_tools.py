@@ -6,7 +6,7 @@ from importlib.util import find_spec
 import pytest
 from transformers import AutoTokenizer
 
-from clients import client_of
+from clients import client_of, post
 
 if find_spec("openai") is None:
     pytest.skip(
@@ -130,3 +130,11 @@ def test_what_is_no_call_stays_text(ask, text, options, reason, stream):
     assert "".join(part.delta.content or "" for part in parts) == expected
     assert [part.finish_reason for part in parts if part.finish_reason] == [reason]
     assert not any(part.delta.tool_calls for part in parts)
+
+
+def test_completions_have_no_tools(ask, server):
+    ask(CALL)
+    body = {"prompt": "1+1?", "tools": TOOLS, "max_tokens": 200}
+    status, answer = post(server, "/v1/completions", json.dumps(body).encode())
+    assert status == 200
+    assert json.loads(answer)["choices"][0]["text"] == CALL
