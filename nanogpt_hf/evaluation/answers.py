@@ -302,10 +302,12 @@ class AnswerSampler:
         ids = completions.ids.tolist()  # (rows, tokens), filled up behind a row's end
         lengths = completions.lengths.tolist()
         kept = [row[:length] for row, length in zip(ids, lengths, strict=True)]
-        # One after another: batch_decode makes a text of no rows, which a process may have.
+        # A process may have no rows, of which transformers would make one text.
+        if not kept:
+            return []
         if form:
-            return [self.tokenizer.decode(form.visible(ids)) for ids in kept]
-        return [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in kept]
+            return self.tokenizer.batch_decode(list(map(form.visible, kept)))
+        return self.tokenizer.batch_decode(kept, skip_special_tokens=True)
 
     def texts(self, answers: Answers, rows: Sequence[int]) -> list[str]:
         """The whole text of some of the answers, with thoughts, calls and results of tools."""
