@@ -210,7 +210,10 @@ def main(arguments: list[str]) -> int:
             return 0
         for word in arguments:
             if not is_utf8(word):
-                raise UserError(f"{word!r:.200}: not UTF-8, so no file could hold it; rename it")
+                raise UserError(
+                    f"{word!r:.200}: not UTF-8, so no file could hold it; write it in UTF-8, or "
+                    "rename the file"
+                )
         name, *words = arguments
         if name not in COMMANDS:
             raise UserError(
