@@ -74,13 +74,12 @@ class Answers:
         """
         lengths = self.learned.sum(1)
         ended = self.completions.ended
-        figures = {
-            "reward": self.rewards.mean().item(),
+        figures = {"reward": self.rewards.mean().item()}
+        if self.samples > 1:
             # Where it is 0, the answers to a prompt have equal rewards: nothing to learn from.
-            "reward_std": self.grouped_rewards.std(1, correction=0).mean().item(),
-            "completion_tokens": lengths.float().mean().item(),
-            "truncated": 1 - ended.float().mean().item(),
-        }
+            figures["reward_std"] = self.grouped_rewards.std(1, correction=0).mean().item()
+        figures["completion_tokens"] = lengths.float().mean().item()
+        figures["truncated"] = 1 - ended.float().mean().item()
         figures |= self.tool_figures()
         if self.errors:
             figures["reward_errors"] = float(len(self.errors))

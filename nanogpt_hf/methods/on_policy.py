@@ -154,9 +154,15 @@ class TaughtRollouts(Rollouts):
         return ids[:start], ids[start:end]
 
     def metrics(self) -> dict[str, float]:
-        """Figures of the completions that the student has sampled; none if there are none."""
+        """Figures of the completions that the student has sampled; none if there are none.
+
+        A teacher teaches by answers with equal rewards, too: without rewards in the loss there is
+        no share of questions that teach nothing.
+        """
         if self._own is None:
             return {}
+        if learns_teacher_alone(self.config):
+            return self._own.metrics()
         equal = self._own.grouped_rewards
         no_signal = (equal.amax(1) == equal.amin(1)).float().mean().item()
         return self._own.metrics() | {"no_signal": no_signal}

@@ -100,6 +100,16 @@ def test_student_learns_the_teacher_on_its_own_answers(train):
     assert f"{last:.4f} on held-out questions" in (run.best / "README.md").read_text()
 
 
+def test_figures_of_rewards_are_logged_where_they_mean_something(train, mixed):
+    """One answer has no spread, and a teacher alone teaches through equal rewards, too."""
+    alone = train("one_sample", rl__samples=1, train__max_steps=1)
+    logged = {name for event in read_metrics(alone) for name in event}
+    assert "train/reward" in logged
+    assert logged.isdisjoint({"train/reward_std", "train/no_signal"})
+    assert series(mixed, "train/reward_std")
+    assert series(mixed, "train/no_signal")
+
+
 def test_run_resumes_exactly_in_the_middle(mixed, train, folder):
     copy_at(mixed, 4, folder / "parts")
     resumed = train("parts", "--resume", **MIXED)
