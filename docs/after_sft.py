@@ -47,6 +47,7 @@ class Method(NamedTuple):
     words: list[object]
     per_step: int  # answers
     optimizer: str
+    answers: int = ANSWERS
 
 
 METHODS = {
@@ -56,6 +57,8 @@ METHODS = {
     "on-policy-forward": Method([*_RL, *_TAUGHT, 1, *_FORWARD, "--rl.samples", 1], 64, "muon"),
     # Advantages are noisy: larger steps, and an optimizer whose steps shrink with the noise.
     "rl": Method(_RL, 256, "adamw"),
+    # Not at equal answers: what more of them are worth.
+    "rl-eightfold": Method(_RL, 256, "adamw", 8 * ANSWERS),
     "rl+teacher": Method([*_RL, *_TAUGHT, 0.9, *_FORWARD, "--rl.samples", 2], 128, "muon"),
 }
 # The chosen rates. With Muon, AdamW's rate for all that is not a matrix is a tenth of Muon's.
@@ -118,7 +121,7 @@ def run(method: str, seed: int, rate: float) -> None:
     start = student(seed)
     folder = FOLDER / f"{method}_{seed}_{rate:g}"
     # A seed of its own: the questions come in another order than in the student's SFT.
-    words, per_step, optimizer = METHODS[method]
+    words, per_step, optimizer, answers = METHODS[method]
     words = [*words, "--from", start / "final", "--optim.name", optimizer]
     words += ["--train.tokens_per_step", per_step * BLOCK]
     words += ["--train.micro_batch_size", min(per_step, 128)]
@@ -127,7 +130,7 @@ def run(method: str, seed: int, rate: float) -> None:
         rate /= 10
     words += ["--optim.learning_rate", rate, "--optim.min_learning_rate", 0]
     words += ["--optim.schedule", "linear", "--optim.warmup_steps", 5, "--tracking.every", 1]
-    train(folder, seed + 1000, ANSWERS // per_step, words)
+    train(folder, seed + 1000, answers // per_step, words)
     print(f"{folder.name}: {right_answers(folder):.3f}", flush=True)
 
 
