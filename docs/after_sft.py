@@ -39,11 +39,14 @@ BLOCK = 40
 _SFT = ["finetune", RECIPES / "arithmetic_sft.yaml"]
 # The evaluation during training is not the one that is reported, so it is small.
 _RL = ["rl", RECIPES / "arithmetic_rl.yaml", "--rl.eval_questions", 8, "--rl.eval_samples", 1]
+# A teacher alone needs one answer to each question.
+_ALONE = [*_RL, "--rl.samples", 1]
 _TAUGHT = ["--distill.teacher", TEACHER, "--distill.weight"]
 _FORWARD = ["--distill.beta", 0]
 
 
 class Method(NamedTuple):
+    name: str  # in the table
     words: list[object]
     per_step: int  # answers
     optimizer: str
@@ -51,15 +54,18 @@ class Method(NamedTuple):
 
 
 METHODS = {
-    "sft": Method(_SFT, 64, "muon"),
-    "off-policy": Method([*_SFT, *_TAUGHT, 1], 64, "muon"),
-    "on-policy": Method([*_RL, *_TAUGHT, 1, "--rl.samples", 1], 64, "muon"),
-    "on-policy-forward": Method([*_RL, *_TAUGHT, 1, *_FORWARD, "--rl.samples", 1], 64, "muon"),
-    # Advantages are noisy: larger steps, and an optimizer whose steps shrink with the noise.
-    "rl": Method(_RL, 256, "adamw"),
+    "sft": Method("SFT, continued", _SFT, 64, "muon"),
+    "off-policy": Method("teacher on given answers", [*_SFT, *_TAUGHT, 1], 64, "muon"),
+    "on-policy": Method("teacher on own answers", [*_ALONE, *_TAUGHT, 1], 64, "muon"),
+    "on-policy-forward": Method(
+        "the same with `--distill.beta 0`", [*_ALONE, *_TAUGHT, 1, *_FORWARD], 64, "muon"
+    ),
+    "rl": Method("rewards", _RL, 256, "adamw"),
+    "rl+teacher": Method(
+        "rewards and teacher", [*_RL, "--rl.samples", 2, *_TAUGHT, 0.9, *_FORWARD], 128, "muon"
+    ),
     # Not at equal answers: what more of them are worth.
-    "rl-eightfold": Method(_RL, 256, "adamw", 8 * ANSWERS),
-    "rl+teacher": Method([*_RL, *_TAUGHT, 0.9, *_FORWARD, "--rl.samples", 2], 128, "muon"),
+    "rl-eightfold": Method("rewards of 51,200 answers", _RL, 256, "adamw", 8 * ANSWERS),
 }
 # The chosen rates. With Muon, AdamW's rate for all that is not a matrix is a tenth of Muon's.
 RATES = {
@@ -121,7 +127,7 @@ def run(method: str, seed: int, rate: float) -> None:
     start = student(seed)
     folder = FOLDER / f"{method}_{seed}_{rate:g}"
     # A seed of its own: the questions come in another order than in the student's SFT.
-    words, per_step, optimizer, answers = METHODS[method]
+    _, words, per_step, optimizer, answers = METHODS[method]
     words = [*words, "--from", start / "final", "--optim.name", optimizer]
     words += ["--train.tokens_per_step", per_step * BLOCK]
     words += ["--train.micro_batch_size", min(per_step, 128)]
@@ -148,29 +154,33 @@ def answer_tokens(method: str, folder: Path) -> int:
         return round(METHODS[method].per_step * sum(means))
     # The characters of a given answer, and the token that ends it.
     return round(
-        ANSWERS * statistics.fmean(len(row["completion"]) + 1 for row in arithmetic_rows())
+        METHODS[method].answers
+        * statistics.fmean(len(row["completion"]) + 1 for row in arithmetic_rows())
     )
 
 
 def table(*numbers: str) -> None:
-    """Print right answers of each seed, their mean and standard deviation, and the mean difference
-    from continued SFT with its standard error over the seeds.
+    """Print the right answers of each seed; their mean with its standard deviation; and the mean
+    lead over SFT that goes on, with its standard error over the seeds.
     """
     rows = {"SFT alone": [right_answers(FOLDER / f"student_{n}") for n in numbers]}
     tokens = {"SFT alone": ""}
     for method, rate in RATES.items():
+        name = METHODS[method].name
         folders = [FOLDER / f"{method}_{n}_{rate:g}" for n in numbers]
-        rows[method] = [right_answers(folder) for folder in folders]
+        rows[name] = [right_answers(folder) for folder in folders]
         counts = [answer_tokens(method, folder) for folder in folders]
-        tokens[method] = f"{statistics.fmean(counts):,.0f}"
-    print(f"| | answer tokens | {' | '.join(numbers)} | mean ± deviation | ahead of `sft` |")
+        tokens[name] = f"{statistics.fmean(counts):,.0f}"
+    continued = METHODS["sft"].name
+    print(f"| | tokens | seed {' | '.join(numbers)} | mean ± deviation | beside SFT, continued |")
     print("|---|---|" + "---|" * (len(numbers) + 2))
     for name, shares in rows.items():
-        gains = [a - b for a, b in zip(shares, rows["sft"], strict=True)]
+        gains = [a - b for a, b in zip(shares, rows[continued], strict=True)]
         error = statistics.stdev(gains) / len(gains) ** 0.5
         figures = [f"{share:.3f}" for share in shares]
         figures.append(f"{statistics.fmean(shares):.3f} ± {statistics.stdev(shares):.3f}")
-        figures.append("" if name == "sft" else f"{statistics.fmean(gains):+.3f} ± {error:.3f}")
+        lead = f"{statistics.fmean(gains):+.3f} ± {error:.3f}"
+        figures.append("" if name == continued else lead)
         print(f"| {name} | {tokens[name]} | {' | '.join(figures)} |")
 
 
