@@ -203,7 +203,8 @@ def test_tools_of_a_file_are_its_own_public_functions(hostile, tmp_path):
     assert not {"_hidden", "Rude", "time", "sys"} & hostile.functions.keys()
     path = tmp_path / "mine.py"
     path.write_text(
-        "from json import loads\nfrom nanogpt_hf.tasks.calculator import calculator\n"
+        "from functools import cache\nfrom json import loads\n"
+        "from nanogpt_hf.tasks.calculator import calculator\n\n@cache\n"
         'def twice(x: str) -> str:\n    """Twice.\n\n    Args:\n        x: A text.\n    """\n'
         "    return 2 * x\n"
     )
