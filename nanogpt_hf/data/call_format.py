@@ -158,8 +158,9 @@ def _json_at(text: str, place: int) -> tuple[Any, int]:
     place = _skip(text, place, "") or 0
     try:
         value, stop = _DECODER.raw_decode(text, place)
-        # JSON can escape half a character, which no tokenizer encodes.
-        json.dumps(value, ensure_ascii=False).encode()
+        # JSON can escape half a character, which no tokenizer encodes. 1e999 becomes an infinity,
+        # which JSON cannot write.
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
         return value, stop
     except (ValueError, RecursionError):
         raise ValueError(f"the call is no JSON: {text[place : place + 40]!r}") from None

@@ -103,6 +103,7 @@ def test_a_damaged_call_is_a_problem_in_one_line_and_no_call(formats, name):
     "arguments",
     [
         '{"x": NaN}',
+        '{"x": [-1e999]}',
         '{"x": "\\ud800"}',
         "[1]",
         "7",
@@ -135,6 +136,7 @@ def test_arguments_that_are_no_object_of_json_are_a_problem(formats, arguments):
         ("number", "seven", "seven"),
         ("number", "7 8", "7 8"),
         ("number", "NaN", "NaN"),
+        ("number", "1e999", "1e999"),
         ("number", "1" * 5000, "1" * 5000),
         ("string", "7", "7"),
         (["string", "null"], "7", "7"),
