@@ -65,6 +65,7 @@ def test_files_saved_with_a_model_import_only_each_other():
     saved = sorted((PACKAGE / "model").glob("*_gpt.py"))
     assert [path.stem for path in saved] == [
         "configuration_gpt",
+        "head_gpt",
         "layout_gpt",
         "loss_gpt",
         "modeling_gpt",

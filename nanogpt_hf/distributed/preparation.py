@@ -29,7 +29,7 @@ from nanogpt_hf.distributed.mesh import Mesh, mesh_of
 from nanogpt_hf.distributed.tensor_parallel import split_matrices, split_vocabulary
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.model.architecture import architecture_of
-from nanogpt_hf.model.loss_gpt import compile_loss
+from nanogpt_hf.model.head_gpt import compile_loss
 from nanogpt_hf.model.recompute import recompute_blocks
 
 

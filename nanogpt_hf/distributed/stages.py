@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from nanogpt_hf.config.schema import ModelSection
 from nanogpt_hf.model.architecture import GPT2, architecture_of, padding_rows
 from nanogpt_hf.model.build import build_config, build_model
-from nanogpt_hf.model.loss_gpt import Head
+from nanogpt_hf.model.head_gpt import Head
 
 
 class Links:

@@ -38,9 +38,9 @@ from transformers import PreTrainedModel
 
 from nanogpt_hf.distributed.stages import own_blocks
 from nanogpt_hf.model.architecture import Architecture, architecture_of
+from nanogpt_hf.model.head_gpt import Head
 from nanogpt_hf.model.loss_gpt import (
     IGNORED,
-    Head,
     cap_gradient,
     chunked_loss,
     head_logits,

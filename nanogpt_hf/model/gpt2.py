@@ -1,6 +1,7 @@
 """GPT-2 as an Architecture: configuration from a recipe, loading, saving, positions, activations.
 
-The model itself is in modeling_gpt.py, configuration_gpt.py, loss_gpt.py and layout_gpt.py.
+The model itself is in modeling_gpt.py, configuration_gpt.py, head_gpt.py, loss_gpt.py and
+layout_gpt.py.
 """
 
 from pathlib import Path

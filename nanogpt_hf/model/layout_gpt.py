@@ -1,6 +1,6 @@
 """Weight layout on disk: GPT-2's names for our layers, and its transposed matrices.
 
-Imports only its three neighbors, so that it can be shipped with a model.
+Imports only its neighbors, so that it can be shipped with a model.
 """
 
 import copy

@@ -23,14 +23,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast, MoeModelOutput
 from transformers.utils.generic import can_return_tuple
 
 from nanogpt_hf.model.experts import experts_of, routing_of, use_own_products
-from nanogpt_hf.model.loss_gpt import (
-    IGNORED,
-    Head,
-    SummedLoss,
-    cap_logits,
-    cross_entropy,
-    shifted_labels,
-)
+from nanogpt_hf.model.head_gpt import Head, SummedLoss, shifted_labels
+from nanogpt_hf.model.loss_gpt import IGNORED, cap_logits, cross_entropy
 
 
 def standard_class(config_class: type[PreTrainedConfig]) -> type[PreTrainedModel]:

@@ -5,9 +5,9 @@ tokens have 2.5 GB of logits in float32, and their gradient is as large. So logi
 a chunk of rows at a time, and each chunk's gradient directly after its loss, while its logits
 exist. At most LOGITS_PER_CHUNK logits are in memory, however large the batch is.
 
-From the model's forward pass to the loss: `with_loss` -> `summed_loss` -> `Head.forward` -> one
-cross-entropy, or `chunked_loss` if there are several chunks. Imports only its three neighbors, so
-that it can be shipped with a model.
+`whole_loss` computes all logits at once, `chunked_loss` gradients in the forward pass, and
+`recomputed_loss` logits again in the backward pass; head_gpt.py chooses. Imports nothing of the package, so that it can be shipped with
+a model.
 
 Shapes in comments: N rows, R rows of a chunk, C n_embd, V rows of the head's matrix, padded ones
 included.
@@ -15,14 +15,11 @@ included.
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from transformers import PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutputWithPast
 
 # Logits are computed for at most this many (row, vocabulary) pairs at once: 256 MiB in float32.
 LOGITS_PER_CHUNK = 2**26
@@ -171,144 +168,6 @@ def chunk_row_loss(
     return loss.detach(), gradient
 
 
-class Head(nn.Linear):
-    """Last layer: hidden (..., C) -> logits (..., V), or the summed loss if targets are given.
-
-    The loss is computed in this forward pass because FSDP2 and ZeRO-3 gather the whole weight
-    for it.
-    """
-
-    # The loss of a chunk, and of all rows at once; `compile_loss` gives a head compiled ones.
-    chunk_loss: Any = staticmethod(chunk_loss)
-    whole_loss: Any = staticmethod(whole_loss)
-    # Only the loss caps logits here; forward without targets returns them before they are capped.
-    softcap: float | None = None
-
-    @classmethod
-    def of(cls, layer: nn.Linear, softcap: float | None = None) -> "Head":
-        """A head with the parameters of `layer`."""
-        # On the meta device, since its own parameters are replaced at once.
-        has_bias = layer.bias is not None
-        head: Any = cls(layer.in_features, layer.out_features, has_bias, device="meta")
-        head.weight = layer.weight
-        head.bias = layer.bias
-        head.softcap = softcap
-        return head
-
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, hidden, targets=None, vocab_size=0, row_loss=None
-    ):
-        compute = super().forward
-        if targets is None:
-            return compute(hidden)
-        # An evaluation and another loss than the cross-entropy do not call the compiled functions.
-        # The losses of single tokens have no common gradient before the caller has combined them.
-        is_training = torch.is_grad_enabled() and row_loss is not token_losses
-        is_compiled = self.chunk_loss is not chunk_loss and row_loss is None and is_training
-        size = rows_of_a_chunk(len(hidden), vocab_size, hidden.device.type, is_compiled=is_compiled)
-        if size == len(hidden):
-            loss = self.whole_loss if is_compiled else whole_loss
-            inputs = (hidden, self.weight, self.bias)
-            return loss(*inputs, targets, vocab_size, self.softcap, row_loss)
-        if is_training:
-            gradient = self.chunk_loss if row_loss is None else chunk_row_loss
-            if self.softcap is not None:
-                gradient = partial(gradient, softcap=self.softcap)
-            return chunked_loss(
-                hidden, self.weight, self.bias, targets, vocab_size, size, gradient, row_loss
-            )
-        return recomputed_loss(compute, hidden, targets, vocab_size, self.softcap, row_loss)
-
-
-def compile_loss(head: nn.Module | None, **options: Any) -> None:
-    """Compile the product with our head and the cross-entropy; `options` are torch.compile's."""
-    if isinstance(head, Head):
-        head.chunk_loss = torch.compile(chunk_loss, **options)
-        head.whole_loss = torch.compile(whole_loss, **options)
-
-
-class SummedLoss(PreTrainedModel if TYPE_CHECKING else object):
-    """Mixin of a causal LM whose logits are the product with its head, perhaps capped: logits and
-    loss of hidden states.
-    """
-
-    config: Any
-    softcap: float | None = None
-
-    def summed_loss(self, hidden, targets, row_loss=None):
-        """(N, C), (N,) -> sum of the cross-entropies in float32, without N × V logits in memory.
-
-        A head that replaces ours (an adapter, a quantized one) computes only logits.
-        """
-        head: Any = self.get_output_embeddings()
-        size = self.config.vocab_size
-        if isinstance(head, Head):
-            return head(hidden, targets, size, row_loss)
-        return recomputed_loss(head, hidden, targets, size, self.softcap, row_loss)
-
-    def logits_of_rows(self, **inputs):
-        """A function from some of the B · T rows to their logits (R, V), which only then exist."""
-        hidden = self.base_model(**inputs, use_cache=False).last_hidden_state.flatten(0, 1)
-        head: Any = self.get_output_embeddings()
-        size = self.config.vocab_size
-        return lambda rows: cap_logits(head(hidden[rows]), self.softcap)[:, :size]
-
-    def row_losses(self, input_ids, targets):
-        """(B, T), (B, T) -> the summed loss of each row, (B,)."""
-        hidden = self.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
-        return torch.stack([self.summed_loss(*row) for row in zip(hidden, targets, strict=True)])
-
-    def with_loss(
-        self, out, shift_labels, num_items_in_batch, skip_logits, logits_to_keep, row_loss=None
-    ):
-        """Make the model's output: the loss if there are labels, and logits.
-
-        The loss is the mean over the labels that are counted, or their sum divided by
-        `num_items_in_batch`; `row_loss` replaces the cross-entropy. `skip_logits` (default: when
-        training on labels) omits the logits to save memory.
-        """
-        hidden = out.last_hidden_state  # (B, T, C)
-        loss = None
-        logits = None
-        if skip_logits is None:
-            skip_logits = self.training and shift_labels is not None
-        if shift_labels is not None:
-            targets = shift_labels.reshape(-1).to(hidden.device)  # (N,)
-            items = (targets != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch
-            loss = self.summed_loss(hidden.reshape(len(targets), -1), targets, row_loss)
-            # A tensor is not compared, since the host would wait for its value.
-            if torch.is_tensor(items) or items != 1:
-                loss = loss / items
-        if not skip_logits:
-            # The last positions, by their number, or those that a tensor lists.
-            kept = logits_to_keep
-            if isinstance(logits_to_keep, int):
-                kept = slice(-logits_to_keep, None)
-            head: Any = self.get_output_embeddings()
-            # Without padded rows, so that they are never sampled and saving loses nothing.
-            logits = cap_logits(head(hidden[:, kept]), self.softcap)[..., : self.config.vocab_size]
-        return CausalLMOutputWithPast(
-            loss=loss,
-            logits=logits,
-            past_key_values=out.past_key_values,
-            hidden_states=out.hidden_states,
-            attentions=out.attentions,
-        )
-
-
-def shifted_labels(labels, arguments):
-    """`shift_labels`, or the `labels` shifted by one, and `row_loss`; both are removed from the
-    `arguments`.
-    """
-    # They are no arguments of forward, since the Trainer would require them in every batch.
-    shift_labels = arguments.pop("shift_labels", None)
-    row_loss = arguments.pop("row_loss", None)
-    if shift_labels is None and labels is not None:
-        # The target at position t is token t + 1; the last position has none.
-        shift_labels = F.pad(labels, (0, 1), value=IGNORED)[..., 1:]
-    return shift_labels, row_loss
-
-
 def cross_entropy(chunk, logits, targets):
     """Cross-entropy as a RowLoss, in float32: the loss of a model that is given no other."""
     return F.cross_entropy(logits.float(), targets, reduction="sum")
@@ -322,7 +181,7 @@ def token_losses(chunk, logits, targets):
     return F.cross_entropy(logits.float(), targets, reduction="none")
 
 
-def recomputed_loss(logits_of, hidden, targets, vocab_size, softcap=None, row_loss=None):
+def recomputed_loss(logits_of, hidden, targets, vocab_size, softcap=None, row_loss=None) -> Any:
     """Summed loss of rows (N, C), or `token_losses` (N,), chunk by chunk, for any function from
     rows to logits.
 
@@ -352,9 +211,12 @@ def recomputed_loss(logits_of, hidden, targets, vocab_size, softcap=None, row_lo
     return torch.cat(losses) if row_loss is token_losses else sum(losses)
 
 
-def chunked_loss(hidden, weight, bias, targets, vocab_size, size, gradient, row_loss=None):
+def chunked_loss(hidden, weight, bias, targets, vocab_size, size, loss_of, row_loss=None):
     """Summed loss whose gradients are computed in the forward pass; the backward pass only scales
     them.
+
+    `loss_of` is called for each chunk of `size` rows: `chunk_loss`, or another function that gives
+    the loss and its gradient by the logits. With `row_loss` it is `chunk_row_loss`.
 
     The head takes part in three products of (N, C) with (C, V): logits, the gradient of the rows,
     and the gradient of the weight. Recomputing logits in the backward pass would be a fourth.
@@ -372,7 +234,7 @@ def chunked_loss(hidden, weight, bias, targets, vocab_size, size, gradient, row_
         targets,
         vocab_size,
         size,
-        gradient,
+        loss_of,
         row_loss,
         (needs_weight, needs_bias),
     )
@@ -387,7 +249,7 @@ class _ChunkedLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, vocab_size, size, gradient, row_loss, needed):
+    def forward(ctx, hidden, weight, bias, targets, vocab_size, size, loss_of, row_loss, needed):
         device = hidden.device.type
         dtype = (
             torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
@@ -402,31 +264,20 @@ class _ChunkedLoss(torch.autograd.Function):
         with torch.autocast(device, enabled=False):
             matrix = weight.to(dtype)
             if bias is not None:
-                gradient = partial(gradient, bias=bias.to(dtype))
+                loss_of = partial(loss_of, bias=bias.to(dtype))
             for start in range(0, len(hidden), size):
                 chunk = slice(start, start + size)
                 rows = hidden[chunk].to(dtype)  # (R, C)
                 counts = (targets[chunk] != IGNORED)[:, None]  # (R, 1)
                 own = {"row_loss": partial(row_loss, chunk)} if row_loss else {}
-                loss, by_logits = gradient(rows, matrix, targets[chunk], vocab_size, **own)
+                loss, by_logits = loss_of(rows, matrix, targets[chunk], vocab_size, **own)
                 total += loss
                 # logits = rows @ matrix.T, so the chain rule gives (R, V) @ (V, C) for the rows,
                 # and (V, R) @ (R, C) for the matrix. Rows without a target have no gradient.
                 if hidden_gradient is not None:
                     hidden_gradient[chunk] = (by_logits @ matrix) * counts
-                if weight_gradient is not None and dtype == torch.float32:
-                    weight_gradient.addmm_(by_logits.T, rows * counts)
-                elif weight_gradient is not None and weight_gradient.is_cuda:
-                    # One product that adds in float32: no chunk's gradient is rounded or stored.
-                    torch.addmm(
-                        weight_gradient,
-                        by_logits.T,
-                        rows * counts,
-                        out_dtype=torch.float32,
-                        out=weight_gradient,
-                    )
-                elif weight_gradient is not None:
-                    weight_gradient += by_logits.T @ (rows * counts)
+                if weight_gradient is not None:
+                    _add_product(weight_gradient, by_logits.T, rows * counts)
                 if bias_gradient is not None:
                     bias_gradient += (by_logits * counts).sum(0)
                 # Else it would stay in memory while the next chunk's logits are computed.
@@ -446,6 +297,17 @@ class _ChunkedLoss(torch.autograd.Function):
         # to 0.4%.
         hidden_gradient = (hidden_gradient.float() * by_total).to(hidden_gradient.dtype)
         return hidden_gradient, *[None] * 8
+
+
+def _add_product(total, left, right):
+    """Add `left` (V, R) times `right` (R, C) to `total` (V, C), which is in float32, in place."""
+    if left.dtype == torch.float32:
+        total.addmm_(left, right)
+    elif total.is_cuda:
+        # One product that adds in float32: no chunk's gradient is rounded or stored.
+        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+    else:
+        total += left @ right
 
 
 class _Zero(torch.autograd.Function):

@@ -1,8 +1,8 @@
-"""GPT: attention, MLP, block and model; its head and loss are in loss_gpt.py.
+"""GPT: attention, MLP, block and model; its head is in head_gpt.py, its loss in loss_gpt.py.
 
 In memory q, k and v are separate nn.Linear layers; on disk it is a plain GPT-2 (layout_gpt.py),
-which any tool opens. Imports only its three neighbors, so that the four files can be shipped with
-a model.
+which any tool opens. Imports only its neighbors, so that the five files can be shipped with a
+model.
 
 Shapes in comments: B batch, T positions, C n_embd, H heads, D = C / H, V vocabulary, N = B·T rows.
 """
@@ -30,8 +30,8 @@ from transformers.utils.generic import can_return_tuple, merge_with_config_defau
 from transformers.utils.output_capturing import capture_outputs
 
 from .configuration_gpt import GPTConfig
+from .head_gpt import Head, SummedLoss, shifted_labels
 from .layout_gpt import GPT2Files
-from .loss_gpt import Head, SummedLoss, shifted_labels
 
 
 def eager_attention_forward(
@@ -267,7 +267,7 @@ class GPTForCausalLM(  # pyright: ignore[reportIncompatibleMethodOverride]
         """Logits (B, T, V), and the loss if labels (B, T) are given; label -100 is not counted.
 
         `labels` are the input ids, shifted here by one; `shift_labels` are already shifted.
-        `with_loss` (loss_gpt.py) describes the other arguments.
+        `with_loss` (head_gpt.py) describes the other arguments.
         """
         shift_labels, row_loss = shifted_labels(labels, kwargs)
         if use_cache is None and shift_labels is not None:

@@ -8,8 +8,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM
+from nanogpt_hf.model.head_gpt import Head
 from nanogpt_hf.model.layout_gpt import gpt2_state_dict
-from nanogpt_hf.model.loss_gpt import Head
 
 SHAPE = {"vocab_size": 61, "n_positions": 32, "n_embd": 32, "n_layer": 3, "n_head": 4}
 NO_TEXT = {"bos_token_id": None, "eos_token_id": None}

@@ -10,8 +10,9 @@ from torch import nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.nn import functional as F
 
-from nanogpt_hf.model import loss_gpt
-from nanogpt_hf.model.loss_gpt import Head, chunk_loss, compile_loss, rows_of_a_chunk
+from nanogpt_hf.model import head_gpt, loss_gpt
+from nanogpt_hf.model.head_gpt import Head, compile_loss
+from nanogpt_hf.model.loss_gpt import chunk_loss, rows_of_a_chunk
 
 ROWS, WIDTH, VOCAB, PADDED = 40, 16, 61, 64
 CHUNKS = 5
@@ -179,7 +180,8 @@ def test_evaluation_of_a_compiled_head_takes_the_chunks_of_one_that_is_not(monke
         asked.append(is_compiled)
         return rows(*arguments, is_compiled=is_compiled)
 
-    monkeypatch.setattr(loss_gpt, "rows_of_a_chunk", noted)
+    for module in (head_gpt, loss_gpt):
+        monkeypatch.setattr(module, "rows_of_a_chunk", noted)
     hidden, targets = torch.randn(ROWS, WIDTH), torch.randint(VOCAB, (ROWS,))
     trained = head(hidden, targets, VOCAB)
     with torch.no_grad():

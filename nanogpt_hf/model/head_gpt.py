@@ -1,0 +1,167 @@
+"""Head of a GPT, and what a model makes of its hidden states: logits, or the loss of its labels.
+
+From a forward pass to the loss: `with_loss` -> `summed_loss` -> `Head.forward` -> `whole_loss`,
+`chunked_loss` or `recomputed_loss` (loss_gpt.py). Imports only its neighbors, so that it can be
+shipped with a model.
+
+Shapes in comments: B rows, T positions, C n_embd, V vocabulary, N = B·T.
+"""
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from .loss_gpt import (
+    IGNORED,
+    cap_logits,
+    chunk_loss,
+    chunk_row_loss,
+    chunked_loss,
+    recomputed_loss,
+    rows_of_a_chunk,
+    token_losses,
+    whole_loss,
+)
+
+
+class Head(nn.Linear):
+    """Last layer: hidden (..., C) -> logits (..., V), or the summed loss if targets are given.
+
+    The loss is computed in this forward pass because FSDP2 and ZeRO-3 gather the whole weight
+    for it.
+    """
+
+    # The loss of a chunk, and of all rows at once; `compile_loss` gives a head compiled ones.
+    chunk_loss: Any = staticmethod(chunk_loss)
+    whole_loss: Any = staticmethod(whole_loss)
+    # Only the loss caps logits here; forward without targets returns them before they are capped.
+    softcap: float | None = None
+
+    @classmethod
+    def of(cls, layer: nn.Linear, softcap: float | None = None) -> "Head":
+        """A head with the parameters of `layer`."""
+        # On the meta device, since its own parameters are replaced at once.
+        has_bias = layer.bias is not None
+        head: Any = cls(layer.in_features, layer.out_features, has_bias, device="meta")
+        head.weight = layer.weight
+        head.bias = layer.bias
+        head.softcap = softcap
+        return head
+
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, hidden, targets=None, vocab_size=0, row_loss=None
+    ):
+        compute = super().forward
+        if targets is None:
+            return compute(hidden)
+        # An evaluation and another loss than the cross-entropy do not call the compiled functions.
+        # The losses of single tokens have no common gradient before the caller has combined them.
+        is_training = torch.is_grad_enabled() and row_loss is not token_losses
+        is_compiled = self.chunk_loss is not chunk_loss and row_loss is None and is_training
+        size = rows_of_a_chunk(len(hidden), vocab_size, hidden.device.type, is_compiled=is_compiled)
+        if size == len(hidden):
+            loss = self.whole_loss if is_compiled else whole_loss
+            inputs = (hidden, self.weight, self.bias)
+            return loss(*inputs, targets, vocab_size, self.softcap, row_loss)
+        if is_training:
+            loss_of = self.chunk_loss if row_loss is None else chunk_row_loss
+            if self.softcap is not None:
+                loss_of = partial(loss_of, softcap=self.softcap)
+            return chunked_loss(
+                hidden, self.weight, self.bias, targets, vocab_size, size, loss_of, row_loss
+            )
+        return recomputed_loss(compute, hidden, targets, vocab_size, self.softcap, row_loss)
+
+
+def compile_loss(head: nn.Module | None, **options: Any) -> None:
+    """Compile the product with our head and the cross-entropy; `options` are torch.compile's."""
+    if isinstance(head, Head):
+        head.chunk_loss = torch.compile(chunk_loss, **options)
+        head.whole_loss = torch.compile(whole_loss, **options)
+
+
+class SummedLoss(PreTrainedModel if TYPE_CHECKING else object):
+    """Mixin of a causal LM whose logits are the product with its head, perhaps capped: logits and
+    loss of hidden states.
+    """
+
+    config: Any
+    softcap: float | None = None
+
+    def summed_loss(self, hidden, targets, row_loss=None):
+        """(N, C), (N,) -> sum of the cross-entropies in float32, without N × V logits in memory.
+
+        A head that replaces ours (an adapter, a quantized one) computes only logits.
+        """
+        head: Any = self.get_output_embeddings()
+        size = self.config.vocab_size
+        if isinstance(head, Head):
+            return head(hidden, targets, size, row_loss)
+        return recomputed_loss(head, hidden, targets, size, self.softcap, row_loss)
+
+    def logits_of_rows(self, **inputs):
+        """A function from some of the B · T rows to their logits (R, V), which only then exist."""
+        hidden = self.base_model(**inputs, use_cache=False).last_hidden_state.flatten(0, 1)
+        head: Any = self.get_output_embeddings()
+        size = self.config.vocab_size
+        return lambda rows: cap_logits(head(hidden[rows]), self.softcap)[:, :size]
+
+    def row_losses(self, input_ids, targets):
+        """(B, T), (B, T) -> the summed loss of each row, (B,)."""
+        hidden = self.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
+        return torch.stack([self.summed_loss(*row) for row in zip(hidden, targets, strict=True)])
+
+    def with_loss(
+        self, out, shift_labels, num_items_in_batch, skip_logits, logits_to_keep, row_loss=None
+    ):
+        """Make the model's output: the loss if there are labels, and logits.
+
+        The loss is the mean over the labels that are counted, or their sum divided by
+        `num_items_in_batch`; `row_loss` replaces the cross-entropy. `skip_logits` (default: when
+        training on labels) omits the logits to save memory.
+        """
+        hidden = out.last_hidden_state  # (B, T, C)
+        loss = None
+        logits = None
+        if skip_logits is None:
+            skip_logits = self.training and shift_labels is not None
+        if shift_labels is not None:
+            targets = shift_labels.reshape(-1).to(hidden.device)  # (N,)
+            items = (targets != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch
+            loss = self.summed_loss(hidden.reshape(len(targets), -1), targets, row_loss)
+            # A tensor is not compared, since the host would wait for its value.
+            if torch.is_tensor(items) or items != 1:
+                loss = loss / items
+        if not skip_logits:
+            # The last positions, by their number, or those that a tensor lists.
+            kept = logits_to_keep
+            if isinstance(logits_to_keep, int):
+                kept = slice(-logits_to_keep, None)
+            head: Any = self.get_output_embeddings()
+            # Without padded rows, so that they are never sampled and saving loses nothing.
+            logits = cap_logits(head(hidden[:, kept]), self.softcap)[..., : self.config.vocab_size]
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=out.past_key_values,
+            hidden_states=out.hidden_states,
+            attentions=out.attentions,
+        )
+
+
+def shifted_labels(labels, arguments):
+    """`shift_labels`, or the `labels` shifted by one, and `row_loss`; both are removed from the
+    `arguments`.
+    """
+    # They are no arguments of forward, since the Trainer would require them in every batch.
+    shift_labels = arguments.pop("shift_labels", None)
+    row_loss = arguments.pop("row_loss", None)
+    if shift_labels is None and labels is not None:
+        # The target at position t is token t + 1; the last position has none.
+        shift_labels = F.pad(labels, (0, 1), value=IGNORED)[..., 1:]
+    return shift_labels, row_loss
