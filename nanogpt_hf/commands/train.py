@@ -58,7 +58,8 @@ def run_prepare(arguments: Namespace, overrides: Overrides) -> None:
     config = load_text_recipe("prepare", arguments.recipe, overrides)
 
     from nanogpt_hf.data.prepare import prepare
-    from nanogpt_hf.data.prepared import check_prepared, load_prepared, summary_lines
+    from nanogpt_hf.data.prepared import check_prepared, load_prepared
+    from nanogpt_hf.data.summary import summary_lines
 
     # A second call reads the manifest only.
     prepared_now = prepare(config)[1]

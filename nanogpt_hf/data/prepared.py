@@ -1,23 +1,17 @@
-"""Open prepared data: its manifest, tokenizer and tokens, and blocks to train on; verify it;
-describe it in a few lines.
-"""
+"""Open prepared data: its manifest, its tokenizer, and the blocks to train on; verify all of it."""
 
 import contextlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from nanogpt_hf.config.formats import FORMATS, FormatRow
+from nanogpt_hf.config.formats import FORMATS
 from nanogpt_hf.config.schema import Config, DataSection
 from nanogpt_hf.config.sources import is_mixture, sources_of
-from nanogpt_hf.config.stages import config_at, planned_tokens, tokens_by_source
-from nanogpt_hf.data.batches import MixedBlocks, as_mixture, blocks_read
 from nanogpt_hf.data.blocks import Blocks
 from nanogpt_hf.data.chat_examples import finder_of
-from nanogpt_hf.data.examples import Examples
 from nanogpt_hf.data.formats import format_of
 from nanogpt_hf.data.hf_tokenizer import end_of_text_id_of, load_tokenizer, vocabulary_hash
 from nanogpt_hf.data.manifest import (
@@ -30,9 +24,9 @@ from nanogpt_hf.data.manifest import (
     read_manifest,
     write_manifest,
 )
+from nanogpt_hf.data.mixture import MixedBlocks
 from nanogpt_hf.data.source import is_url, local_files
 from nanogpt_hf.errors import DataError
-from nanogpt_hf.formatting import plural
 
 TOKENIZER = "tokenizer"
 _REMEDY = "choose another --data.dir, or remove the folder to prepare it again"
@@ -228,93 +222,3 @@ def check_prepared(data: DataSection) -> None:
                     f"{files[0]}: is damaged: its sha256 has changed since it was prepared; copy "
                     "it again, or remove the prepared data to prepare it again"
                 )
-
-
-def summary_lines(config: Config, data: PreparedData) -> list[str]:
-    """A line for each split; of a mixture for each split of each source, and the share and epochs
-    of each source.
-    """
-    sources = data.manifest.sources
-    if not sources:
-        form = FORMATS[config.data.format]
-        lines = _split_lines(form, data.manifest, data.train, data.validation)
-        return lines + _left_out_lines(data.manifest)
-    lines = []
-    parts_of = (as_mixture(data.train).parts, as_mixture(data.validation).parts)
-    for source, *parts in zip(sources, *parts_of, strict=True):
-        lines += [
-            f"{source.data.dir}:",
-            *_split_lines(FORMATS[source.data.format], source.manifest, *parts),
-        ]
-        lines += _left_out_lines(source.manifest)
-    # How often each source is read is known with the number of steps.
-    if config.train.budget:
-        return lines
-    epochs = epochs_by_source(config, data.train)
-    tokens = tokens_by_source(config)
-    total = planned_tokens(config)
-    width = max(len(name) for name in epochs)
-    lines.append(f"mixture of {len(sources)} sources, in {config.train.max_steps:,} steps:")
-    return lines + [
-        f"  {name:<{width}} {tokens[name] / total:7.2%} of the sequences, {count:,.2f} epochs"
-        for name, count in epochs.items()
-    ]
-
-
-def _split_lines(
-    form: FormatRow, manifest: Manifest, train: Blocks, validation: Blocks
-) -> list[str]:
-    splits = zip(SPLITS, (train, validation), strict=True)
-    return [
-        f"  {name:<10} {_line(form, getattr(manifest, name), blocks)}" for name, blocks in splits
-    ]
-
-
-def _left_out_lines(manifest: Manifest) -> list[str]:
-    count = manifest.left_out
-    return [f"  {'left out':<10} {plural(count, 'row')} that cannot be used"] if count else []
-
-
-def _line(form: FormatRow, facts: SplitFacts, blocks: Blocks) -> str:
-    noun = f"{form.noun}s"
-    learned = ""
-    if facts.assistant_tokens is not None:
-        learned = f"{facts.assistant_tokens:,} of them in {form.learned}, "
-    line = (
-        f"{facts.documents:,} {noun}, {facts.tokens:,} tokens, {learned}"
-        f"{facts.bytes_per_token:.2f} bytes per token"
-    )
-    # Blocks of whole documents have padding, and cut or leave out what is too long.
-    if isinstance(blocks, Examples):
-        padding = 1 - blocks.filled / (len(blocks) * blocks.block_size)
-        line += f"; {len(blocks):,} blocks of whole {noun}, {padding:.2%} padding"
-        if blocks.cut:
-            line += f"; {blocks.cut:,} are longer than a block, and cut"
-        if blocks.skipped:
-            line += f"; {blocks.skipped:,} have no {form.learned} within a block, and are left out"
-    return line
-
-
-def epochs_by_source(config: Config, train: Blocks) -> dict[str, float]:
-    """Return how often a run reads each source; `train` has the blocks of its first stage."""
-    size = config.data.block_size
-    steps = config.train.max_steps
-    # `blocks_read` counts in blocks of the last stage, and `train` has those of the first.
-    tokens = np.array(blocks_read(config, steps)) * config_at(config, steps).data.block_size
-    names = (source.name for source in sources_of(config.data))
-    return dict(zip(names, as_mixture(train).epochs(tokens / size), strict=True))
-
-
-def repetition_warnings(config: Config, data: PreparedData) -> list[str]:
-    """A line for each source that the run would read more often than `data.max_epochs`."""
-    limit = config.data.max_epochs
-    steps = config.train.max_steps
-    if limit is None or config.train.budget:
-        return []
-    remedy = "lower its weight, add text" if is_mixture(config.data) else "add text"
-    return [
-        f"data.max_epochs: {name} is read {count:,.2f} times in {steps:,} steps, more than "
-        f"{limit:g}: {remedy}, or train for fewer steps"
-        for name, count in epochs_by_source(config, data.train).items()
-        if count > limit
-    ]

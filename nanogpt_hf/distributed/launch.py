@@ -128,7 +128,7 @@ class Launch:
 
     @property
     def writes_out_attention(self) -> bool:
-        """Whether short sequences take the attention of model/attention.py."""
+        """Whether short sequences take the attention of model/written_out_attention.py."""
         return self.on_cpu and self.precision == "bf16"
 
     # Words for a launch.

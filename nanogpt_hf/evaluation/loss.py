@@ -11,10 +11,10 @@ from accelerate import Accelerator
 from accelerate.utils import send_to_device
 from transformers import PreTrainedTokenizerBase
 
-from nanogpt_hf.data.batches import as_mixture
 from nanogpt_hf.data.blocks import Blocks, TokenStream
 from nanogpt_hf.data.hf_tokenizer import bytes_of_tokens
 from nanogpt_hf.data.manifest import Manifest
+from nanogpt_hf.data.mixture import as_mixture
 from nanogpt_hf.data.prepared import PreparedData
 from nanogpt_hf.distributed.accelerator import sum_over_ranks
 from nanogpt_hf.distributed.mesh import mesh_of

@@ -34,9 +34,9 @@ from nanogpt_hf.distributed.accelerate_config import requested_precision
 from nanogpt_hf.errors import DataError, UserError
 from nanogpt_hf.methods.term import RowValues, Term
 from nanogpt_hf.model.architecture import architecture_of
-from nanogpt_hf.model.attention import attend_apart
 from nanogpt_hf.model.checks import check_causal
 from nanogpt_hf.model.load import load_model
+from nanogpt_hf.model.packed_attention import attend_apart
 from nanogpt_hf.own_files import read_json
 from nanogpt_hf.runs.find import find_model
 from nanogpt_hf.runs.origin import config_digest

@@ -8,7 +8,8 @@ from functools import partial
 from nanogpt_hf.config.methods import NEXT_TOKEN
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.data.prepare import prepare
-from nanogpt_hf.data.prepared import PreparedData, load_prepared, repetition_warnings, summary_lines
+from nanogpt_hf.data.prepared import PreparedData, load_prepared
+from nanogpt_hf.data.summary import repetition_warnings, summary_lines
 from nanogpt_hf.evaluation.loss import evaluate_blocks, evaluate_data
 from nanogpt_hf.formatting import format_number
 from nanogpt_hf.methods.distillation import load_with_teacher

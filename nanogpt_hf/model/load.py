@@ -75,7 +75,7 @@ def _read(
             # torch also warns about a pickle that it is about to refuse.
             warnings.filterwarnings("ignore", module=r"torch\._weights_only_unpickler")
             if is_adapter:
-                from nanogpt_hf.model.lora import load_merged  # peft takes a second to import
+                from nanogpt_hf.model.load_adapter import load_merged
 
                 return load_merged(name)
             architecture = architecture_on_disk(name, revision)

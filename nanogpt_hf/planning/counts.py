@@ -23,9 +23,9 @@ from nanogpt_hf.distributed.stages import head_in_blocks, split_blocks
 from nanogpt_hf.distributed.tensor_parallel import splits_vocabulary
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.model.architecture import architecture_of
-from nanogpt_hf.model.attention import write_out_attention
 from nanogpt_hf.model.experts import experts_of, shapes_only
 from nanogpt_hf.model.recompute import is_kept
+from nanogpt_hf.model.written_out_attention import write_out_attention
 
 
 @dataclass(frozen=True)

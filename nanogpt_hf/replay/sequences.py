@@ -14,9 +14,9 @@ from nanogpt_hf.config.checks import accumulation_steps
 from nanogpt_hf.config.formats import FORMATS
 from nanogpt_hf.config.sources import sources_of
 from nanogpt_hf.config.stages import config_at, stages_of
-from nanogpt_hf.data.batches import as_mixture
 from nanogpt_hf.data.blocks import TokenBlocks
 from nanogpt_hf.data.examples import row_lengths
+from nanogpt_hf.data.mixture import as_mixture
 from nanogpt_hf.data.prepared import load_prepared
 from nanogpt_hf.evaluation.loss import eval_mode
 from nanogpt_hf.formatting import shows_bars

@@ -7,7 +7,7 @@ from bisect import bisect_right
 
 from nanogpt_hf.config.checks import parse_duration
 from nanogpt_hf.config.schema import LARGEST, replace_knobs
-from nanogpt_hf.data.prepared import repetition_warnings
+from nanogpt_hf.data.summary import repetition_warnings
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.evaluation.table import load_training_evaluations
 from nanogpt_hf.formatting import plural

@@ -31,9 +31,10 @@ from nanogpt_hf.generate import end_ids_of
 from nanogpt_hf.methods.finetuning import learned_ids
 from nanogpt_hf.methods.run import Run
 from nanogpt_hf.methods.table import method_of
-from nanogpt_hf.model.attention import attend_apart, write_out_attention
 from nanogpt_hf.model.build import describe_trainable, start_model
 from nanogpt_hf.model.checks import check_causal
+from nanogpt_hf.model.packed_attention import attend_apart
+from nanogpt_hf.model.written_out_attention import write_out_attention
 from nanogpt_hf.optim.optimizer import build_optimizer
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.state import TrainState, record_knobs

@@ -16,8 +16,9 @@ from nanogpt_hf.config.stages import (
     stages_of,
     tokens_by_source,
 )
-from nanogpt_hf.data.batches import Batches, MixedBlocks, blocks_read
+from nanogpt_hf.data.batches import Batches, blocks_read
 from nanogpt_hf.data.blocks import TokenBlocks, TokenStream
+from nanogpt_hf.data.mixture import MixedBlocks
 
 SOURCES = [{"source": "a.txt", "weight": 3}, {"source": "b.txt", "weight": 0}]
 STAGES = [

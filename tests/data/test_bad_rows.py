@@ -13,8 +13,9 @@ from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.schema import DataSection, replace_knobs
 from nanogpt_hf.data import formats
 from nanogpt_hf.data.prepare import prepare
-from nanogpt_hf.data.prepared import load_prepared, summary_lines
+from nanogpt_hf.data.prepared import load_prepared
 from nanogpt_hf.data.source import load_documents
+from nanogpt_hf.data.summary import summary_lines
 
 GOOD = '{"text": "good"}'
 TURNS = {"prompt": "a", "completion": "b"}

@@ -10,8 +10,8 @@ import pyarrow
 import pytest
 
 from assertions import refusal
-from nanogpt_hf.data.batches import Interleave
 from nanogpt_hf.data.blocks import TokenBlocks, TokenStream
+from nanogpt_hf.data.mixture import Interleave
 
 
 @pytest.fixture

@@ -21,10 +21,10 @@ from nanogpt_hf.distributed.launch import Launch
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.distributed.tensor_parallel import split_matrices, split_vocabulary
 from nanogpt_hf.methods.terms import next_token_loss
-from nanogpt_hf.model import attention
+from nanogpt_hf.model import packed_attention
 from nanogpt_hf.model.architecture import architecture_of
-from nanogpt_hf.model.attention import attend_apart
 from nanogpt_hf.model.build import build_config, build_model
+from nanogpt_hf.model.packed_attention import attend_apart
 from nanogpt_hf.model.recompute import recompute_blocks
 from nanogpt_hf.optim.state import full_tensor
 
@@ -40,7 +40,11 @@ MODELS = {
     "qwen3": {"architecture": "qwen3", "n_kv_head": 2},
 }
 # How packed documents attend, and the mask that models get.
-WAYS = {"mask": torch.Tensor, "alone": attention.DocumentMask, "flex": flex_attention.BlockMask}
+WAYS = {
+    "mask": torch.Tensor,
+    "alone": packed_attention.DocumentMask,
+    "flex": flex_attention.BlockMask,
+}
 # The lengths of the documents of four rows, the last without targets as padding is: of one token,
 # across the middle, from it, and one as long as a row.
 DOCUMENTS = ((70, 29, 1, 60, 40), (1, 1, 158, 40), (100, 60, 40), (200,))
@@ -108,8 +112,8 @@ def train_rank(rank: int, port: int, layout: str, folder) -> None:
         integration.WrappedFlexAttention, "__call__", lambda self: flex_attention.flex_attention
     )
     for way, kind in WAYS.items():
-        patch.setattr(attention, "FLEX_DEVICES", ["cpu"] if way == "flex" else [])
-        patch.setattr(attention, "MIN_POSITIONS", 1000 if way == "mask" else 2)
+        patch.setattr(packed_attention, "FLEX_DEVICES", ["cpu"] if way == "flex" else [])
+        patch.setattr(packed_attention, "MIN_POSITIONS", 1000 if way == "mask" else 2)
         for name in MODELS:
             model = build(name)
             attend_apart(model)

@@ -24,10 +24,10 @@ from nanogpt_hf.methods.run import Run
 from nanogpt_hf.methods.terms import next_token_loss
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM, loss_gpt
 from nanogpt_hf.model.architecture import architecture_of
-from nanogpt_hf.model.attention import write_out_attention
 from nanogpt_hf.model.build import build_config
 from nanogpt_hf.model.lora import add_adapters
 from nanogpt_hf.model.recompute import recompute_blocks
+from nanogpt_hf.model.written_out_attention import write_out_attention
 from nanogpt_hf.optim.optimizer import build_optimizer
 from nanogpt_hf.planning.counts import block_bytes
 from nanogpt_hf.planning.footprint import (

@@ -13,7 +13,7 @@ from assertions import column, copy_at, numbers, same_weights
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.data.prepare import prepare
 from nanogpt_hf.data.prepared import load_prepared
-from nanogpt_hf.model import attention
+from nanogpt_hf.model import packed_attention
 from nanogpt_hf.model.build import build_config, build_model
 
 pytestmark = pytest.mark.long
@@ -105,8 +105,8 @@ def test_conversations_one_after_another_equal_the_mask_and_resume(
 ):
     knobs = knobs | {"train__max_steps": 4, "checkpoint__every": 2, "eval__every": 2}
     masked = start("masked", **knobs)
-    monkeypatch.setattr(attention, "MIN_HEAD", 1)
-    monkeypatch.setattr(attention, "MIN_POSITIONS", 2)
+    monkeypatch.setattr(packed_attention, "MIN_HEAD", 1)
+    monkeypatch.setattr(packed_attention, "MIN_POSITIONS", 2)
     run = start("run", **knobs)
     assert not same_weights(run, masked)  # by rounding: the way was another
     for name in ("train/loss", "train/grad_norm", "val/loss"):

@@ -9,7 +9,8 @@ import torch
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.data.batches import Batches
 from nanogpt_hf.data.prepare import prepare
-from nanogpt_hf.data.prepared import load_prepared, repetition_warnings
+from nanogpt_hf.data.prepared import load_prepared
+from nanogpt_hf.data.summary import repetition_warnings
 from nanogpt_hf.errors import DataError, RunFolderError
 from nanogpt_hf.reports.comparison import compare_runs, summarize
 from nanogpt_hf.runs.metrics import read_metrics

@@ -18,7 +18,8 @@ from nanogpt_hf.commands import main
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.sources import chats, learns_parts, packs
 from nanogpt_hf.data.prepare import prepare
-from nanogpt_hf.data.prepared import load_prepared, summary_lines
+from nanogpt_hf.data.prepared import load_prepared
+from nanogpt_hf.data.summary import summary_lines
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.model.build import build_config, build_model
 from nanogpt_hf.model.checks import check_causal

@@ -5,8 +5,12 @@ import torch
 from torch.nn import functional as F
 
 from nanogpt_hf.config.schema import ModelSection
-from nanogpt_hf.model.attention import MAX_POSITIONS, attend_written_out, write_out_attention
 from nanogpt_hf.model.build import build_config, build_model
+from nanogpt_hf.model.written_out_attention import (
+    MAX_POSITIONS,
+    attend_written_out,
+    write_out_attention,
+)
 
 SIZES = {"n_layer": 2, "n_head": 4, "n_embd": 32, "n_positions": 2 * MAX_POSITIONS}
 MODELS = {

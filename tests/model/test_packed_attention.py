@@ -15,11 +15,11 @@ from transformers.integrations import flex_attention as integration
 from allocations import peak_allocation
 from nanogpt_hf.config.schema import ModelSection
 from nanogpt_hf.errors import UserError
-from nanogpt_hf.model import attention
+from nanogpt_hf.model import packed_attention
 from nanogpt_hf.model.architecture import architecture_of
-from nanogpt_hf.model.attention import attend_apart
 from nanogpt_hf.model.build import build_config, build_model
 from nanogpt_hf.model.checks import check_causal
+from nanogpt_hf.model.packed_attention import attend_apart
 from nanogpt_hf.model.recompute import recompute_blocks
 
 MODELS = {
@@ -41,9 +41,9 @@ def way(monkeypatch):
     """Choose `flex` or document by document (`alone`), for sequences of any length."""
 
     def choose(name: str) -> None:
-        monkeypatch.setattr(attention, "FLEX_DEVICES", ["cpu"] if name == "flex" else [])
-        monkeypatch.setattr(attention, "MIN_POSITIONS", 2)
-        monkeypatch.setattr(attention, "MIN_HEAD", 1)
+        monkeypatch.setattr(packed_attention, "FLEX_DEVICES", ["cpu"] if name == "flex" else [])
+        monkeypatch.setattr(packed_attention, "MIN_POSITIONS", 2)
+        monkeypatch.setattr(packed_attention, "MIN_HEAD", 1)
 
     monkeypatch.setattr(flex_attention, "_validate_device", lambda *tensors: None)
     # torch's kernels for CPUs have no backward pass: its reference for every operation
@@ -207,7 +207,7 @@ def test_dropout_keeps_the_mask_in_training_only(way, masks):
             logits.append(model.eval()(**inputs).logits)
     torch.testing.assert_close(*logits, atol=1e-5, rtol=1e-5)
     loss_and_gradient(model.train())
-    assert [type(mask) for mask in masks] == [attention.DocumentMask, torch.Tensor]
+    assert [type(mask) for mask in masks] == [packed_attention.DocumentMask, torch.Tensor]
 
 
 @pytest.mark.slow
