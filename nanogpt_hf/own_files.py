@@ -6,6 +6,7 @@ checkpoint is passed over for the one before, and anything else ends the command
 """
 
 import dataclasses
+import hashlib
 import json
 import logging
 import reprlib
@@ -53,6 +54,12 @@ def reading(path: Path) -> Iterator[None]:
         raise DamagedFileError(f"{path}: is damaged: it is nested too deeply") from None
     except Exception as error:
         raise DamagedFileError(f"{path}: is damaged: {one_line(error)}") from None
+
+
+def file_sha256(path: Path) -> str:
+    """Sha256 of the content of a file, as hexadecimal digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def read_json(path: Path, kind: Any) -> Any:

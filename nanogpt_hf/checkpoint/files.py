@@ -12,10 +12,11 @@ model-00002-of-00004.safetensors. The number of files says nothing about the pro
 read them: runs/tensor_files.py finds every part of a tensor in whichever file has it.
 """
 
-import hashlib
 import json
 from pathlib import Path
 from typing import Any
+
+from nanogpt_hf.own_files import file_sha256
 
 MODEL = "model"
 OPTIMIZER = "optimizer"
@@ -41,15 +42,9 @@ def files_of(kind: str, checksums: dict[str, str]) -> list[str]:
     return names
 
 
-def file_digest(path: Path) -> str:
-    """Sha256 of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def write_state(folder: Path, facts: dict[str, Any], checksums: dict[str, str]) -> None:
     """Write the run state, and the checksums of it and of the files with tensors."""
     (folder / STATE).write_text(f"{json.dumps(facts, indent=2)}\n", encoding="utf-8")
-    checksums = checksums | {STATE: file_digest(folder / STATE)}
+    checksums = checksums | {STATE: file_sha256(folder / STATE)}
     text = json.dumps(checksums, indent=2, sort_keys=True)
     (folder / CHECKSUMS).write_text(f"{text}\n", encoding="utf-8")

@@ -15,28 +15,15 @@ from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import broadcast, broadcast_object_list, gather_object
 
-from nanogpt_hf.checkpoint.files import (
-    CHECKSUMS,
-    MODEL,
-    OPTIMIZER,
-    STATE,
-    file_digest,
-    files_of,
-)
+from nanogpt_hf.checkpoint.files import CHECKSUMS, MODEL, OPTIMIZER, STATE, files_of
 from nanogpt_hf.distributed.accelerator import is_sharded
 from nanogpt_hf.distributed.full_state import FullState, SavedTensors
 from nanogpt_hf.errors import DamagedFileError, RunFolderError
-from nanogpt_hf.own_files import as_type, read_json, reading
+from nanogpt_hf.own_files import as_type, file_sha256, read_json, reading
 from nanogpt_hf.place import remove_folder
 from nanogpt_hf.runs.folder import VERSION, RunFolder, step_of
 from nanogpt_hf.runs.state import TrainState, differences, read_state
-from nanogpt_hf.runs.tensor_files import (
-    Box,
-    Layout,
-    TensorFiles,
-    layout_digest,
-    layout_lines,
-)
+from nanogpt_hf.runs.tensor_files import Box, Layout, TensorFiles, layout_digest, layout_lines
 
 logger = logging.getLogger(__name__)
 _Scaler = dict[str, float] | None
@@ -118,7 +105,7 @@ def _verified_files(folder: Path, index: int, count: int) -> dict[str, list[str]
             raise ValueError(f"it does not name {others[0]}")
     for name in (STATE, *names[index::count]):
         with reading(folder / name):
-            if file_digest(folder / name) != checksums.get(name):
+            if file_sha256(folder / name) != checksums.get(name):
                 raise DamagedFileError(f"{folder / name} was changed after it was written")
     return files
 

@@ -64,7 +64,7 @@ def run_export(arguments: Namespace) -> None:
     from transformers.utils import logging
 
     from nanogpt_hf.data.hf_tokenizer import load_tokenizer
-    from nanogpt_hf.export.model_folder import export_gpt2, logits_of, new_folder
+    from nanogpt_hf.export.model_folder import export_model_folder, logits_of, new_folder
     from nanogpt_hf.model.architecture import architecture_of
     from nanogpt_hf.model.load import load_model
 
@@ -84,7 +84,7 @@ def run_export(arguments: Namespace) -> None:
 
             difference = export_onnx(folder, model, tokenizer)
         else:
-            difference = export_gpt2(folder, model, tokenizer, dtype)
+            difference = export_model_folder(folder, model, tokenizer, dtype)
         (folder / "README.md").write_text(card, encoding="utf-8")
         # A difference says something only next to the size of the logits.
         largest = logits_of(model).abs().max().item()

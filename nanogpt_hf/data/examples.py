@@ -14,68 +14,59 @@ from nanogpt_hf.data.blocks import Blocks, TokenStream, open_tokens, read_column
 from nanogpt_hf.data.manifest import Manifest
 
 
-class Examples(Blocks):
-    """Examples in blocks: several per block that do not attend to each other (packed), or one
-    (padded).
+class ExampleBlocks(Blocks):
+    """Blocks of whole examples: stretches of a token stream, one or several in each block.
 
-    An example of n tokens takes n - 1 positions: its last token is only predicted. One longer
-    than a block is cut at its end, and skipped if it has no answer then. Which examples share a
-    block depends only on their lengths, so every epoch has the same blocks, and only their order
-    is random.
+    An example of n tokens takes n - 1 positions: its last token is only predicted. `blocks` has the
+    numbers of the examples in each block. If examples are `apart`, they do not attend to each
+    other.
     """
 
     def __init__(
         self,
-        ids: TokenStream,
-        assistant_mask: TokenStream,
-        lengths: np.ndarray,
+        stream: TokenStream,
+        starts: np.ndarray,
+        positions: np.ndarray,
         *,
         block_size: int,
-        packing: str,
+        apart: bool,
     ):
+        self.stream = stream
         self.block_size = block_size
-        self.apart = packing == "packed"
-        self.stream = ids
-        self._assistant_mask = assistant_mask
-        self._starts = np.cumsum(lengths) - lengths
-        # The positions that each example takes in a block.
-        self._positions = np.minimum(lengths - 1, block_size)
-        # Only an example that is cut can lose what is to be learned, so only these are read here.
-        long = np.flatnonzero(lengths - 1 > block_size)
-        without = [number for number in long.tolist() if not self._targets_of(number)[1].any()]
-        self.cut = len(long) - len(without)
-        self.skipped = len(without)
-        chosen = np.setdiff1d(np.arange(len(lengths)), without)
-        if packing == "packed":
-            self.blocks = [
-                chosen[block].tolist() for block in pack(self._positions[chosen], block_size)
-            ]
-        else:
-            self.blocks = [[number] for number in chosen.tolist()]
-        # positions that hold a token of an example
-        self.filled = int(self._positions[chosen].sum())
+        self.apart = apart
+        # For each example its first token in the stream, and the positions that it takes.
+        self._starts = starts
+        self._positions = positions
+        # A subclass fills the blocks. It counts the positions that hold a token of an example, and
+        # the examples that are cut or left out.
+        self.blocks: list[list[int]] = []
+        self.filled = 0
+        self.cut = 0
+        self.skipped = 0
 
     def __len__(self) -> int:
         return len(self.blocks)
 
-    def _targets_of(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the tokens of an example that fit into a block, and whether each after the first
-        is a target.
-        """
+    def documents_of(self, block: int) -> list[int]:
+        """Return the numbers of the documents or conversations in a block."""
+        return self.blocks[block]
+
+    def _tokens_of(self, number: int) -> np.ndarray:
+        """Return the tokens of an example that fit into a block: one more than its positions."""
         start = self._starts[number : number + 1]
-        length = int(self._positions[number]) + 1
-        tokens = self.stream.windows(start, length)[0]
-        mask = self._assistant_mask.windows(start, length)[0]
-        # The mask is about tokens, the targets are the tokens after each position.
-        return tokens, mask[1:] == 1
+        return self.stream.windows(start, int(self._positions[number]) + 1)[0]
+
+    def _is_target(self, number: int) -> np.ndarray:
+        """Return whether each of these tokens after the first is a target: bool (positions,)."""
+        return np.ones(int(self._positions[number]), dtype=bool)
 
     def batch(self, indices: np.ndarray) -> dict[str, torch.Tensor]:
         """Return the blocks at `indices` as keyword arguments of `forward`, int64 (len(indices),
         block_size).
 
-        shift_labels is -100 if the next token is not part of an answer. If examples are `apart`,
-        position_ids restart at 0 with each example; transformers infers from that which tokens
-        attend to each other.
+        shift_labels is -100 if the next token is no target. If examples are `apart`, position_ids
+        restart at 0 with each example; transformers infers from that which tokens attend to each
+        other.
         """
         block_size = self.block_size
         inputs = np.zeros((len(indices), block_size), dtype=np.int64)
@@ -85,7 +76,8 @@ class Examples(Blocks):
             # Positions of the row that are taken.
             filled = 0
             for number in self.blocks[block]:
-                tokens, is_target = self._targets_of(number)
+                tokens = self._tokens_of(number)
+                is_target = self._is_target(number)
                 place = slice(filled, filled := filled + len(is_target))
                 inputs[row, place] = tokens[:-1]
                 targets[row, place] = np.where(is_target, tokens[1:], -100)
@@ -97,15 +89,52 @@ class Examples(Blocks):
             batch["position_ids"] = positions
         return {name: torch.from_numpy(array) for name, array in batch.items()}
 
-    def documents_of(self, block: int) -> list[int]:
-        """Return the numbers of the conversations in a block."""
-        return self.blocks[block]
-
     def num_targets(self, indices: np.ndarray) -> int:
-        """Count the tokens of answers, or of documents, in the blocks at `indices`."""
-        # Each example is read: how many of its tokens count is known from its mask alone.
+        """Count the targets in the blocks at `indices`."""
         numbers = (number for block in indices.tolist() for number in self.blocks[block])
-        return sum(int(self._targets_of(number)[1].sum()) for number in numbers)
+        return sum(int(self._is_target(number).sum()) for number in numbers)
+
+
+class Examples(ExampleBlocks):
+    """Examples with a mask of what is learned, such as conversations: several per block that do not
+    attend to each other (packed), or one (padded).
+
+    One longer than a block is cut at its end, and skipped if nothing of it is learned then. Which
+    examples share a block depends only on their lengths, so every epoch has the same blocks, and
+    only their order is random.
+    """
+
+    def __init__(
+        self,
+        ids: TokenStream,
+        assistant_mask: TokenStream,
+        lengths: np.ndarray,
+        *,
+        block_size: int,
+        packing: str,
+    ):
+        starts = np.cumsum(lengths) - lengths
+        positions = np.minimum(lengths - 1, block_size)
+        is_packed = packing == "packed"
+        super().__init__(ids, starts, positions, block_size=block_size, apart=is_packed)
+        self._assistant_mask = assistant_mask
+        # Only an example that is cut can lose what is to be learned, so only these are read here.
+        long = np.flatnonzero(lengths - 1 > block_size)
+        without = [number for number in long.tolist() if not self._is_target(number).any()]
+        self.cut = len(long) - len(without)
+        self.skipped = len(without)
+        chosen = np.setdiff1d(np.arange(len(lengths)), without)
+        self.filled = int(positions[chosen].sum())
+        if is_packed:
+            self.blocks = [chosen[block].tolist() for block in pack(positions[chosen], block_size)]
+        else:
+            self.blocks = [[number] for number in chosen.tolist()]
+
+    def _is_target(self, number: int) -> np.ndarray:
+        start = self._starts[number : number + 1]
+        mask = self._assistant_mask.windows(start, int(self._positions[number]) + 1)[0]
+        # The mask is about tokens, the targets are the tokens after each position.
+        return mask[1:] == 1
 
 
 def masked_blocks(folder: Path, split: str, manifest: Manifest, data: DataSection) -> Examples:
@@ -172,7 +201,7 @@ def document_starts(lengths: np.ndarray, from_end: bool) -> np.ndarray:
     return starts
 
 
-class DocumentBlocks(Examples):
+class DocumentBlocks(ExampleBlocks):
     """Rows that begin with a document, filled by best-fit decreasing (Ding et al. 2024,
     arXiv:2404.10830). A document longer than a row is cut into parts, which are packed alike.
 
@@ -183,8 +212,6 @@ class DocumentBlocks(Examples):
     def __init__(
         self, ids: TokenStream, lengths: np.ndarray, *, block_size: int, from_end: bool, apart: bool
     ):
-        self.block_size = block_size
-        self.apart = apart
         starts = document_starts(lengths, from_end)
         # The last token of a document is predicted, and predicts nothing.
         sizes = np.cumsum(lengths) - 1 - starts
@@ -195,18 +222,12 @@ class DocumentBlocks(Examples):
         before = block_size * (
             np.arange(len(self._documents)) - np.repeat(np.cumsum(parts) - parts, parts)
         )
-        self.stream = ids
-        self._starts = starts[self._documents] + before
-        self._positions = np.minimum(sizes[self._documents] - before, block_size)
-        self.blocks = pack(self._positions, block_size)
-        self.filled = int(self._positions.sum())
+        positions = np.minimum(sizes[self._documents] - before, block_size)
+        starts = starts[self._documents] + before
+        super().__init__(ids, starts, positions, block_size=block_size, apart=apart)
+        self.blocks = pack(positions, block_size)
+        self.filled = int(positions.sum())
         self.cut = int((parts > 1).sum())
-        self.skipped = 0
-
-    def _targets_of(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        count = int(self._positions[number])
-        tokens = self.stream.windows(self._starts[number : number + 1], count + 1)[0]
-        return tokens, np.ones(count, dtype=bool)
 
     def documents_of(self, block: int) -> list[int]:
         return self._documents[self.blocks[block]].tolist()

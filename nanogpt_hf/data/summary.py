@@ -8,7 +8,7 @@ from nanogpt_hf.config.sources import is_mixture, sources_of
 from nanogpt_hf.config.stages import config_at, planned_tokens, tokens_by_source
 from nanogpt_hf.data.batches import blocks_read
 from nanogpt_hf.data.blocks import Blocks
-from nanogpt_hf.data.examples import Examples
+from nanogpt_hf.data.examples import ExampleBlocks
 from nanogpt_hf.data.manifest import SPLITS, Manifest, SplitFacts
 from nanogpt_hf.data.mixture import as_mixture
 from nanogpt_hf.data.prepared import PreparedData
@@ -70,7 +70,7 @@ def _line(form: FormatRow, facts: SplitFacts, blocks: Blocks) -> str:
         f"{facts.bytes_per_token:.2f} bytes per token"
     )
     # Blocks of whole documents have padding, and cut or leave out what is too long.
-    if isinstance(blocks, Examples):
+    if isinstance(blocks, ExampleBlocks):
         padding = 1 - blocks.filled / (len(blocks) * blocks.block_size)
         line += f"; {len(blocks):,} blocks of whole {noun}, {padding:.2%} padding"
         if blocks.cut:

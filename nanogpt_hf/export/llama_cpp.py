@@ -19,7 +19,7 @@ import torch
 import transformers
 
 from nanogpt_hf.errors import UserError
-from nanogpt_hf.export.model_folder import export_gpt2
+from nanogpt_hf.export.model_folder import export_model_folder
 
 CONVERTER = "convert_hf_to_gguf.py"
 QUANTIZER = "llama-quantize"
@@ -68,7 +68,7 @@ def convert(
     embeddings = table.weight.detach().float().numpy()
     with tempfile.TemporaryDirectory(dir=file.parent, prefix=".convert-") as folder:
         # The converter reads a plain model folder.
-        export_gpt2(Path(folder), model, tokenizer, torch.float32)
+        export_model_folder(Path(folder), model, tokenizer, torch.float32)
         words = [sys.executable, program, folder, "--outfile", str(file)]
         _run([*words, "--outtype", _OUTTYPES[dtype]], CONVERTER)
     written = _tensors(file)

@@ -1,6 +1,4 @@
-"""Write a model folder that transformers can load: plain GPT-2 weights, tokenizer and card,
-atomically.
-"""
+"""Write a model folder that transformers can load: weights, tokenizer and card, atomically."""
 
 import contextlib
 import os
@@ -195,14 +193,14 @@ def max_difference(logits: Tensor, original: Tensor, exact: bool) -> float:
     return difference
 
 
-def export_gpt2(
+def export_model_folder(
     folder: Path,
     model: transformers.PreTrainedModel,
     tokenizer: transformers.PreTrainedTokenizerBase,
     dtype: torch.dtype = torch.float32,
 ) -> float:
-    """Write `model` as plain GPT-2, load it with transformers alone, and return the largest
-    difference of the logits.
+    """Write `model` as a standard model of transformers, a plain GPT-2 for instance. Load it with
+    transformers alone, and return the largest difference of the logits.
 
     Raises UserError if a weight is too large for `dtype`.
     """

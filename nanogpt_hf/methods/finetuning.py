@@ -115,7 +115,7 @@ def _contradictions(config: Config, start: str, base: "PreTrainedConfig") -> lis
     ]
     targets = lora_targets(architecture, base)
     if not set(config.lora.targets) <= set(targets):
-        experts = "; experts get no adapters" if architecture.idle_parameters(base) else ""
+        experts = "; experts get no adapters" if architecture.sizes(base).idle else ""
         wrong.append(f"lora.targets: expected some of {', '.join(targets)}{experts}")
     try:
         architecture.resized_rope(base, config.model.n_positions, config.finetune.rope_theta)

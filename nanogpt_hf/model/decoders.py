@@ -41,8 +41,10 @@ class Sizes:
     """Numbers of parameters of a model."""
 
     parameters: int
-    looked_up: int  # parameters of embeddings that are in no matrix product
-    idle: int  # parameters of experts that a token does not choose
+    # The embeddings, except one that is the head too: they are in no matrix product.
+    looked_up: int
+    # The experts that a token does not choose.
+    idle: int
 
 
 class _NoInitialValues(TorchFunctionMode):
@@ -251,24 +253,14 @@ class Architecture(ConfigFields, ModelParts):
             with frequencies.device:
                 model.set_submodule(name, type(module)(model.config))
 
-    def lookup_parameters(self, config: Any) -> int:
-        """Parameters that are in no matrix product: the embeddings, except one that is the head
-        too.
-        """
-        return self.sizes(config).looked_up
-
-    def idle_parameters(self, config: Any) -> int:
-        """Parameters of the experts that a token does not choose."""
-        return self.sizes(config).idle
-
     def flops_per_token(self, config: PreTrainedConfig, block_size: int) -> float:
         """6·N + 12·L·H·Q·T: training, forward and backward (PaLM, arXiv:2204.02311, appendix B).
 
         N leaves out the parameters that are only looked up, as nanoGPT's `estimate_mfu` does, and
         the experts that a token does not choose.
         """
-        parameters = self.count_parameters(config) - self.lookup_parameters(config)
-        parameters -= self.idle_parameters(config)
+        sizes = self.sizes(config)
+        parameters = self.count_parameters(config) - sizes.looked_up - sizes.idle
         # A parameter takes part in a product and a sum for each token, and in twice as many
         # backward: 2 + 4 FLOPs. Attention has two products without parameters, scores and their
         # weighted sum, each of `width` values with each of T positions: 2·(2 + 4) FLOPs.

@@ -106,7 +106,7 @@ def estimate(
     padding = padding_rows(model.config) * model.config.hidden_size
     total = model.num_parameters()
     # Experts that a token does not reach, and embeddings that are only looked up, compute nothing.
-    active = total - padding - architecture_of(model).idle_parameters(model.config)
+    active = total - padding - architecture_of(model).sizes(model.config).idle
     return Estimate(
         recipe=config.name,
         machine=str(launch),

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from nanogpt_hf.config.schema import Config
-from nanogpt_hf.own_files import read_json, reading
+from nanogpt_hf.own_files import file_sha256, read_json, reading
 
 # Fields of a config.json that change no number of the model.
 _NAMES = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version"}
@@ -92,7 +92,7 @@ def _files_digest(folder: Path, patterns: Iterable[str]) -> str:
     digest = hashlib.sha256()
     # Names and contents, in the order of names: a folder lists its files in any order.
     for path in sorted({path for pattern in patterns for path in folder.glob(pattern)}):
-        with reading(path), path.open("rb") as file:
-            content = hashlib.file_digest(file, "sha256").hexdigest()
+        with reading(path):
+            content = file_sha256(path)
         digest.update(f"{path.name} {content}\n".encode())
     return f"sha256:{digest.hexdigest()}"

@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from nanogpt_hf.own_files import file_sha256
 from nanogpt_hf.place import flush
 
 # Values per operation. Below that torch starts no threads, which would compete with the training.
@@ -87,8 +88,7 @@ def write_tensors(path: Path, parts: Mapping[str, Part]) -> str:
         raise OSError(str(error)) from None
     path.chmod(mode)
     flush(path)
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+    return file_sha256(path)
 
 
 def layout_lines(kind: str, layout: Layout) -> set[str]:

@@ -14,7 +14,7 @@ import torch
 import transformers
 
 from nanogpt_hf.data.tokenizer import train_bpe_tokenizer
-from nanogpt_hf.export.model_folder import export_gpt2
+from nanogpt_hf.export.model_folder import export_model_folder
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM
 
 # what a file's model answers to token ids, by llama.cpp: the logits of all places
@@ -115,7 +115,7 @@ def gpt2():
 @pytest.mark.parametrize("build", [gpt2, qwen3])
 def test_vllm_answers_as_the_model_of_an_exported_folder(tmp_path, build):
     model, ids = with_large_weights(build()), list(range(40, 52))
-    export_gpt2(tmp_path, model, train_bpe_tokenizer([], 257, "gpt4").hf)
+    export_model_folder(tmp_path, model, train_bpe_tokenizer([], 257, "gpt4").hf)
     found = ask("vllm", VLLM, tmp_path, ids)
     for token, log_prob in found:
         with torch.no_grad():

@@ -152,8 +152,8 @@ def test_only_active_parameters_count_as_work():
     model = model_of("deepseek_v3")
     row, config = architecture_of(model), model.config
     expert = 3 * 32 * 16  # of four in the second block, two are chosen
-    assert row.idle_parameters(config) == 2 * expert
-    active = count_parameters(config) - row.lookup_parameters(config) - 2 * expert
+    assert row.sizes(config).idle == 2 * expert
+    active = count_parameters(config) - row.sizes(config).looked_up - 2 * expert
     attention = row.flops_per_token(config, 16) - 6 * active
     assert attention == row.flops_per_token(config, 32) - row.flops_per_token(config, 16)
 

@@ -31,10 +31,10 @@ from nanogpt_hf.model import loss_gpt
 from nanogpt_hf.reports import page
 from nanogpt_hf.training import budget, clock
 
-save, configure_deepspeed, file_digest = (
+save, configure_deepspeed, file_sha256 = (
     CheckpointWriter.save,
     deepspeed.configure,
-    reader.file_digest,
+    reader.file_sha256,
 )
 flush = os.fsync
 ending: list = []  # functions to call at the end
@@ -43,7 +43,7 @@ verified: list[str] = []  # files of loaded checkpoints whose checksums this pro
 
 def recording_digest(path: Path) -> str:
     verified.append(f"{path.parent.name}/{path.name}")
-    return file_digest(path)
+    return file_sha256(path)
 
 
 def sharding_small_parameters(deepspeed_config, *rest):
@@ -154,7 +154,7 @@ def run(arguments: list[str]) -> None:
         clock.time_of = budget.time_of = time_of
     accelerate_config.EMULATES_FP8 = "EMULATE_FP8" in os.environ
     deepspeed.configure = sharding_small_parameters
-    reader.file_digest = recording_digest
+    reader.file_sha256 = recording_digest
     page.draw_run = lambda *_: None  # the plot takes longer than the training
     rendezvous.HEARTBEAT = 1.0  # how long a process waits for one that is lost
     loss_gpt.LOGITS_PER_CHUNK = int(os.environ.get("LOGITS_PER_CHUNK", loss_gpt.LOGITS_PER_CHUNK))

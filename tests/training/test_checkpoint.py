@@ -165,7 +165,7 @@ def rewrite(folder, file: str, content: dict | str) -> None:
     if file == "checksums.json":
         return
     sums = {
-        path.name: reader.file_digest(path)
+        path.name: reader.file_sha256(path)
         for path in folder.iterdir()
         if path.name != "checksums.json"
     }

@@ -15,10 +15,9 @@ from safetensors.torch import load_file, save_file
 
 from arguments import argv
 from assertions import copy_at, file_contents
-from nanogpt_hf.checkpoint.files import file_digest
 from nanogpt_hf.commands import main
 from nanogpt_hf.errors import RunFolderError
-from nanogpt_hf.own_files import warn_once
+from nanogpt_hf.own_files import file_sha256, warn_once
 from nanogpt_hf.reports import curves
 from nanogpt_hf.runs.find import find_model
 from nanogpt_hf.runs.folder import RunFolder
@@ -79,7 +78,7 @@ def resealed(damage: Callable[[Path], None]) -> Callable[[Path], None]:
         damage(path)
         sums = path.with_name("checksums.json")
         tree = json.loads(sums.read_text())
-        sums.write_text(json.dumps(tree | {path.name: file_digest(path)}))
+        sums.write_text(json.dumps(tree | {path.name: file_sha256(path)}))
 
     return both
 

@@ -29,10 +29,10 @@ def other_text(run) -> None:
     facts = json.loads(path.read_text())
     facts["identity"]["data"]["train sha256"] = 64 * "0"
     path.write_text(json.dumps(facts))
-    from nanogpt_hf.checkpoint.files import file_digest
+    from nanogpt_hf.own_files import file_sha256
 
     sums = path.with_name("checksums.json")
-    sums.write_text(json.dumps(json.loads(sums.read_text()) | {path.name: file_digest(path)}))
+    sums.write_text(json.dumps(json.loads(sums.read_text()) | {path.name: file_sha256(path)}))
 
 
 CASES = {

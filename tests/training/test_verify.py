@@ -12,10 +12,11 @@ from safetensors.torch import load_file, save_file
 
 from arguments import argv
 from assertions import at_step, file_contents, replace_step
-from nanogpt_hf.checkpoint.files import CHECKSUMS, file_digest
+from nanogpt_hf.checkpoint.files import CHECKSUMS
 from nanogpt_hf.commands import main
 from nanogpt_hf.data.blocks import read_column
 from nanogpt_hf.distributed.updates import Updater
+from nanogpt_hf.own_files import file_sha256
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.provenance import read_verifications
 from nanogpt_hf.training.step import train_step
@@ -142,7 +143,7 @@ def test_other_weights_differ_also_to_rounding(run, verify):
     tensors = {name: tensor * 1.01 for name, tensor in load_file(path).items()}
     save_file(tensors, path, {"format": "pt"})
     checksums = json.loads((folder / CHECKSUMS).read_text())
-    checksums[path.name] = file_digest(path)
+    checksums[path.name] = file_sha256(path)
     (folder / CHECKSUMS).write_text(json.dumps(checksums))
     status, lines = verify(run, "--steps 6:8")
     assert (status, lines[1]) == (1, "step 8: differs")
@@ -163,7 +164,7 @@ def test_edited_checkpoint_is_named_by_its_tensor(run, verify, kind, number):
         [f"differs: {folder}: damaged checkpoint: {path.name} was changed after it was written"],
     )
     checksums = json.loads((folder / CHECKSUMS).read_text())
-    checksums[path.name] = file_digest(path)
+    checksums[path.name] = file_sha256(path)
     (folder / CHECKSUMS).write_text(json.dumps(checksums))
     status, (_, first, second) = verify(run)
     assert (status, first) == (1, "step 6: differs")
