@@ -1,10 +1,10 @@
 """Save checkpoints in the background: each process copies its parts to CPU memory, and a thread
 writes them.
 
-A checkpoint is whole or absent. The steps of one, of which only the first stops the training:
+A checkpoint is whole or absent. Three steps write it, and only the first stops the training:
 
-1. `save`: each process copies its own parts of weights and optimizer state to CPU memory. Of
-   processes that have the same part, one copies it.
+1. `save`: each process copies its own parts of weights and optimizer state to CPU memory. If
+   several processes have the same part, one of them copies it.
 2. `_write`: a thread of each process writes these parts into files in a hidden folder.
 3. `_complete`: when all files are complete, the main process adds the run state and gives the
    folder its name, in one rename. If it alone writes, its thread does that. Else the main thread

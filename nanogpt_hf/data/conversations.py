@@ -45,7 +45,7 @@ def conversation_of(row: Any) -> Conversation:
 
 def pair_of(row: Any, _: object = None) -> Pair:
     """A row as two conversations that differ in their last message, an answer: the chosen and the
-    rejected one. Raises ValueError if it is none.
+    rejected one. Raises ValueError for another row.
 
     `chosen` and `rejected` are texts or messages. A `prompt` of messages comes before those that
     do not begin with it, a text as the user's message before a single one.
@@ -64,7 +64,7 @@ def pair_of(row: Any, _: object = None) -> Pair:
 def labeled_of(row: Any, _: object = None) -> Labeled:
     """A row of prompt, completion and label as a conversation whose answer is good, or not.
 
-    Prompt and completion are texts or messages, as of a pair. Raises ValueError if it is none.
+    Prompt and completion are texts or messages, as in a pair. Raises ValueError for another row.
     """
     if not {"completion", "label"} <= _columns(row):
         raise _no_row(row, ("prompt", "completion", "label"))

@@ -59,7 +59,7 @@ def open_token_files(data: DataSection) -> list[TokenFile]:
 
 
 def _tokens_of(files: list[TokenFile], split: str, train_tokens: int) -> list[np.ndarray]:
-    """What belongs to a split: the first `train_tokens` of all files, or the rest."""
+    """Tokens of a split: the first `train_tokens` of all files, or the rest."""
     chunks = []
     left = train_tokens  # tokens of the training split from this file on
     for tokens, _ in files:

@@ -73,8 +73,8 @@ class BadRows:
         return sum(before <= documents for before in self._before)
 
     def left_out(self, documents: int) -> int:
-        """Count those among the first `documents` documents, and log them. The share is checked
-        here: raises DataError if it is above the limit.
+        """Count the bad rows among the first `documents` documents, and log them. Raises DataError
+        if their share is above the limit.
 
         A reading may be ahead of the documents that are used, by as many as it has threads.
         """
@@ -125,7 +125,8 @@ class Documents:
 
 
 class Reading:
-    """Documents of a split, as often as they are asked for, with few openings of the source.
+    """Reads the documents of a split any number of times, and opens the source as few times as
+    possible.
 
     The first documents that `first` has read are part of the next reading. If `texts` is given,
     documents whose texts fit into memory are kept, and later readings open nothing.

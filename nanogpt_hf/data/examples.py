@@ -185,10 +185,10 @@ def row_lengths(folder: Path) -> np.ndarray:
 
 
 def read_from_end(manifest: Manifest) -> bool:
-    """Whether a document is read from the token that ended the one before it.
+    """Whether a document is read from the end-of-text token of the document before it.
 
-    It stands for the beginning of a text, as it does for prompts, unless the tokenizer has a token
-    of its own for that.
+    That token stands for the beginning of a text, as in prompts, unless the tokenizer has a start
+    token.
     """
     return manifest.end_of_text_id is not None and manifest.start_of_text_id is None
 

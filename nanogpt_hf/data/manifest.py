@@ -102,8 +102,8 @@ class PreparedSource(NamedTuple):
 class Manifest:
     """Source, tokenizer and sizes of prepared data.
 
-    That of a mixture, which is not written, is of its sources as one: counts are sums. Nor are
-    `teacher` and `teacher_config`, which belong to a run.
+    The manifest of a mixture describes its sources as one, with sums of their counts, and is not
+    written. `teacher` and `teacher_config` are not written either: they belong to a run.
     """
 
     recipe: dict[str, Any]  # the deciding knobs; of imported tokens, those that apply

@@ -33,7 +33,7 @@ def unpacked(row: Any) -> Any:
 
 
 def _is_listed(value: Any) -> bool:
-    """Whether a value is none of messages, or a list of objects already."""
+    """Whether a value has no messages, or is a list of objects already."""
     if isinstance(value, list):
         return all(type(message) is dict for message in value)
     return value is None or (isinstance(value, str) and value[:1] not in _JSON)
@@ -55,7 +55,7 @@ def _json_messages(value: Any) -> list[Any] | None:
 
 
 def _object(message: Any) -> dict[str, Any]:
-    """A message of any layout as an object, {} if it is none."""
+    """A message of any layout as an object; {} for another value."""
     message = _if_json(message)
     if isinstance(message, list) and all(type(pair) is tuple for pair in message):  # a map
         message = dict(message)
@@ -63,7 +63,7 @@ def _object(message: Any) -> dict[str, Any]:
 
 
 def _as_list(value: Any) -> Any:
-    """Messages as a list of objects; what is none is left, to be refused with the row."""
+    """Messages as a list of objects. Another value is returned, and refused with its row."""
     if isinstance(value, dict):
         parts = {name: part for name, part in value.items() if part is not None}
         if not parts or not all(isinstance(part, list) for part in parts.values()):

@@ -103,7 +103,8 @@ class MixedBlocks(Blocks):
     def batch(self, indices: np.ndarray) -> dict[str, torch.Tensor]:
         """Return the blocks at `indices`, in their order.
 
-        Next to packed conversations text has positions from 0 on.
+        If a source has position_ids, as packed conversations do, the others get positions from 0
+        on.
         """
         batches = [(rows, part.batch(own)) for part, rows, own in self._split(indices) if len(rows)]
         # Packed conversations have position_ids, which text has not.

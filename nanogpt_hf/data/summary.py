@@ -16,8 +16,8 @@ from nanogpt_hf.formatting import plural
 
 
 def summary_lines(config: Config, data: PreparedData) -> list[str]:
-    """A line for each split; of a mixture for each split of each source, and the share and epochs
-    of each source.
+    """A line for each split. For a mixture, a line for each split of each source, then the share
+    and the epochs of each source.
     """
     sources = data.manifest.sources
     if not sources:

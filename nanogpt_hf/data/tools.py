@@ -7,9 +7,9 @@ from nanogpt_hf.data.values import check_value, is_empty, named_field
 
 
 def functions_of(value: Any) -> list[Any] | None:
-    """Tools, or calls of tools, in OpenAI's form; None if there are none. They may be JSON text.
+    """Tools, or calls of tools, in OpenAI's form; None for an empty value. They may be JSON text.
 
-    Raises ValueError if they are none.
+    Raises ValueError for anything else.
     """
     if is_empty(value):
         return None

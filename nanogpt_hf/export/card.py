@@ -167,8 +167,8 @@ def card_of_export(card: str, library: str) -> str:
 
 
 def _score(config: Config, state: TrainState) -> dict[str, Any]:
-    """What the documents of a method are, and the score of the weights, which for text is in the
-    evaluation.
+    """Name the documents of a method, and give the score of the weights. For text the card has the
+    evaluation instead.
     """
     value = state.last_score
     if learns_teacher_alone(config):
@@ -198,8 +198,8 @@ def _fenced(text: str) -> str:
 def card_with_results(card: str, name: str, results: dict[str, Any]) -> str:
     """A card with the figures of `evaluate --json` as its model-index, which the Hub shows.
 
-    `name` is the model's. The form is the one of `evaluate.push_to_hub`. Raises ValueError if
-    `results` has no figures of a text or of metrics.
+    `name` is the model's. The entries have the form that `evaluate.push_to_hub` writes. Raises
+    ValueError if `results` has no figures of a text or of metrics.
     """
     found: list[EvalResult] = []
 

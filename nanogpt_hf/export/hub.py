@@ -73,10 +73,10 @@ def push(
     """Push a model folder to the model repository `repo_id` (user/name), and return the commit's
     URL.
 
-    With best/ or final/ go the recipe, the metrics and the loss plot of its run. A missing
-    repository or branch `revision` is created; nothing is ever deleted. The card shows the figures
-    of `results`, a file that `evaluate --json` has written. Raises UserError, before
-    anything is sent also for files that hold a secret, or are links out of the folder.
+    For best/ or final/, the recipe, the metrics and the loss plot of the run are pushed, too. A
+    missing repository or branch `revision` is created; nothing is ever deleted. The card shows the
+    figures of `results`, a file that `evaluate --json` has written. Raises UserError; for a file
+    that holds a secret, or is a link out of the folder, before anything is sent.
     """
     huggingface_hub.utils.logging.set_verbosity_error()  # else every retry is logged
     warnings.filterwarnings("ignore", module="httpx|huggingface_hub")  # such as remarks on a card

@@ -33,7 +33,7 @@ def can_merge(cache: Any) -> bool:
 
 
 def row_of(cache: Any, row: int, columns: int) -> Row:
-    """Copy the last `columns` columns of a row; of a layer with a window, as many as it has."""
+    """Copy the last `columns` columns of a row. A layer with a window may have fewer."""
     return [
         (_last_columns(layer.keys[[row]], columns), _last_columns(layer.values[[row]], columns))
         for layer in _filled(cache)
@@ -41,7 +41,8 @@ def row_of(cache: Any, row: int, columns: int) -> Row:
 
 
 def merge_rows(cache: Any, kept: Sequence[int], joining: Sequence[Row], columns: int) -> None:
-    """Make the rows of a cache the ones of `kept` and the ones that join, with `columns` columns.
+    """Keep the rows `kept` of a cache, and put the rows `joining` behind them, with `columns`
+    columns.
 
     All end at the last column. Columns that a row does not have are zeros, which a mask has to
     hide. A row without layers has no column at all.
@@ -59,7 +60,7 @@ def merge_rows(cache: Any, kept: Sequence[int], joining: Sequence[Row], columns:
 
 
 def _filled(cache: Any) -> list[Any]:
-    """Layers that hold keys and values: others read the ones of another layer, or have none."""
+    """Layers that hold keys and values. Other layers read another layer's, or have none."""
     return [layer for layer in cache.layers if layer.keys is not None]
 
 

@@ -45,7 +45,7 @@ GPT2 = _architecture(GPTConfig)
 
 
 def architecture_of(model_or_config: PreTrainedModel | PreTrainedConfig) -> Architecture:
-    """Architecture of a model or of its config. Raises ValueError if it is none of ours."""
+    """Architecture of a model or of its config. Raises ValueError if it cannot be trained here."""
     return _architecture(type(getattr(model_or_config, "config", model_or_config)))
 
 
@@ -73,7 +73,7 @@ def count_parameters(config: PreTrainedConfig) -> int:
 
 
 def saved_buffers(model: Any) -> dict[str, torch.Tensor]:
-    """Tensors of a model's folder that are no parameters, by name: constants, running values.
+    """Buffers that a model folder holds, by name: constants and running values.
 
     They are not trained, but without them the folder would open as another model.
     """

@@ -78,9 +78,9 @@ def start_model(
     step: int = 0,
     learned: Sequence[int] | None = None,
 ) -> PreTrainedModel:
-    """Model that a run starts with: initial weights, or `finetune.model` with the layers frozen
-    that are at `step`. If the tokenizer has more tokens than that model's, `learned` are the ids of
-    its own.
+    """Model that a run starts with: with initial weights, or `finetune.model` with the layers that
+    are frozen at `step`. If the tokenizer has more tokens than that model, `learned` are the ids of
+    the model's own tokens.
 
     Raises UserError if that cannot be loaded, or does not fit the recipe or a tokenizer of
     `vocab_size` tokens.

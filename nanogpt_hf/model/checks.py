@@ -15,11 +15,11 @@ _NOT_FINITE = "is not finite: its training diverged, or its weights are damaged"
 
 
 def check_causal(model: PreTrainedModel, *, packs: bool) -> None:
-    """Raises UserError if tokens see later ones, or, if the run `packs`, the conversation before.
-    Raises DivergedError if weights or hidden states are not finite, which compare with nothing.
+    """Raises UserError if a token attends to later tokens, or, if the run `packs`, to the
+    conversation before its own. Raises DivergedError if a weight or a hidden state is not finite.
 
-    Compares the last hidden states of some tokens before, after and without others, in evaluation
-    mode.
+    In evaluation mode, the last hidden states of some tokens must be the same with others after
+    them and without, and, packed, with others before them and without.
     """
     length = max(1, min(8, model.config.max_position_embeddings // 2))
     tokens = torch.arange(2 * length, device=model.device)[None] * 7 % model.config.vocab_size

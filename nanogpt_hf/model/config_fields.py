@@ -33,7 +33,7 @@ _WINDOWS = {
     "attention_chunk_size": "chunked_attention",
     "window_size": "local",
 }
-# Names that configs have for the experts of a layer, and for those that a token has.
+# Fields of configs with the number of experts of a layer, and of the experts that compute a token.
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _ACTIVE = ("num_experts_per_tok", "moe_topk", "top_k_experts")
 _INNER_MULTIPLE = 32  # the MLP's default width is rounded up to it
@@ -222,7 +222,7 @@ class ConfigFields:
 
 
 def active_experts(config: Any) -> int:
-    """Number of experts of a layer that a token has, by the names that configs have for it."""
+    """Number of experts of a layer that compute a token."""
     return _stated(config, _ACTIVE)[0] or 0
 
 
@@ -236,9 +236,9 @@ def _stated(config: Any, names: Iterable[str]) -> tuple[Any, str]:
 
 
 def has_cache(config: Any, *, padded: bool = False) -> bool:
-    """Whether a model keeps keys and values of the tokens that it has read, which needs a layer
-    with attention. Rows `padded` on the left cannot have blocks of tokens that are counted from the
-    first column.
+    """Whether a model keeps keys and values of the tokens that it has read: whether a layer has
+    attention. Layers that compress blocks of tokens count them from the first column, so rows that
+    are `padded` on the left have no cache.
     """
     kinds = getattr(config, "layer_types", None) or ["attention"]
     if padded and any("compressed" in kind for kind in kinds):
@@ -283,7 +283,7 @@ def config_class_of(model_type: str) -> type[PreTrainedConfig]:
 
 
 def padded_vocab_size(section: ModelSection, vocab_size: int) -> int | None:
-    """Rows of the embedding if the recipe pads the vocabulary to more than it has."""
+    """Rows of the embedding if the recipe pads the vocabulary; None if it does not."""
     rows = -(-vocab_size // section.pad_vocab_to_multiple_of) * section.pad_vocab_to_multiple_of
     return rows if rows > vocab_size else None
 

@@ -1,5 +1,5 @@
-"""Architectures: all that the rest of the package asks of a causal LM. Here for any text-only
-decoder of transformers: Llama, Qwen3, OLMo 2, nanochat, ...
+"""All that the rest of the package asks of a causal LM, as one class, for any text-only decoder of
+transformers: Llama, Qwen3, OLMo 2, nanochat, ...
 
 The models are transformers' own classes, with our loss (loss_decoders.py). An Architecture builds,
 reads and writes them, and counts what they cost. Its base classes know the fields of a config
@@ -271,8 +271,8 @@ class Architecture(ConfigFields, ModelParts):
         return 6 * parameters + 12 * width * block_size
 
     def memory_bound(self, model: Any, tokens: int, block_size: int) -> float:
-        """Bytes that a training step of so many tokens on a CPU never needs; infinite if no sum
-        tells, as for layers whose state is larger than their inputs.
+        """Upper bound of the bytes that a training step of `tokens` tokens needs on a CPU; infinite
+        if there is no formula, as for layers with a state larger than their inputs.
         """
         return math.inf
 

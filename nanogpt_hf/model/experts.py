@@ -65,8 +65,8 @@ def use_own_products(model: PreTrainedModel) -> bool:
 
 @contextmanager
 def shapes_only() -> Iterator[None]:
-    """Context for tensors without values, which torch's grouped product refuses: all tokens go to
-    the first expert. It saves as much for the backward pass.
+    """Context in which torch's grouped product takes tensors without values: all tokens go to the
+    first expert. It keeps as much for the backward pass as the real product.
     """
     # rows (N, C), weights (E, C, F), offs (E,): ends of the rows of each expert.
     product = F.grouped_mm

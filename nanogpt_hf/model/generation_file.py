@@ -45,8 +45,8 @@ def check_end_ids(name: str, model: PreTrainedModel) -> None:
     """Raises UserError if the generation config of the model that was read from `name` has an
     eos_token_id that is no token.
 
-    An id that config.json has, too, may be beyond the vocabulary: GPT-2's is the default of
-    transformers in models with fewer tokens too, and is never generated.
+    An id that config.json states too may be beyond the vocabulary: transformers gives models with
+    fewer tokens GPT-2's id by default, and it is never generated.
     """
     # One id or a list of ids, in both files.
     value: Any = getattr(model.generation_config, "eos_token_id", None)

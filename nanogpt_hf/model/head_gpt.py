@@ -39,7 +39,7 @@ class Head(nn.Linear):
     # The loss of a chunk, and of all rows at once; `compile_loss` gives a head compiled ones.
     chunk_loss: Any = staticmethod(chunk_loss)
     whole_loss: Any = staticmethod(whole_loss)
-    # Only the loss caps logits here; forward without targets returns them before they are capped.
+    # Without targets, logits are returned before they are capped: the model caps them.
     softcap: float | None = None
 
     @classmethod
@@ -86,8 +86,8 @@ def compile_loss(head: nn.Module | None, **options: Any) -> None:
 
 
 class SummedLoss(PreTrainedModel if TYPE_CHECKING else object):
-    """Mixin of a causal LM whose logits are the product with its head, perhaps capped: logits and
-    loss of hidden states.
+    """Mixin that computes logits and loss from hidden states, for a causal LM whose logits are the
+    product with its head, capped or not.
     """
 
     config: Any
@@ -105,7 +105,7 @@ class SummedLoss(PreTrainedModel if TYPE_CHECKING else object):
         return recomputed_loss(head, hidden, targets, size, self.softcap, row_loss)
 
     def logits_of_rows(self, **inputs):
-        """A function from some of the B · T rows to their logits (R, V), which only then exist."""
+        """A function that computes the logits (R, V) of some of the B · T rows."""
         hidden = self.base_model(**inputs, use_cache=False).last_hidden_state.flatten(0, 1)
         head: Any = self.get_output_embeddings()
         size = self.config.vocab_size
@@ -138,7 +138,7 @@ class SummedLoss(PreTrainedModel if TYPE_CHECKING else object):
             if torch.is_tensor(items) or items != 1:
                 loss = loss / items
         if not skip_logits:
-            # The last positions, by their number, or those that a tensor lists.
+            # A number of last positions, or a tensor that lists positions.
             kept = logits_to_keep
             if isinstance(logits_to_keep, int):
                 kept = slice(-logits_to_keep, None)
@@ -155,8 +155,8 @@ class SummedLoss(PreTrainedModel if TYPE_CHECKING else object):
 
 
 def shifted_labels(labels, arguments):
-    """`shift_labels`, or the `labels` shifted by one, and `row_loss`; both are removed from the
-    `arguments`.
+    """Take `shift_labels` and `row_loss` out of the `arguments` and return them. Without
+    shift_labels, the `labels` are shifted by one.
     """
     # They are no arguments of forward, since the Trainer would require them in every batch.
     shift_labels = arguments.pop("shift_labels", None)

@@ -174,7 +174,7 @@ class GPT2Files(PreTrainedModel if TYPE_CHECKING else object):
     def save_pretrained(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, save_directory, state_dict=None, **kwargs
     ) -> Any:
-        """Write a plain GPT-2; of a model with peft's adapters, those alone.
+        """Write a plain GPT-2, or, if the model has peft's adapters, the adapters alone.
 
         `state_dict` has our names.
         """

@@ -57,7 +57,8 @@ class _WithSummedLoss(SummedLoss, PreTrainedModel):
         config.vocab_size = getattr(config, "padded_vocab_size", vocab_size)
         super().__init__(config)
         config.vocab_size = vocab_size
-        # The experts' products, and a head that computes the loss, replace those of the class.
+        # Replace the class's products of experts, which know no autocast, and its head, which
+        # computes no loss.
         self.has_experts = use_own_products(self)
         self.softcap = getattr(config, "final_logit_softcapping", None)
         self._is_linear = _head_is_linear(config, self.softcap)

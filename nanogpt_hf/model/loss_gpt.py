@@ -6,8 +6,8 @@ a chunk of rows at a time, and each chunk's gradient directly after its loss, wh
 exist. At most LOGITS_PER_CHUNK logits are in memory, however large the batch is.
 
 `whole_loss` computes all logits at once, `chunked_loss` gradients in the forward pass, and
-`recomputed_loss` logits again in the backward pass; head_gpt.py chooses. Imports nothing of the package, so that it can be shipped with
-a model.
+`recomputed_loss` logits again in the backward pass; head_gpt.py chooses. Imports nothing of the
+package, so that it can be shipped with a model.
 
 Shapes in comments: N rows, R rows of a chunk, C n_embd, V rows of the head's matrix, padded ones
 included.
@@ -38,9 +38,9 @@ RowLoss = Callable[[slice, torch.Tensor, torch.Tensor], torch.Tensor]
 def rows_of_a_chunk(
     rows: int, vocab_size: int, device_type: str = "cpu", *, is_compiled: bool = False
 ) -> int:
-    """Rows of a chunk: as many of `rows` as LOGITS_PER_CHUNK allows, or down to half as many if the
-    chunks are then equal; on another device than a CPU, CHUNKS_OF_A_GPU times as many, and
-    CHUNKS_OF_A_COMPILED_GPU times where the loss is compiled.
+    """Rows of a chunk: as many as LOGITS_PER_CHUNK allows, or down to half as many if all chunks
+    are then equal. Another device than a CPU gets CHUNKS_OF_A_GPU times as many, and
+    CHUNKS_OF_A_COMPILED_GPU times if the loss is compiled.
     """
     logits = LOGITS_PER_CHUNK
     if device_type != "cpu":
@@ -92,9 +92,9 @@ def subtract_one_at(gradient: torch.Tensor, index: torch.Tensor, amount: torch.T
     """Subtract `amount` (R, 1) from column `index` (R, 1) of each row of `gradient` (R, V), in
     place.
 
-    Compiled and on a GPU by comparison with all columns: it fuses with the exponential before it,
-    and needs no atomic addition, whose deterministic form sorts. A CPU without a compiler would
-    pass over the gradient twice more.
+    On a GPU and in compiled code all columns are compared with the index: that fuses with the
+    exponential before it, and needs no atomic addition, whose deterministic form sorts. Without a
+    compiler, a CPU would read and write the gradient twice more for it.
     """
     if torch.compiler.is_compiling() or gradient.is_cuda:
         columns = torch.arange(gradient.shape[1], device=gradient.device)
@@ -114,8 +114,8 @@ def chunk_loss(
     """(R, C), (V, C), (R,) -> summed cross-entropy in float32, and its gradient by the logits (R,
     V) in rows' dtype.
 
-    The gradient, by the logits before they are capped, is softmax minus one at the target; for
-    rows with an IGNORED target, as if it were token 0.
+    The gradient is softmax minus one at the target, times the derivative of the cap. A row with an
+    IGNORED target gets the gradient of token 0, which the caller leaves out.
     """
     logits = head_logits(rows, weight, bias, vocab_size, softcap)  # (R, V)
     # In float32 also under bf16, whose 8 bits would round away small differences of the loss.
@@ -244,8 +244,8 @@ def chunked_loss(hidden, weight, bias, targets, vocab_size, size, loss_of, row_l
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """Summed loss, differentiable by the hidden states; the gradients of weight and bias that are
-    `needed`.
+    """Summed loss with its gradient by the hidden states. Also returns the gradients of weight and
+    bias that are `needed`.
     """
 
     @staticmethod
@@ -313,9 +313,9 @@ def _add_product(total, left, right):
 class _Zero(torch.autograd.Function):
     """Zero, whose derivatives by weight and bias are the given gradients.
 
-    It scales them in place, which saves a copy of the head's matrix. It is apart from
-    `_ChunkedLoss` because a zero-bubble pipeline runs the backward pass in two parts, of which
-    the second would find what the first has changed.
+    It scales them in place, which saves a copy of the head's matrix. A zero-bubble pipeline runs
+    the backward pass in two parts. If `_ChunkedLoss` scaled these gradients too, the second part
+    would find what the first has changed.
     """
 
     @staticmethod

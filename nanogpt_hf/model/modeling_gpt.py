@@ -58,6 +58,8 @@ def is_plain(layer):
 
 
 class Attention(nn.Module):
+    """Causal self-attention with H heads: (B, T, C) -> (B, T, C), and the weights if they exist."""
+
     def __init__(self, config: GPTConfig, layer_idx: int):
         super().__init__()
         self.config = config
@@ -109,6 +111,8 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
+    """Two matrices with an activation function between them, applied to each position alone."""
+
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.fc = nn.Linear(config.n_embd, config.inner_size, bias=config.bias)
@@ -124,6 +128,8 @@ class MLP(nn.Module):
 
 
 class Block(GradientCheckpointingLayer):
+    """A layer of the transformer: attention mixes positions, then the MLP computes on each."""
+
     def __init__(self, config: GPTConfig, layer_idx: int):
         super().__init__()
         self.ln_1 = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon, bias=config.bias)
@@ -141,6 +147,8 @@ class Block(GradientCheckpointingLayer):
 
 
 class GPTPreTrainedModel(PreTrainedModel):
+    """What transformers asks of both models below: config, supported features, initial weights."""
+
     config: GPTConfig  # pyright: ignore[reportIncompatibleVariableOverride]
     config_class = GPTConfig
     base_model_prefix = "transformer"

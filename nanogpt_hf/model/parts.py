@@ -67,7 +67,7 @@ class ModelParts:
         for layers in found:
             wide = [name for name, layer in layers.items() if layer.out_features == width]
             if wide:
-                # Out and in again: now it is the last of the dict.
+                # Removed and added again, it is the last of the dict.
                 layers[wide[-1]] = layers.pop(wide[-1])
         return found
 
@@ -158,9 +158,7 @@ class _Names:
 
 
 def _names_of_parts(model: PreTrainedModel) -> _Names:
-    """Names of a model's parts, found when they are asked for first: wrappers change its
-    types.
-    """
+    """Names of a model's parts, found at the first call, since wrappers change its types."""
     if "parts" not in vars(model):
         vars(model)["parts"] = _find_parts(model, str(model.config.model_type))
     return vars(model)["parts"]

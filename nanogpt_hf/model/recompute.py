@@ -46,8 +46,8 @@ def check_level(level: str, blocks: int) -> None:
 def is_kept(operation: Any, arguments: tuple[Any, ...]) -> bool:
     """Whether a selective block keeps the result of an operation.
 
-    It repeats attention with dropout, the only number in its arguments: the masks after it are
-    the masks of the forward pass only if all masks before are drawn again.
+    Attention with dropout is computed again: its mask has to be drawn again, or all later masks
+    would be others. Its probability is the only number among the arguments.
     """
     draws = any(isinstance(argument, float) and argument for argument in arguments)
     # Flex attention is no such operation and has no overloads.

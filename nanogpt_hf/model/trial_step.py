@@ -135,8 +135,8 @@ _NO_SETTINGS = {*vars(nn.Module()), "layer_idx"}  # torch's own, and the index
 
 
 def _kind_of(block: nn.Module) -> tuple[Any, ...]:
-    """All that distinguishes a block from others but its index and values: types, sizes and
-    settings of its modules. A setting that is no plain value is another one for each object.
+    """The kind of a block: types, sizes and settings of its modules, without its index and its
+    values. A setting that is not a plain value distinguishes any two objects.
     """
     settings = []
     for name, module in block.named_modules():

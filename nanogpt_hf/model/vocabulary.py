@@ -11,9 +11,9 @@ from transformers import PreTrainedModel
 def extend_vocabulary(
     model: PreTrainedModel, tokens: int, learned: Sequence[int] | None = None
 ) -> None:
-    """Give embedding and head rows for `tokens` tokens; a new one starts as the mean of the
-    `learned`, by id, by default of all rows that there are. Rows that only pad the vocabulary of
-    the old tokens are new ones, too.
+    """Give embedding and head rows for `tokens` tokens. A new row starts as the mean of the rows
+    with the ids `learned`, by default of all rows. Rows that only padded the old vocabulary are
+    new, too.
     """
     embedding: Any = model.get_input_embeddings()
     head: Any = model.get_output_embeddings()

@@ -28,7 +28,7 @@ def step_of(checkpoint: Path) -> int:
 
 
 def _clear(folder: Path) -> None:
-    """Remove a folder; of a link, the content of its target."""
+    """Remove a folder. If it is a link, remove the content of its target."""
     for path in list(folder.iterdir()) if folder.is_symlink() else (folder,):
         remove(path)
 
@@ -222,14 +222,14 @@ class RunFolder:
         return self.checkpoints / f"step_{step:08d}"
 
     def checkpoint_written(self, step: int, last_finite_step: int, keep: int) -> None:
-        """Remove old checkpoints after that of `step` was written.
+        """Remove old checkpoints after the checkpoint of `step` was written.
 
         Keeps the `keep` newest, and the newest one after which a gradient was finite: later ones
         may hold weights that have just diverged. Checkpoints of later steps are removed: they
         were damaged, or the run was rolled back.
         """
         (self.checkpoints / _NONE_YET).unlink(missing_ok=True)
-        # 1. Those up to this step, and of them those before the last finite gradient.
+        # 1. The checkpoints up to this step, and the sound ones: before the last finite gradient.
         folders = [folder for folder in self.checkpoint_folders() if step_of(folder) <= step]
         sound = [folder for folder in folders if step_of(folder) < last_finite_step]
         # 2. Remove all but the newest `keep` and the newest sound one.

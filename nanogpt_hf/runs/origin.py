@@ -42,7 +42,7 @@ def origin_of(config: Config, *, resumes: bool) -> dict[str, str]:
 
 
 def needed_at_resume(config: Config, origin: dict[str, str]) -> dict[str, str]:
-    """Return the digests of `origin_of` for a start that also a resumed run must find again."""
+    """Return the digests of a start (`origin_of`) without the ones that only a start needs."""
     return {
         name: digest
         for name, digest in origin.items()

@@ -41,7 +41,9 @@ class MeasuredLoss:
 
 
 class KnobChange(TypedDict):
-    """Knobs with which a run went on from a step; its first entry has all."""
+    """Knobs with which a run continued from a step: the first entry has all, later ones what
+    changed.
+    """
 
     step: int
     evaluated_step: int  # the last one that was evaluated before
@@ -171,7 +173,7 @@ def changing_knobs(config: Config) -> dict[str, Any]:
 
 
 def record_knobs(state: TrainState, config: Config) -> None:
-    """Record in the state of a run that it goes on with the knobs of `config`."""
+    """Record in the state of a run that it continues with the knobs of `config`."""
     # Only what changed is recorded, so that the history of a long run stays short.
     before = knobs_at(state.history, state.step)
     changes = {k: v for k, v in changing_knobs(config).items() if k not in before or before[k] != v}
