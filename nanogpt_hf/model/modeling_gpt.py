@@ -147,7 +147,7 @@ class Block(GradientCheckpointingLayer):
 
 
 class GPTPreTrainedModel(PreTrainedModel):
-    """What transformers asks of both models below: config, supported features, initial weights."""
+    """Configuration, supported features and initial weights of both models below."""
 
     config: GPTConfig  # pyright: ignore[reportIncompatibleVariableOverride]
     config_class = GPTConfig
