@@ -211,7 +211,8 @@ def sequence_batch(answers: Answers, indices: np.ndarray | Sequence[int]) -> dic
     pairs = zip(answers.prompts, lengths, strict=True)
     # The target of position i is token i + 1, so a sequence of n tokens has n - 1 positions.
     width = max(len(prompt) + length for prompt, length in pairs) - 1
-    start = min(len(answers.prompts[row]) for row in rows) - 1
+    # A process without rows needs one position, for a batch that is padded.
+    start = min((len(answers.prompts[row]) for row in rows), default=width) - 1
     inputs = torch.zeros(len(rows), width + 1, dtype=torch.int64)
     labels = torch.full((len(rows), width - start), -100)
     for number, row in enumerate(rows):

@@ -14,11 +14,16 @@ from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 from nanogpt_hf.config.methods import POLICY
 from nanogpt_hf.config.schema import Config, DistillSection, RlSection
 from nanogpt_hf.evaluation.answers import Answers
+from nanogpt_hf.evaluation.loss import pad_batch
 from nanogpt_hf.generate import Completions
 from nanogpt_hf.methods.distillation import TaughtData, divergence
 from nanogpt_hf.methods.finetuning import finetune_config
-from nanogpt_hf.methods.on_policy import is_on_policy, taught_policy_objective
-from nanogpt_hf.methods.policy_loss import advantages
+from nanogpt_hf.methods.on_policy import (
+    batch_divergence,
+    is_on_policy,
+    taught_policy_objective,
+)
+from nanogpt_hf.methods.policy_loss import advantages, completion_logits
 from nanogpt_hf.methods.rollouts import sequence_batch
 from nanogpt_hf.model.architecture import architecture_of
 from nanogpt_hf.training.start import prepare_run
@@ -139,6 +144,26 @@ def batch() -> dict[str, torch.Tensor]:
     gains = advantages(answers.grouped_rewards.double(), scaled=False).reshape(-1)
     sampled = torch.tensor([1.0] * 4 + [0.0] * 4)
     return sequence_batch(answers, range(8)) | {"advantages": gains, "sampled": sampled}
+
+
+@pytest.mark.parametrize("rows", [0, 1, 3])
+def test_process_with_few_rows_or_none_adds_its_own_divergence(rows):
+    """It takes part in the forward pass of the others, with a batch of padding."""
+    ids = torch.randint(2, VOCAB, (8, 5), generator=torch.Generator().manual_seed(0))
+    completions = Completions(ids, torch.tensor(LENGTHS), torch.ones(8, dtype=torch.bool))
+    answers = Answers([[3, 4, 5, 6]] * 8, completions, torch.zeros(8), [], 4)
+    config, model = recipe(weight=1.0), build(1)
+    data = TaughtData(*[None] * 4, teacher=build(2, layers=3))  # pyright: ignore
+    batch = pad_batch(sequence_batch(answers, range(rows)), 4)
+    assert batch["input_ids"].shape[0] == batch["shift_labels"].shape[0] == 4
+    assert rows or batch["shift_labels"].shape[1] == 1
+    found = batch_divergence(config, data, model, batch, completion_logits(model, batch))
+    expected = 0.0
+    for row in range(rows):
+        alone = sequence_batch(answers, [row])
+        logits = completion_logits(model, alone)
+        expected += batch_divergence(config, data, model, alone, logits).item()
+    assert found.item() == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("weight", [0.0, 0.3, 1.0])
