@@ -11,11 +11,12 @@ SFT, if that seed has none yet, and by a method for as many answers as any other
 methods at the chosen rates. `table` prints right answers and answer tokens of these runs. A run
 with a result is not repeated. All goes into the working folder, under runs/after_sft.
 
-Protocol, written before seeds 1 to 5 ran. Every method continues the same student with 6,400
+Protocol, fixed before seeds 1 to 5 ran. Every method continues the same student with 6,400
 answers, given or sampled, once, with the same linear schedule. Seed 101 chose the rates, of three
 or four for each method. Answers per step were not scanned, except with rewards, which are noisy:
-rewards alone lost right answers with Muon, and rewards with a teacher did in steps of 64, so these
-two had more trials. The last model is measured, by greedy answers to 500 held-out questions.
+rewards alone lost right answers with Muon. Rewards with a teacher had five trials of rate, weight,
+divergence and answers per step. The last model is measured, by greedy answers to 500 held-out
+questions.
 """
 
 import json
@@ -62,7 +63,7 @@ METHODS = {
     ),
     "rl": Method("rewards", _RL, 256, "adamw"),
     "rl+teacher": Method(
-        "rewards and teacher", [*_RL, "--rl.samples", 2, *_TAUGHT, 0.9, *_FORWARD], 128, "muon"
+        "rewards with a teacher", [*_RL, "--rl.samples", 2, *_TAUGHT, 0.9, *_FORWARD], 128, "muon"
     ),
     # Not at equal answers: what more of them are worth.
     "rl-eightfold": Method("rewards of 51,200 answers", _RL, 256, "adamw", 8 * ANSWERS),
@@ -172,7 +173,9 @@ def table(*numbers: str) -> None:
         counts = [answer_tokens(method, folder) for folder in folders]
         tokens[name] = f"{statistics.fmean(counts):,.0f}"
     continued = METHODS["sft"].name
-    print(f"| | tokens | seed {' | '.join(numbers)} | mean ± deviation | beside SFT, continued |")
+    print(
+        f"| | tokens | seed {' | '.join(numbers)} | mean ± standard deviation | minus continued SFT |"
+    )
     print("|---|---|" + "---|" * (len(numbers) + 2))
     for name, shares in rows.items():
         gains = [a - b for a, b in zip(shares, rows[continued], strict=True)]
