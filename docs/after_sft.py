@@ -173,9 +173,8 @@ def table(*numbers: str) -> None:
         counts = [answer_tokens(method, folder) for folder in folders]
         tokens[name] = f"{statistics.fmean(counts):,.0f}"
     continued = METHODS["sft"].name
-    print(
-        f"| | tokens | seed {' | '.join(numbers)} | mean ± standard deviation | minus continued SFT |"
-    )
+    last = "mean ± standard deviation | minus continued SFT"
+    print(f"| | tokens | seed {' | '.join(numbers)} | {last} |")
     print("|---|---|" + "---|" * (len(numbers) + 2))
     for name, shares in rows.items():
         gains = [a - b for a, b in zip(shares, rows[continued], strict=True)]
