@@ -82,6 +82,7 @@ FINETUNE = {
     "data.validation_fraction": 0.1,
     "data.block_size": 32,
     "optim.learning_rate": 1e-3,
+    "optim.min_learning_rate": 6e-6,
     "optim.warmup_steps": 2,
     "eval.every": 5,
     "eval.tokens": 512,

@@ -126,16 +126,24 @@ def _step_rules(config: Config) -> Rules:
     # A schedule of its own length may be longer than the run.
     end = "optim.decay_steps" if optim.decay_steps else "train.max_steps"
     last = optim.decay_steps or train.max_steps
+    warmup_steps = optim.warmup_in(train.max_steps)
+    yield (
+        "optim.warmup_steps",
+        warmup_steps != round(warmup_steps),
+        f"{warmup_steps} is neither a number of steps nor a share below 1",
+    )
     yield (
         f"optim.warmup_steps {end}",
-        optim.warmup_steps > last,
-        f"{optim.warmup_steps} is more than {end} {last}",
+        warmup_steps > last,
+        f"{warmup_steps} is more than {end} {last}; below 1 it is a share of the steps, such as "
+        "0.05",
     )
+    lowest = optim.lowest_learning_rate
     yield (
         "optim.min_learning_rate optim.learning_rate",
         # A constant schedule does not read the minimum.
-        optim.schedule != "constant" and optim.min_learning_rate > optim.learning_rate,
-        f"{optim.min_learning_rate} is above optim.learning_rate {optim.learning_rate}",
+        optim.schedule != "constant" and lowest > optim.learning_rate,
+        f"{lowest} is above optim.learning_rate {optim.learning_rate}; null is a tenth of that",
     )
     yield (
         "optim.learning_rate optim.name",

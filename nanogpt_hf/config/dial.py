@@ -26,6 +26,7 @@ from typing import Any
 
 from nanogpt_hf.config.checks import divisors
 from nanogpt_hf.config.names import GPT2_VOCAB_SIZE, vocab_size_by_name
+from nanogpt_hf.config.run_sections import tenth_of
 from nanogpt_hf.config.schema import KNOBS, LARGEST, Choice, Config, get_value, replace_knobs
 from nanogpt_hf.formatting import align
 
@@ -160,7 +161,7 @@ def _choose_batch_and_rates(dial: _Dial, compute: float) -> int:
     elif optim.name == "muon":
         reason = "AdamW's, since optim.muon_scale is match_rms_adamw"
         dial.choose("optim.muon_learning_rate", rate, reason)
-    dial.choose("optim.min_learning_rate", _rounded(rate / 10), "a tenth of optim.learning_rate")
+    dial.choose("optim.min_learning_rate", tenth_of(rate), "a tenth of optim.learning_rate")
     return per_step
 
 

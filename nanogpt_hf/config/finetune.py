@@ -12,7 +12,6 @@ _DEFAULTS = {
     "data.validation_fraction": 0.1,
     # A tenth of pretraining's rate, since the model is trained already.
     "optim.learning_rate": 6e-5,
-    "optim.min_learning_rate": 6e-6,
     "optim.muon_learning_rate": 2e-3,
     "train.max_steps": 500,
     "train.micro_batch_size": 4,
@@ -26,7 +25,6 @@ _DEFAULTS = {
 _LORA_DEFAULTS = {
     # the best for LoRA is ten times higher: Biderman et al. 2024, arXiv:2405.09673
     "optim.learning_rate": 6e-4,
-    "optim.min_learning_rate": 6e-5,
 }
 
 

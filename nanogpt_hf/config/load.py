@@ -16,7 +16,7 @@ from nanogpt_hf.config.dial import dial_choices
 from nanogpt_hf.config.names import find_recipe, shipped_recipes
 from nanogpt_hf.config.schema import KNOBS, SECTIONS, Config, replace_knobs
 from nanogpt_hf.config.sources import read_sources
-from nanogpt_hf.config.stages import read_stages, stage_problem
+from nanogpt_hf.config.stages import read_stages, stage_problem, with_schedule
 from nanogpt_hf.config.unread import Unread, read_knobs, unread_knobs
 from nanogpt_hf.config.values import RecipeLoader, convert, is_null, parse_settings, read_settings
 from nanogpt_hf.errors import ConfigError, did_you_mean, one_line
@@ -136,6 +136,10 @@ def load_config(
     stated = _read(recipe, overrides, defaults or {}, name)
     unread = _refused_unread(stated)
     config = _dialled(stated)
+    # Shares and values that follow from others become numbers, so that the recorded recipe says
+    # what was used.
+    if not stage_problem(config):
+        config = with_schedule(config)
     wrong = set()
     for keys, message in find_conflicts(config):
         if not stated.bad & set(keys):

@@ -30,6 +30,11 @@ FAMILIES = (
 )
 
 
+def tenth_of(rate: float) -> float:
+    """A tenth in three digits, as a person would write it in a recipe."""
+    return float(f"{rate / 10:.3g}")
+
+
 @dataclass(frozen=True)
 class OptimSection:
     """Optimizer, learning rates and their schedule."""
@@ -59,16 +64,18 @@ class OptimSection:
         "scale of Muon's updates; match_rms_adamw fits AdamW's learning rate",
         read=_WITH_MUON,
     )
-    min_learning_rate: float = knob(
-        6e-5,
-        "learning rate at the end of the decay",
+    min_learning_rate: float | None = knob(
+        None,
+        "learning rate at the end of the decay (default: a tenth of optim.learning_rate)",
         0,
         read=only_without("optim.schedule", "constant"),
     )
     schedule: Literal["cosine", "linear", "constant", "wsd"] = knob(
         "cosine", "decay after warm-up; wsd: constant, then linear decay at the end"
     )
-    warmup_steps: int = knob(2000, "steps of linear warm-up", 0)
+    warmup_steps: int | float = knob(
+        2000, "steps of linear warm-up, or below 1 this share of train.max_steps", 0
+    )
     decay_steps: int | None = knob(
         None,
         "step at which the decay ends (default: train.max_steps)",
@@ -100,6 +107,17 @@ class OptimSection:
     state: Literal["float32", "8bit"] = knob(
         "float32", "precision of AdamW's state; 8bit needs torchao"
     )
+
+    @property
+    def lowest_learning_rate(self) -> float:
+        """The learning rate at the end of the decay: the stated one, or a tenth of the peak."""
+        stated = self.min_learning_rate
+        return tenth_of(self.learning_rate) if stated is None else stated
+
+    def warmup_in(self, max_steps: int) -> int | float:
+        """The steps of warm-up in a run of `max_steps`."""
+        steps = self.warmup_steps
+        return round(steps * max_steps) if steps < 1 else steps
 
 
 @dataclass(frozen=True)

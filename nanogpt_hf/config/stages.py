@@ -85,6 +85,44 @@ def stages_of(config: Config) -> list[Stage]:
     return stages
 
 
+def with_schedule(config: Config) -> Config:
+    """The recipe with the warm-up and the lowest learning rate of every stage as numbers: a share
+    becomes a number of steps, and null a tenth of the peak.
+
+    The recipe must have no `stage_problem`.
+    """
+    first, *later = stages_of(config)
+    before = _schedule(first.config)
+    resolved: dict[str, Any] = dict(before)
+    entries = []
+    for stage, entry in zip(later, config.train.stages or (), strict=True):
+        now = _schedule(stage.config)
+        # A stage of another peak has another tenth of it.
+        changed = {key: now[key] for key in now if key in entry or now[key] != before.get(key)}
+        entries.append(entry | changed)
+        before = now
+    if entries:
+        resolved["train.stages"] = entries
+    return replace_knobs(config, resolved)
+
+
+def with_known_steps(config: Config, steps: int) -> Config:
+    """The recipe of a train.budget with the number of steps that fit into it."""
+    return with_schedule(replace_knobs(config, {"train.max_steps": steps, "train.budget": None}))
+
+
+def _schedule(config: Config) -> dict[str, Any]:
+    """The knobs of the schedule that follow from others. A constant one has no lowest rate."""
+    optim = config.optim
+    values: dict[str, Any] = {}
+    # With train.budget the number of steps is found when the run starts.
+    if config.train.budget is None:
+        values["optim.warmup_steps"] = optim.warmup_in(config.train.max_steps)
+    if optim.schedule != "constant":
+        values["optim.min_learning_rate"] = optim.lowest_learning_rate
+    return values
+
+
 def config_at(config: Config, step: int) -> Config:
     """The recipe that holds when `step` steps are done: knobs of the last stage that has begun."""
     return next(s.config for s in reversed(stages_of(config)) if s.first <= step)

@@ -67,7 +67,12 @@ def recipe_differences(before: Config, now: Config) -> list[str]:
     # The run's recipe has the number that was found, and a resumed run keeps it.
     auto = ("train.micro_batch_size", "auto")
     # So it does with the steps that were found to fit into a time.
-    kept = ("train.budget", "train.max_steps") if now.train.budget else ()
+    kept: tuple[str, ...] = ()
+    if now.train.budget:
+        kept = ("train.budget", "train.max_steps")
+        # A share of them was recorded as a number.
+        if 0 < now.optim.warmup_steps < 1:
+            kept += ("optim.warmup_steps",)
     return [
         f"{key}: {old[key]} -> {new}"
         for key, new in comparable(now).items()

@@ -6,7 +6,8 @@ import logging
 from bisect import bisect_right
 
 from nanogpt_hf.config.checks import parse_duration
-from nanogpt_hf.config.schema import LARGEST, replace_knobs
+from nanogpt_hf.config.schema import LARGEST
+from nanogpt_hf.config.stages import with_known_steps
 from nanogpt_hf.data.summary import repetition_warnings
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.evaluation.table import load_training_evaluations
@@ -55,9 +56,10 @@ def choose_steps(run: Run) -> None:
             f"train.budget: {text} is too short for one step and {evaluations} evaluations: "
             f"{measured}; give more time, or lower eval.tokens"
         )
-    if steps < config.optim.warmup_steps:
+    warmup_steps = config.optim.warmup_in(steps)
+    if steps < warmup_steps:
         raise UserError(
-            f"optim.warmup_steps: {config.optim.warmup_steps:,} is more than the "
+            f"optim.warmup_steps: {warmup_steps:,} is more than the "
             f"{plural(steps, 'step')} of train.budget {text}: {measured}; lower it, or give more "
             "time"
         )
@@ -66,7 +68,7 @@ def choose_steps(run: Run) -> None:
         f"{MARGIN:.0%} left for checkpoints: {measured}; the run records train.max_steps {steps}, "
         "which repeats it on any machine"
     )
-    run.config = replace_knobs(config, {"train.max_steps": steps, "train.budget": None})
+    run.config = with_known_steps(config, steps)
     for line in repetition_warnings(run.config, run.data):
         logger.warning(line)
 

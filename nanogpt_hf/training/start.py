@@ -22,10 +22,10 @@ from nanogpt_hf.checkpoint.reader import (
 )
 from nanogpt_hf.config.compatibility import check_settings
 from nanogpt_hf.config.dial import dial_lines
-from nanogpt_hf.config.schema import Config, replace_knobs
+from nanogpt_hf.config.schema import Config
 from nanogpt_hf.config.settings import Setting
 from nanogpt_hf.config.sources import sources_of
-from nanogpt_hf.config.stages import naming, stages_of
+from nanogpt_hf.config.stages import naming, stages_of, with_known_steps
 from nanogpt_hf.cpu import share_threads
 from nanogpt_hf.data.manifest import find_manifest, identity
 from nanogpt_hf.data.prepared import PreparedData, load_prepared
@@ -217,7 +217,8 @@ def _with_known_steps(config: Config, steps: int | None) -> Config:
         f"train.budget {config.train.budget}: was timed when the run began; it keeps its "
         f"train.max_steps {steps}"
     )
-    return replace_knobs(config, {"train.max_steps": steps, "train.budget": None})
+    assert steps is not None, "a run that was timed has recorded its steps"
+    return with_known_steps(config, steps)
 
 
 def _check_end(config: Config, folder: RunFolder, checkpoint: Checkpoint) -> None:

@@ -1,8 +1,9 @@
+import json
 from pathlib import Path
 
 import pytest
 
-from nanogpt_hf.config.load import config_to_yaml, load_config
+from nanogpt_hf.config.load import config_to_dict, config_to_yaml, load_config
 from nanogpt_hf.config.schema import Config, get_value
 from nanogpt_hf.errors import ConfigError
 
@@ -116,6 +117,20 @@ def test_resolved_recipe_loads_as_the_same_config(recipe, tmp_path, text):
     run.mkdir()
     (run / "recipe.yaml").write_text(config_to_yaml(config), encoding="utf-8")
     assert load_config(run / "recipe.yaml") == config
+
+
+def test_recorded_recipe_has_the_numbers_of_shares_and_of_what_follows_from_the_peak(recipe):
+    schedule = {"warmup_steps": 0.05, "learning_rate": 3e-3}
+    path = recipe(MINIMAL + f"optim: {json.dumps(schedule)}\ntrain: {{max_steps: 500}}\n")
+    recorded = config_to_dict(load_config(path))["optim"]
+    assert (recorded["warmup_steps"], recorded["min_learning_rate"]) == (25, 3e-4)
+    more = {"train.max_steps": 10, "optim.learning_rate": 1e-5}
+    recorded = config_to_dict(load_config(path, more))["optim"]
+    assert (recorded["warmup_steps"], recorded["min_learning_rate"]) == (0, 1e-6)
+    # What is stated stays.
+    stated = {"optim.warmup_steps": 7, "optim.min_learning_rate": 0}
+    recorded = config_to_dict(load_config(path, stated))["optim"]
+    assert (recorded["warmup_steps"], recorded["min_learning_rate"]) == (7, 0)
 
 
 def test_shipped_recipe_is_found_by_bare_name(tmp_path, monkeypatch):

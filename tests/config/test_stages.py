@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from nanogpt_hf.config.load import config_to_yaml, load_config
-from nanogpt_hf.config.schema import Config, replace_knobs
+from nanogpt_hf.config.load import as_overrides, config_to_yaml, load_config
+from nanogpt_hf.config.schema import Config, knob_values, replace_knobs
 from nanogpt_hf.config.sources import read_sources, sources_of
 from nanogpt_hf.config.stages import (
     comparable,
@@ -70,6 +70,29 @@ def test_recipe_at_a_step_has_the_knobs_of_all_stages_before(config):
 def test_stages_survive_being_written_and_read(config, tmp_path):
     (tmp_path / "recipe.yaml").write_text(config_to_yaml(config_at(config, 90)))
     assert load_config(tmp_path / "recipe.yaml").train == config.train
+
+
+def test_lowest_rate_and_warmup_of_a_stage_follow_its_peak_and_the_steps():
+    stages = [
+        {"at": 20, "optim.learning_rate": 1e-5},
+        {"at": 40, "optim.schedule": "constant"},
+        {"at": 60, "optim.schedule": "linear", "optim.learning_rate": 1e-2},
+        {"at": 80, "optim.min_learning_rate": 5e-5, "optim.warmup_steps": 0.5},
+    ]
+    knobs = {"data.source": "a.txt", "train.max_steps": 100, "optim.warmup_steps": 0.1}
+    config = load_config(None, knobs | {"train.stages": stages}, name="staged")
+    rates = [stage.config.optim.lowest_learning_rate for stage in stages_of(config)]
+    assert rates == [6e-5, 1e-6, 1e-6, 1e-3, 5e-5]
+    assert [stage.config.optim.warmup_steps for stage in stages_of(config)] == [10] * 4 + [50]
+    # Only what changes is stated.
+    assert config.train.stages == [
+        stages[0] | {"optim.min_learning_rate": 1e-6},
+        stages[1],
+        stages[2] | {"optim.min_learning_rate": 1e-3},
+        stages[3] | {"optim.warmup_steps": 50},
+    ]
+    same = load_config(None, as_overrides(knob_values(config)), name="staged")
+    assert comparable(same) == comparable(config)
 
 
 def test_recipe_without_stages_is_its_only_one():

@@ -53,3 +53,14 @@ def test_decay_may_end_before_or_after_the_run(schedule):
     alone = rates(schedule)
     assert rates(schedule, max_steps=150, decay_steps=100) == pytest.approx([*alone, *[0.1] * 50])
     assert rates(schedule, max_steps=60, decay_steps=100) == alone[:61]
+
+
+def test_lowest_rate_is_a_tenth_of_the_peak_unless_it_is_stated():
+    tenth = OptimSection(learning_rate=2.5e-4)
+    assert learning_rate_at(600_000, tenth, 600_000) == 2.5e-5
+    assert learning_rate_at(9, OptimSection(min_learning_rate=0.0, warmup_steps=0), 9) == 0
+
+
+@pytest.mark.parametrize(("share", "steps"), [(0.1, 10), (0.25, 25), (0, 0), (0.004, 0)])
+def test_warmup_below_one_is_a_share_of_the_steps(share, steps):
+    assert rates("cosine", warmup_steps=share) == rates("cosine", warmup_steps=steps)

@@ -69,6 +69,7 @@ def timed(monkeypatch):
 
 KNOBS = {
     "model__dropout": 0.1,
+    "optim__warmup_steps": 0.125,
     "eval__every": 4,
     "eval__samples": ["A cat "],
     "eval__sample_tokens": 4,
@@ -107,6 +108,7 @@ def test_run_is_the_run_of_its_recorded_recipe(pretrain, timed, tmp_path, kind, 
     assert "a step takes 0.5 s here, an evaluation 2 s" in line
     recorded = load_config(ended.run.recipe)
     assert (recorded.train.max_steps, recorded.train.budget) == (16, None)
+    assert recorded.optim.warmup_steps == 2
     timed.clear()
     plain = pretrain(name="plain", train__max_steps=16, **kind)
     assert timed == []
