@@ -123,14 +123,40 @@ def one_line(error: BaseException | str, limit: int = 300) -> str:
     return text if len(text) <= limit else f"{text[: limit - 2]} …"
 
 
+def last_part(name: str) -> str:
+    """`optim.learning_rate` -> learning_rate."""
+    return name.rpartition(".")[2]
+
+
+# How alike two names have to be, from 0 to 1. In another section a name has to be nearly the same:
+# no suggestion is better than a wrong one.
+_ALIKE = 0.7
+_ALIKE_ELSEWHERE = 0.85
+
+
 def did_you_mean(word: str, candidates: Iterable[str]) -> str:
-    """`; did you mean X?` for the candidate nearest to `word` (dotted names also match by their
-    last part), or ''.
+    """`; did you mean X?` for the candidates that are written almost like `word`, at most three
+    that are equally near, or ''.
+
+    Dotted names are compared by their last part. One in the same section is preferred.
     """
-    candidates = list(candidates)
-    by_last_part = {name.rpartition(".")[2]: name for name in candidates}
-    if near := difflib.get_close_matches(word, candidates, n=1, cutoff=0.6):
-        return f"; did you mean {near[0]}?"
-    if near := difflib.get_close_matches(word.rpartition(".")[2], by_last_part, n=1, cutoff=0.7):
-        return f"; did you mean {by_last_part[near[0]]}?"
-    return ""
+    plain = _plain(word)
+    section = plain.rpartition(".")[0]
+    # Candidate -> whether it is in the same section, and how alike the last parts are.
+    near: dict[str, tuple[bool, float]] = {}
+    for candidate in candidates:
+        name = _plain(candidate)
+        same = name.rpartition(".")[0] == section
+        ratio = difflib.SequenceMatcher(None, last_part(plain), last_part(name)).ratio()
+        if ratio >= (_ALIKE if same else _ALIKE_ELSEWHERE):
+            near[candidate] = (same, ratio)
+    best = [name for name, score in near.items() if score == max(near.values())]
+    if not 0 < len(best) <= 3:
+        return ""
+    *first, last = best
+    named = f"{', '.join(first)} or {last}" if first else last
+    return f"; did you mean {named}?"
+
+
+def _plain(name: str) -> str:
+    return name.lstrip("-").replace("-", "_").lower()

@@ -15,6 +15,7 @@ import yaml
 
 from nanogpt_hf.commands import COMMANDS, functions_of
 from nanogpt_hf.commands.arguments import add_help, add_logging_options
+from nanogpt_hf.config.aliases import ALIASES, MACHINE_SETTINGS
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.schema import KNOBS, SECTIONS
 
@@ -51,6 +52,33 @@ def script(name: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+# What the page explains, and no name here replaces.
+_EXPLAINED = {
+    "init_from",
+    "dataset",
+    "backend",
+    "eval_only",
+    "load_best_model_at_end",
+    "dataloader_num_workers",
+}
+_EXPLAINED |= {"compute_metrics", "num_samples", "max_new_tokens", "temperature", "top_k"}
+
+
+def test_names_of_other_programs_are_those_that_a_message_suggests():
+    rows = re.findall(r"^\| (.*) \| (.*) \|$", TEXTS["coming_from.md"], re.MULTILINE)
+    compared = 0
+    for theirs, ours in rows:
+        for name in re.findall(r"`([a-z_\d]+)[`=]", theirs):
+            targets = [*ALIASES.get(name, []), *MACHINE_SETTINGS.get(name, [])]
+            if targets:
+                assert any(re.search(rf"[` ]{target}\b", ours) for target in targets), name
+                compared += 1
+            else:
+                known = any(knob.endswith(f".{name}") for knob in KNOBS)
+                assert known or name in _EXPLAINED, name
+    assert compared > 30
 
 
 def test_tables_are_up_to_date():

@@ -7,7 +7,10 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from nanogpt_hf.errors import UserError, explain, is_out_of_memory
+from nanogpt_hf.commands import COMMANDS
+from nanogpt_hf.config.aliases import ALIASES, suggestion
+from nanogpt_hf.config.schema import KNOBS, SECTIONS
+from nanogpt_hf.errors import UserError, did_you_mean, explain, is_out_of_memory
 
 
 def raised(action) -> Exception:
@@ -71,3 +74,62 @@ def test_wrapped_error_is_explained():
     assert explain(error) == "/gone: No such file or directory"
     assert explain(UserError("ours, as it is")) == "ours, as it is"
     assert explain(BrokenPipeError(errno.EPIPE, "Broken pipe")) is None  # the connection is closed
+
+
+OPTIONS = ["--run-dir", "--resume", "--depth", *(f"--{knob}" for knob in KNOBS)]
+MACHINE = "of an accelerate config sets it"
+SUGGESTED = [
+    # Names of other programs.
+    ("optim.lr", KNOBS, "optim.learning_rate?"),
+    ("train.lr", KNOBS, "optim.learning_rate?"),
+    ("optim.min_lr", KNOBS, "optim.min_learning_rate?"),
+    ("train.steps", KNOBS, "train.max_steps?"),
+    ("eval.steps", KNOBS, "eval.every?"),
+    ("eval.interval", KNOBS, "eval.every?"),
+    ("train.num_epochs", KNOBS, "train.max_steps?"),
+    ("train.batch_size", KNOBS, "train.micro_batch_size?"),
+    ("data.path", KNOBS, "data.source?"),
+    ("data.seq_len", KNOBS, "data.block_size?"),
+    ("data.max_length", KNOBS, "data.block_size?"),
+    ("tracking.wandb", KNOBS, "tracking.trackers?"),
+    ("train.device", KNOBS, MACHINE),
+    ("--device", OPTIONS, MACHINE),
+    ("--lr", OPTIONS, "--optim.learning_rate?"),
+    ("--output_dir", OPTIONS, "--run-dir?"),
+    ("evaluation", SECTIONS, "eval?"),
+    ("generate", COMMANDS, "sample?"),
+    ("train", COMMANDS, "pretrain?"),
+    ("--device", ["--prompt", "--seed"], ""),
+    # Misspelled names.
+    ("optim.learnig_rate", KNOBS, "optim.learning_rate?"),
+    ("model.dropuot", KNOBS, "model.dropout?"),
+    ("--max-steps", OPTIONS, "--train.max_steps?"),
+    ("--resum", OPTIONS, "--resume?"),
+    ("modle", SECTIONS, "model?"),
+    ("pretain", COMMANDS, "pretrain?"),
+    # Names of another section, and names that are in several.
+    ("model.block_size", KNOBS, "data.block_size?"),
+    ("data.seed", KNOBS, "train.seed?"),
+    ("train.every", KNOBS, "eval.every, checkpoint.every or tracking.every?"),
+    # No suggestion is better than a wrong one.
+    ("zzz.qqqqqq", KNOBS, ""),
+    ("optim.eps", KNOBS, ""),
+    ("train.callback", KNOBS, ""),
+    ("foo", COMMANDS, ""),
+]
+
+
+@pytest.mark.parametrize(("word", "candidates", "end"), SUGGESTED)
+def test_suggested_name(word, candidates, end):
+    found = suggestion(word, candidates)
+    assert found.startswith("; ") if end else found == ""
+    assert found.removeprefix("; did you mean ") == end or (end == MACHINE and MACHINE in found)
+
+
+def test_names_of_other_programs_are_no_names_here():
+    for name, targets in ALIASES.items():
+        assert name not in KNOBS
+        known = {*KNOBS, *SECTIONS, *COMMANDS}
+        assert all(target in known or target.startswith("--") for target in targets), name
+    # Without the table the nearest spelling counts.
+    assert did_you_mean("optim.lr", KNOBS) == ""

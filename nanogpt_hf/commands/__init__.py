@@ -15,6 +15,7 @@ from typing import NamedTuple, NoReturn
 
 from nanogpt_hf import __version__, console
 from nanogpt_hf.commands.arguments import add_help, add_logging_options
+from nanogpt_hf.config.aliases import suggestion
 from nanogpt_hf.cpu import limit_spinning
 from nanogpt_hf.distributed.environment import check_environment
 from nanogpt_hf.distributed.mesh import Mesh
@@ -26,7 +27,6 @@ from nanogpt_hf.errors import (
     NotEnoughMemoryError,
     Stopped,
     UserError,
-    did_you_mean,
     explain,
     is_utf8,
 )
@@ -131,16 +131,18 @@ def _take_overrides(prog: str, words: list[str]) -> tuple[list[tuple[str, str]],
     return overrides, others
 
 
-def _refuse(parser: ArgumentParser, word: str) -> NoReturn:
+def _refuse(parser: ArgumentParser, word: str, reads_knobs: bool) -> NoReturn:
     """Raise UserError for a word that is no argument, with the nearest option or knob."""
     from nanogpt_hf.config.schema import KNOBS
 
     key = word.partition("=")[0]
     if key == "--config_file":
         parser.error(f"{key} is an option of launch: {program()} launch {key} F COMMAND ...")
+    if key == "--config" and reads_knobs:
+        parser.error(f"{key}: unknown argument; a recipe has no flag: {parser.prog} RECIPE ...")
     options = [option for action in parser._actions for option in action.option_strings]
-    near = did_you_mean(key, [*options, *(f"--{knob}" for knob in KNOBS)])
-    parser.error(f"{key}: unknown argument{near}")
+    knobs = [f"--{knob}" for knob in KNOBS] if reads_knobs else []
+    parser.error(f"{key}: unknown argument{suggestion(key, [*options, *knobs])}")
 
 
 def _parse(name: str, words: list[str]) -> tuple[Callable[[], int | None], Namespace]:
@@ -164,7 +166,7 @@ def _parse(name: str, words: list[str]) -> tuple[Callable[[], int | None], Names
         parser.error(f"--{overrides[0][0]}: this command reads no recipe and has no knobs")
     parsed, unknown = parser.parse_known_args(words)
     if unknown:
-        _refuse(parser, unknown[0])
+        _refuse(parser, unknown[0], reads_knobs)
     if not reads_knobs:
         return lambda: run(parsed), parsed
     # Flags such as --depth are short names of knobs (arguments.py). They come first: a knob that is
@@ -217,7 +219,7 @@ def main(arguments: list[str]) -> int:
         name, *words = arguments
         if name not in COMMANDS:
             raise UserError(
-                f"{program()} {name}: no such command{did_you_mean(name, COMMANDS)}; "
+                f"{program()} {name}: no such command{suggestion(name, COMMANDS)}; "
                 f"see {program()} --help"
             )
         if not COMMANDS[name].several and "LOCAL_RANK" in os.environ and mesh.world_size > 1:

@@ -29,13 +29,14 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NoReturn
 
+from nanogpt_hf.config.aliases import suggestion
 from nanogpt_hf.console import show, show_end
 from nanogpt_hf.distributed.environment import (
     check_accelerate_config,
     check_environment,
     read_accelerate_config,
 )
-from nanogpt_hf.errors import EXIT_STOPPED, EXIT_USER_ERROR, UserError, did_you_mean, one_line
+from nanogpt_hf.errors import EXIT_STOPPED, EXIT_USER_ERROR, UserError, one_line
 from nanogpt_hf.program import LAUNCHER, as_started, program
 
 _OUR_OPTIONS = [
@@ -114,7 +115,7 @@ def _parse(words: list[str], commands: Collection[str]) -> argparse.Namespace:
         os.environ[LAUNCHER] = program()
         arguments.training_script_args = [command, *arguments.training_script_args]
     elif not os.path.exists(command):
-        near = did_you_mean(command, commands)
+        near = suggestion(command, commands)
         raise UserError(
             f"{program()} launch: {command}: no such command{near}; see {program()} --help"
         )

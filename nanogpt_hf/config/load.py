@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from nanogpt_hf.config.aliases import suggestion
 from nanogpt_hf.config.checks import find_conflicts
 from nanogpt_hf.config.dial import dial_choices
 from nanogpt_hf.config.names import find_recipe, shipped_recipes
@@ -47,7 +48,7 @@ def _read_recipe(path: Path) -> tuple[dict[str, Any], list[str]]:
     for section, body in tree.items():
         body = body or {}
         if section not in SECTIONS:
-            near = did_you_mean(str(section), SECTIONS)
+            near = suggestion(str(section), SECTIONS)
             problems.append(f"{path}: {section!s:.80}: unknown section{near}")
         elif not isinstance(body, dict):
             problems.append(f"{path}: {section}: expected knobs under it, got {body!r:.80}")
@@ -90,7 +91,7 @@ def _convert_all(
             value = values.get(mapping, {}) | {field: value}
             key = mapping
         if key not in KNOBS:
-            problems.append(f"{origin}{key}: unknown key{did_you_mean(key, KNOBS)}")
+            problems.append(f"{origin}{key}: unknown key{suggestion(key, KNOBS)}")
             continue
         origins[key] = origin
         try:

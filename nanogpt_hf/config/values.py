@@ -12,8 +12,9 @@ from typing import Any, NoReturn
 
 import yaml
 
+from nanogpt_hf.config.aliases import suggestion
 from nanogpt_hf.config.schema import LARGEST, Knob, kind_options
-from nanogpt_hf.errors import did_you_mean, is_utf8, one_line
+from nanogpt_hf.errors import is_utf8, one_line
 
 # Bounds of a file of settings. A few lines of YAML can expand to gigabytes, since an alias repeats
 # what it stands for: text counts as often as aliases repeat it.
@@ -261,7 +262,7 @@ def convert_entries(
         where = f"entry {number}: "
         for key, value in entry.items():
             if key not in knobs:
-                raise ValueError(f"{where}{key}: cannot be set here{did_you_mean(key, knobs)}")
+                raise ValueError(f"{where}{key}: cannot be set here{suggestion(key, knobs)}")
             try:
                 values[key] = convert(knobs[key], value)
             except ValueError as error:

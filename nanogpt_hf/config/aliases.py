@@ -1,0 +1,128 @@
+"""The nearest name for one that does not exist: what other programs call a knob, an option or a
+command, and names that are written almost the same.
+
+docs/coming_from.md describes the options of nanoGPT and of the Trainer; tests/test_docs.py compares
+the page with this table.
+"""
+
+from collections.abc import Iterable
+
+from nanogpt_hf.errors import did_you_mean, last_part
+
+# A name here -> names elsewhere. A name with a dot holds in that section only.
+_OTHER_NAMES = {
+    "model.n_layer": "num_layers num_hidden_layers n_layers layers",
+    "model.n_head": "num_heads num_attention_heads n_heads heads",
+    "model.n_embd": "hidden_size d_model dim embed_dim width",
+    "model.n_positions": "max_position_embeddings",
+    "model.n_kv_head": "num_key_value_heads n_kv_heads",
+    "model.n_inner": "intermediate_size d_ff ffn_dim",
+    "data.source": "data path data_path file files text dataset dataset_name train_file",
+    "data.text_column": "dataset_text_field text_field",
+    "data.tokenizer": "tokenizer_name tokenizer_name_or_path",
+    "data.block_size": "seq_len seq_length sequence_length max_seq_len max_seq_length max_length "
+    "context context_length ctx_len",
+    "data.packing": "group_by_length",
+    "optim.name": "optimizer",
+    "optim.learning_rate": "lr peak_lr max_lr",
+    "optim.min_learning_rate": "min_lr lr_min",
+    "optim.schedule": "scheduler lr_scheduler lr_scheduler_type lr_schedule",
+    "optim.warmup_steps": "warmup warmup_iters warmup_ratio num_warmup_steps",
+    "optim.decay_steps": "lr_decay_iters",
+    "optim.weight_decay": "wd",
+    "optim.beta1": "adam_beta1",
+    "optim.beta2": "adam_beta2",
+    "optim.max_grad_norm": "grad_clip clip_grad gradient_clip_val max_norm optim.clip",
+    "train.max_steps": "steps max_iters iters num_steps iterations epochs epoch num_epochs "
+    "num_train_epochs train.max_epochs",
+    "train.tokens_per_step": "gradient_accumulation_steps grad_accum total_batch_size train.tokens",
+    "train.micro_batch_size": "batch_size device_batch_size train_batch_size "
+    "per_device_train_batch_size auto_find_batch_size",
+    "train.seed": "data_seed",
+    "eval.every": "eval_interval eval_steps eval.interval eval.steps",
+    "eval.tokens": "eval_iters",
+    "eval.patience": "early_stopping_patience early_stopping",
+    "checkpoint.every": "save_steps save_every save_interval always_save_checkpoint "
+    "checkpoint.interval checkpoint.steps",
+    "checkpoint.keep": "save_total_limit",
+    "tracking.every": "log_interval logging_steps log_every tracking.interval tracking.steps",
+    "tracking.trackers": "report_to logger wandb wandb_log tensorboard",
+    "tracking.project": "wandb_project",
+    "lora.rank": "lora_r lora.r",
+    "lora.alpha": "lora_alpha",
+    "lora.targets": "target_modules lora_target_modules",
+    "finetune.model": "model_name_or_path base_model",
+    "rl.samples": "num_generations",
+    "rl.max_new_tokens": "max_completion_length",
+    "hub.push": "push_to_hub",
+    "hub.repo": "hub_model_id",
+    "hub.private": "hub_private_repo",
+    "--run-dir": "out_dir output_dir run_name wandb_run_name",
+    "--resume": "resume_from_checkpoint",
+    "--prompt": "start",
+    "--max-new-tokens": "max_tokens num_tokens max_length length",
+    # Sections of a recipe.
+    "data": "dataset datasets",
+    "optim": "optimizer optimizers",
+    "train": "training trainer",
+    "eval": "evaluation",
+    "tracking": "logging log logger wandb",
+    # Commands.
+    "prepare": "tokenize preprocess",
+    "pretrain": "train fit",
+    "finetune": "sft tune fine-tune",
+    "rl": "grpo ppo",
+    "align": "dpo",
+    "resume": "continue",
+    "sample": "generate infer predict",
+    "evaluate": "eval test",
+    "report": "plot",
+    "push": "upload publish",
+    "export": "convert",
+    "bench": "benchmark profile",
+}
+# What the accelerate config describes -> names elsewhere.
+_OF_THE_MACHINE = {
+    "use_cpu": "device cpu no_cuda",
+    "mixed_precision": "dtype precision bf16 fp16 amp",
+    "dynamo_config": "compile torch_compile",
+    "num_processes": "num_gpus n_gpu gpus nproc_per_node devices",
+    "fsdp_config": "fsdp",
+    "deepspeed_config": "deepspeed",
+    "fsdp_activation_checkpointing": "gradient_checkpointing",
+}
+
+
+def _inverted(table: dict[str, str]) -> dict[str, list[str]]:
+    """Name elsewhere -> names here."""
+    found: dict[str, list[str]] = {}
+    for name, others in table.items():
+        for other in others.split():
+            found.setdefault(other, []).append(name)
+    return found
+
+
+ALIASES = _inverted(_OTHER_NAMES)
+MACHINE_SETTINGS = _inverted(_OF_THE_MACHINE)
+
+
+def suggestion(word: str, candidates: Iterable[str]) -> str:
+    """`; did you mean X?` for the candidate that `word` is called elsewhere, or that is written
+    almost like it; '' without one.
+
+    Candidates are knobs, sections, options or commands. An option of other programs that describes
+    the machine has no candidate here, and the accelerate config is named instead.
+    """
+    candidates = list(candidates)
+    knobs = {name for name in candidates if "." in name}
+    plain = word.lstrip("-").replace("-", "_").lower()
+    # The whole name comes first: `eval.steps` is not `train.steps`.
+    for name in (word, plain, last_part(plain)):
+        for alias in ALIASES.get(name, []):
+            for candidate in (alias, f"--{alias}"):
+                if candidate in candidates:
+                    return f"; did you mean {candidate}?"
+        if knobs and name in MACHINE_SETTINGS:
+            setting = MACHINE_SETTINGS[name][0]
+            return f"; {setting} of an accelerate config sets it: `launch --config_file FILE ...`"
+    return did_you_mean(word, candidates)
