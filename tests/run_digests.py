@@ -280,7 +280,9 @@ RUNS: dict[str, Reference] = {
     "finetune": trained("finetune"),
     "rollback": trained("finetune", {"train.rollback_ratio": 1.15}),
     "unfreeze": trained("finetune", UNFREEZE),
-    "lora": trained("finetune", {"lora.rank": 4, "lora.dropout": 0.1}),
+    "lora": trained(
+        "finetune", {"lora.rank": 4, "lora.dropout": 0.1, "optim.min_learning_rate": 6e-5}
+    ),
     "chat": trained(changes=CHAT),  # several conversations to a block, loss on the answers only
     "evaluate": evaluate,
     "sample": sample,
