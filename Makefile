@@ -21,7 +21,7 @@ quickstart: $(VENV)/installed ## train a small GPT on Python's documentation and
 	@echo
 	@echo "To try next:"
 	@echo "  $(BIN)/nanogpt-hf sample runs/quickstart --prompt 'class ' --num-samples 3"
-	@echo "  $(BIN)/nanogpt-hf pretrain recipes/quickstart.yaml --data.source YOUR_TEXT.txt --data.dir data/mine --run-dir runs/mine"
+	@echo "  $(BIN)/nanogpt-hf pretrain recipes/quickstart.yaml --data.source YOUR_TEXT.txt --run-dir runs/mine"
 	@echo
 	@echo "The model is in runs/quickstart/best. All of the run on one page, for a browser:"
 	@echo "  $(CURDIR)/runs/quickstart/report.html"

@@ -14,7 +14,7 @@ import yaml
 from nanogpt_hf.config.aliases import suggestion
 from nanogpt_hf.config.checks import find_conflicts
 from nanogpt_hf.config.dial import dial_choices
-from nanogpt_hf.config.names import find_recipe, shipped_recipes
+from nanogpt_hf.config.names import data_folder, find_recipe, shipped_recipes
 from nanogpt_hf.config.schema import KNOBS, SECTIONS, Config, replace_knobs
 from nanogpt_hf.config.sources import read_sources
 from nanogpt_hf.config.stages import read_stages, stage_problem, with_schedule
@@ -137,6 +137,7 @@ def load_config(
     stated = _read(recipe, overrides, defaults or {}, name)
     unread = _refused_unread(stated)
     config = _dialled(stated)
+    config = _without_higher_minimum(stated, config)
     # Shares and values that follow from others become numbers, so that the recorded recipe says
     # what was used.
     if not stage_problem(config):
@@ -155,12 +156,18 @@ def load_config(
     # Values that depend on the name of the recipe or on this machine's home folder are resolved
     # here, so that the recorded recipe says what was used.
     resolved = {
-        "data.dir": os.path.expanduser(config.data.dir or f"data/{config.name}"),
+        "data.dir": os.path.expanduser(_data_folder(stated, config)),
         "data.tokenizer": os.path.expanduser(config.data.tokenizer),
     }
     if config.model.architecture == "gpt2" and config.model.init == "own":
         resolved["model.init"] = "gpt2"
     return replace_knobs(config, resolved)
+
+
+def check_knobs(recipe: Path | str | None, overrides: Sequence[tuple[str, str]]) -> None:
+    """Raises ConfigError for unknown keys, and for values of a wrong type or out of bounds."""
+    if problems := _read(recipe, overrides, {}, "").problems:
+        raise ConfigError(problems)
 
 
 def unread_overrides(recipe: Path | str | None, overrides: Sequence[tuple[str, str]]) -> set[str]:
@@ -307,6 +314,36 @@ def _dialled(stated: _Stated) -> Config:
     stated.origins |= {choice.key: origin for choice in chosen if choice.key not in overriding}
     values = {choice.key: choice.value for choice in chosen} | {"model.depth": None}
     return replace(replace_knobs(config, values), dial=chosen)
+
+
+def _data_folder(stated: _Stated, config: Config) -> str:
+    """The folder of the prepared data: the stated one, or one named after the recipe; after the
+    text if the command line replaces the recipe's.
+    """
+    overriding = {key for key, _ in stated.overrides}
+    of_recipe = stated.recipe.get("data.source")
+    replaced = "data.source" in overriding and of_recipe not in (None, config.data.source)
+    if replaced and not config.data.dir:
+        return data_folder(config.data.source, config.data.tokenizer)
+    return config.data.dir or f"data/{config.name}"
+
+
+def _without_higher_minimum(stated: _Stated, config: Config) -> Config:
+    """The config without a lowest learning rate of the recipe that is above the peak of the command
+    line: the recipe's is that of another peak.
+    """
+    key = "optim.min_learning_rate"
+    overriding = {name for name, _ in stated.overrides}
+    optim = config.optim
+    of_recipe = stated.recipe.get(key) is not None and key not in overriding
+    above = optim.lowest_learning_rate > optim.learning_rate
+    if not (of_recipe and above and "optim.learning_rate" in overriding) or stated.problems:
+        return config
+    _announce_left_out(
+        f"{stated.source}{key}: left out, {optim.lowest_learning_rate} is above "
+        f"optim.learning_rate {optim.learning_rate}; a tenth of that holds"
+    )
+    return replace_knobs(config, {key: None})
 
 
 def config_to_dict(config: Config) -> dict[str, dict[str, Any]]:

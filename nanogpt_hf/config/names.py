@@ -9,6 +9,7 @@ import logging
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 from nanogpt_hf.errors import UserError
 
@@ -63,6 +64,34 @@ def find_recipe(name: Path | str) -> Path:
     """The file of that name if it exists, otherwise the shipped recipe of that name."""
     path = Path(name)
     return path if path.is_file() else shipped_recipes().get(str(name), path)
+
+
+# Endings of files that are no part of a short name.
+_TEXTS = (".txt", ".md", ".json", ".jsonl", ".parquet", ".csv")
+
+
+def short_name(name: str) -> str:
+    """Shorten a path or Hub id to a name: `runs/mine/best` -> mine, `texts/my.txt` -> my,
+    `openai-community/gpt2` -> gpt2.
+    """
+    path = Path(name)
+    if path.name in ("best", "final"):
+        path = path.resolve().parent
+    word = path.name.removesuffix(path.suffix if path.suffix in _TEXTS else "")
+    return re.sub(r"[^\w.-]+", "-", word).strip("-.") or "text"
+
+
+def text_name(source: str | list[Any]) -> str:
+    """A short name for `data.source`, which may be a mixture of several."""
+    entries = source if isinstance(source, list) else [{"source": source}]
+    # What follows the path of a URL may be a login.
+    paths = [str(entry.get("source")).partition("?")[0] for entry in entries]
+    return "-".join(map(short_name, paths))[:60]
+
+
+def data_folder(source: str | list[Any], tokenizer: str) -> str:
+    """The folder of prepared data for a text of the user's own: `data/my-bpe`."""
+    return f"data/{text_name(source)}-{short_name(tokenizer)}"
 
 
 GPT2_VOCAB_SIZE = 50257

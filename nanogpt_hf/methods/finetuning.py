@@ -2,15 +2,20 @@
 fine-tuning's defaults.
 """
 
-import re
-from pathlib import Path
+import os
 from typing import TYPE_CHECKING, Any
 
 from nanogpt_hf.config.compatibility import check_settings, recipe_settings
 from nanogpt_hf.config.finetune import finetune_defaults
-from nanogpt_hf.config.load import Overrides, load_config, stated_knobs
+from nanogpt_hf.config.load import Overrides, check_knobs, load_config, stated_knobs
 from nanogpt_hf.config.methods import POLICY, RecipeMethod, chosen_method
-from nanogpt_hf.config.names import GPT2_NAMES, MADE_TOKENIZERS
+from nanogpt_hf.config.names import (
+    GPT2_NAMES,
+    MADE_TOKENIZERS,
+    data_folder,
+    short_name,
+    text_name,
+)
 from nanogpt_hf.config.schema import KNOBS, Config, get_value, replace_knobs
 from nanogpt_hf.config.settings import Setting
 from nanogpt_hf.config.values import convert
@@ -21,7 +26,6 @@ from nanogpt_hf.tasks.task import check_name, is_generated
 
 # Tokens of a block: a model of 131,072 positions should not start with blocks that long.
 _LONGEST_DEFAULT = 1024
-_TEXTS = (".txt", ".md", ".json", ".jsonl", ".parquet", ".csv")
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -39,7 +43,11 @@ def finetune_config(
     """
     stated = stated_knobs(recipe, overrides)
     task = _check_stated(stated, method)
-    start = find_model(str(stated["finetune.model"]))
+    name = str(stated["finetune.model"])
+    # The Hub may take long to answer. A folder does not, so all its mistakes are reported at once.
+    if not os.path.exists(os.path.expanduser(name)):
+        check_knobs(recipe, overrides)
+    start = find_model(name)
     revision = stated.get("finetune.revision")
     generated = is_generated(task)
 
@@ -49,10 +57,8 @@ def finetune_config(
 
     base, commit = load_base_config(start, revision)
     source = task if generated else _stated_value(stated, "data.source") or ""
-    entries = source if isinstance(source, list) else [{"source": source}]
-    text = "-".join(_short(str(entry.get("source"))) for entry in entries)[:60]
     defaults = _defaults(stated, start, base, method)
-    config = load_config(recipe, overrides, defaults, f"{_short(start)}-{text}")
+    config = load_config(recipe, overrides, defaults, f"{short_name(start)}-{text_name(source)}")
     if wrong := _contradictions(config, start, base):
         raise ConfigError(wrong)
     # An adapter is opened with the positions of its base, so LoRA does not combine with others.
@@ -71,7 +77,7 @@ def finetune_config(
     if "model.n_positions" not in stated and learned_positions:
         resolved["model.n_positions"] = config.data.block_size
     if "data.dir" not in stated:
-        resolved["data.dir"] = f"data/{text}-{_short(config.data.tokenizer)}"
+        resolved["data.dir"] = data_folder(source, config.data.tokenizer)
     return replace_knobs(config, resolved), base
 
 
@@ -164,17 +170,6 @@ def _stated_value(stated: dict[str, Any], key: str) -> Any:
         return convert(KNOBS[key], stated[key])
     except (KeyError, ValueError):
         return None
-
-
-def _short(name: str) -> str:
-    """Shorten a path or Hub id to a name: `runs/mine/best` -> mine, `texts/my.txt` -> my,
-    `openai-community/gpt2` -> gpt2.
-    """
-    path = Path(name)
-    if path.name in ("best", "final"):
-        path = path.resolve().parent
-    word = path.name.removesuffix(path.suffix if path.suffix in _TEXTS else "")
-    return re.sub(r"[^\w.-]+", "-", word).strip("-.") or "text"
 
 
 def check_tokenizer(config: Config, base: "PreTrainedConfig") -> str:

@@ -3,7 +3,9 @@ from pathlib import Path
 
 import pytest
 
-from nanogpt_hf.config.load import config_to_dict, config_to_yaml, load_config
+from nanogpt_hf.commands import main
+from nanogpt_hf.config.load import as_overrides, config_to_dict, config_to_yaml, load_config
+from nanogpt_hf.config.names import data_folder
 from nanogpt_hf.config.schema import Config, get_value
 from nanogpt_hf.errors import ConfigError
 
@@ -131,6 +133,73 @@ def test_recorded_recipe_has_the_numbers_of_shares_and_of_what_follows_from_the_
     stated = {"optim.warmup_steps": 7, "optim.min_learning_rate": 0}
     recorded = config_to_dict(load_config(path, stated))["optim"]
     assert (recorded["warmup_steps"], recorded["min_learning_rate"]) == (7, 0)
+
+
+def test_lowest_rate_of_the_recipe_is_left_out_under_a_lower_peak(recipe, caplog):
+    caplog.set_level("INFO")
+    rates = "optim: {learning_rate: 3e-3, min_learning_rate: 6e-5}\n"
+    path = recipe(MINIMAL + rates, "lower.yaml")
+    assert load_config(path, {"optim.learning_rate": 6e-5}).optim.min_learning_rate == 6e-5
+    assert caplog.messages == []
+    assert load_config(path, {"optim.learning_rate": 5e-5}).optim.min_learning_rate == 5e-6
+    (line,) = caplog.messages
+    assert "lower.yaml: optim.min_learning_rate: left out, 6e-05 is above" in line
+    # What the command line states is not left out, and a recipe that contradicts itself is refused.
+    both = [("optim.learning_rate", "5e-5"), ("optim.min_learning_rate", "6e-5")]
+    (problem,) = problems(path, both)
+    assert problem.startswith("--optim.min_learning_rate: 6e-05 is above optim.learning_rate 5e-05")
+    wrong = recipe(MINIMAL + rates.replace("3e-3", "3e-5"))
+    assert "optim.min_learning_rate: 6e-05 is above" in problems(wrong)[0]
+
+
+ONE_KNOB = [
+    "pretrain quickstart --train.max_steps 10",
+    "pretrain quickstart --optim.learning_rate 5e-5",
+    "pretrain quickstart_tuned --train.max_steps 3 --optim.learning_rate 1e-6",
+    "sweep quickstart --optim.learning_rate 1e-5,1e-3",
+]
+
+
+@pytest.mark.parametrize("command", ONE_KNOB)
+def test_one_knob_of_the_first_recipe_can_be_changed_alone(command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main([*command.split(), "--dry-run"]) == 0
+
+
+FOLDERS = [
+    # The folder of the recipe, and what the command line states.
+    ("", {}, "data/tiny"),
+    ("", {"data.source": "python-docs"}, "data/tiny"),
+    ("", {"data.source": "texts/my.txt"}, "data/my-char"),
+    ("", {"data.source": "my.txt", "data.tokenizer": "user/words"}, "data/my-words"),
+    ("", {"data.source": "my.txt", "data.dir": "here"}, "here"),
+    ("", {"data.source": "https://host/a.txt?token=secret"}, "data/a-char"),
+    ("there", {}, "there"),
+    ("there", {"data.source": "my.txt"}, "there"),
+    ("there", {"data.source": "my.txt", "data.dir": "here"}, "here"),
+]
+
+
+@pytest.mark.parametrize(("folder", "overrides", "expected"), FOLDERS)
+def test_another_text_is_prepared_in_a_folder_of_its_own(recipe, folder, overrides, expected):
+    stated = f", dir: {folder}" if folder else ""
+    path = recipe(f"data: {{source: python-docs, tokenizer: char{stated}}}\n")
+    config = load_config(path, as_overrides(overrides))
+    assert config.data.dir == expected
+    # A run that moves, and whose text moves, keeps its prepared data.
+    (path.parent / "recipe.yaml").write_text(config_to_yaml(config))
+    moved = load_config(path.parent / "recipe.yaml", {"data.source": "elsewhere.txt"})
+    assert moved.data.dir == expected
+
+
+def test_folder_of_a_mixture_is_named_after_its_texts():
+    mixture = [{"source": "texts/a.txt", "weight": 1}, {"source": "user/b", "weight": 2}]
+    assert data_folder(mixture, "gpt2") == "data/a-b-gpt2"
+
+
+def test_recipe_without_a_text_keeps_its_folder(recipe):
+    path = recipe("data: {tokenizer: char, dir: there}\n")
+    assert load_config(path, {"data.source": "my.txt"}).data.dir == "there"
 
 
 def test_shipped_recipe_is_found_by_bare_name(tmp_path, monkeypatch):
