@@ -28,6 +28,8 @@ _NOISY = (
     "transformers.modeling_utils",
     # texts that are longer than the model, which are cut on purpose
     "transformers.tokenization_utils_base",
+    # every retry of a request, whose failure our own errors state in a line
+    "huggingface_hub.utils._http",
 )
 _CONTROLS = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]|\r(?!\n)")  # not tabs and line ends
 

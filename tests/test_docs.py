@@ -63,7 +63,7 @@ _EXPLAINED = {
     "load_best_model_at_end",
     "dataloader_num_workers",
 }
-_EXPLAINED |= {"compute_metrics", "num_samples", "max_new_tokens", "temperature", "top_k"}
+_EXPLAINED |= {"optim", "compute_metrics", "num_samples", "max_new_tokens", "temperature", "top_k"}
 
 
 def test_names_of_other_programs_are_those_that_a_message_suggests():

@@ -20,6 +20,7 @@ from nanogpt_hf.config.schema import DataSection
 from nanogpt_hf.data.bpe import printable_bytes
 from nanogpt_hf.data.manifest import Manifest
 from nanogpt_hf.errors import DataError, UserError, one_line
+from nanogpt_hf.program import program
 
 
 def end_of_text_id_of(hf: PreTrainedTokenizerBase) -> int | None:
@@ -58,7 +59,10 @@ def unknown_characters_named(hf: PreTrainedTokenizerBase, texts: Iterable[str]) 
                 raise DataError(f"the tokenizer fails: {one_line(error)}") from None
             raise
         raise DataError(
-            f"the tokenizer knows no {' '.join(map(repr, unknown[:8]))}; leave it out of the text"
+            f"the tokenizer knows no {' '.join(map(repr, unknown[:8]))}; leave it out of the text, "
+            f"or train a model that knows it: `{program()} pretrain quickstart --data.source FILE` "
+            "has a token for each character of FILE, and one for each byte with --data.tokenizer "
+            "bpe --data.vocab_size 257"
         ) from None
 
 

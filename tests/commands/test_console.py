@@ -36,8 +36,9 @@ def test_log_level_and_rank_filter_messages(capsys, log_level, rank, out, err):
     assert captured.err.splitlines() == [f"{start}our {level}, 100 % of it" for level in err]
 
 
-def test_useless_library_warnings_are_not_shown(monkeypatch):
-    library, messages = logging.getLogger("DeepSpeed"), []
+@pytest.mark.parametrize("name", ["DeepSpeed", "huggingface_hub.utils._http"])
+def test_useless_library_warnings_are_not_shown(monkeypatch, name):
+    library, messages = logging.getLogger(name), []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
     monkeypatch.setattr(library, "handlers", [handler])
