@@ -29,7 +29,7 @@ from nanogpt_hf.distributed.mesh import Mesh, mesh_of
 from nanogpt_hf.distributed.tensor_parallel import split_matrices, split_vocabulary
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.model.architecture import architecture_of
-from nanogpt_hf.model.head_gpt import compile_loss
+from nanogpt_hf.model.head_gpt import batch_loss, compile_loss
 from nanogpt_hf.model.recompute import recompute_blocks
 
 
@@ -104,8 +104,9 @@ def prepared_blocks(
     accelerate config sets it. Name the blocks for FSDP2.
 
     A context for `accelerator.prepare`, inside which accelerate's own versions are off. Compiled
-    in place, parameters keep their names. The base model is one graph where that is possible, else
-    each block is compiled, and one graph serves all blocks. Accelerate's checkpointing draws new
+    in place, parameters keep their names. The model with its loss is one graph where that is
+    possible, and the base model alone in evaluations and with another loss. Else each block is
+    compiled, and one graph serves all blocks. Accelerate's checkpointing draws new
     dropout masks in the backward pass, which makes the gradient wrong.
     """
     mesh = mesh_of(accelerator)
@@ -128,6 +129,8 @@ def prepared_blocks(
         for part in [model.base_model] if is_whole else blocks:
             part.compile(**options)
         compile_loss(model.get_output_embeddings(), **options)
+        if is_whole:
+            cast(Any, model).compiled_batch_loss = torch.compile(batch_loss, **options)
         if compile_update := getattr(optimizer, "compile", None):
             compile_update(**options)
     try:

@@ -85,6 +85,14 @@ def compile_loss(head: nn.Module | None, **options: Any) -> None:
         head.whole_loss = torch.compile(whole_loss, **options)
 
 
+def batch_loss(model, input_ids, targets, position_ids):
+    """(B, T) tokens, targets and positions, or None -> their summed loss; compiled, it is one graph
+    from the tokens to the loss.
+    """
+    out = model.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False)
+    return model.summed_loss(out.last_hidden_state.flatten(0, 1), targets.flatten())
+
+
 class SummedLoss(PreTrainedModel if TYPE_CHECKING else object):
     """Mixin that computes logits and loss from hidden states, for a causal LM whose logits are the
     product with its head, capped or not.
@@ -92,6 +100,21 @@ class SummedLoss(PreTrainedModel if TYPE_CHECKING else object):
 
     config: Any
     softcap: float | None = None
+    # `batch_loss`, compiled, of a model that is compiled with its loss.
+    compiled_batch_loss: Any = None
+
+    def takes_one_graph(self, input_ids, targets):
+        """Whether a call with these tokens and targets alone is one compiled graph: in training, if
+        all logits are computed at once.
+
+        A graph of several chunks might compute the logits of the next before it frees these.
+        """
+        if self.compiled_batch_loss is None or targets is None or not torch.is_grad_enabled():
+            return False
+        rows = targets.numel()
+        device = input_ids.device.type
+        chunk = rows_of_a_chunk(rows, self.config.vocab_size, device, is_compiled=True)
+        return rows == chunk and isinstance(self.get_output_embeddings(), Head)
 
     def summed_loss(self, hidden, targets, row_loss=None):
         """(N, C), (N,) -> sum of the cross-entropies in float32, without N × V logits in memory.
@@ -132,11 +155,8 @@ class SummedLoss(PreTrainedModel if TYPE_CHECKING else object):
             skip_logits = self.training and shift_labels is not None
         if shift_labels is not None:
             targets = shift_labels.reshape(-1).to(hidden.device)  # (N,)
-            items = (targets != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch
             loss = self.summed_loss(hidden.reshape(len(targets), -1), targets, row_loss)
-            # A tensor is not compared, since the host would wait for its value.
-            if torch.is_tensor(items) or items != 1:
-                loss = loss / items
+            loss = loss_per_item(loss, targets, num_items_in_batch)
         if not skip_logits:
             # A number of last positions, or a tensor that lists positions.
             kept = logits_to_keep
@@ -165,3 +185,11 @@ def shifted_labels(labels, arguments):
         # The target at position t is token t + 1; the last position has none.
         shift_labels = F.pad(labels, (0, 1), value=IGNORED)[..., 1:]
     return shift_labels, row_loss
+
+
+def loss_per_item(loss, targets, num_items_in_batch) -> Any:
+    """Divide a summed loss by `num_items_in_batch`, or by the number of counted targets."""
+    items = (targets != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch
+    # A tensor is not compared, since the host would wait for its value.
+    is_one = not torch.is_tensor(items) and items == 1
+    return loss if is_one else loss / items

@@ -24,13 +24,13 @@ from transformers.activations import ACT2FN
 from transformers.cache_utils import DynamicCache
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from .configuration_gpt import GPTConfig
-from .head_gpt import Head, SummedLoss, shifted_labels
+from .head_gpt import Head, SummedLoss, loss_per_item, shifted_labels
 from .layout_gpt import GPT2Files
 
 
@@ -280,6 +280,13 @@ class GPTForCausalLM(  # pyright: ignore[reportIncompatibleMethodOverride]
         shift_labels, row_loss = shifted_labels(labels, kwargs)
         if use_cache is None and shift_labels is not None:
             use_cache = False  # training reads each text once
+        others = (attention_mask, past_key_values, inputs_embeds, row_loss)
+        is_plain = skip_logits and not kwargs and all(each is None for each in others)
+        if is_plain and self.takes_one_graph(input_ids, shift_labels):
+            loss = self.compiled_batch_loss(self, input_ids, shift_labels, position_ids)
+            return CausalLMOutputWithPast(
+                loss=loss_per_item(loss, shift_labels, num_items_in_batch)
+            )
         out = self.transformer(
             input_ids,
             attention_mask=attention_mask,

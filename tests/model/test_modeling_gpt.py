@@ -13,6 +13,8 @@ from transformers.utils.generic import find_labels
 
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM, loss_gpt
 from nanogpt_hf.model.architecture import count_parameters
+from nanogpt_hf.model.head_gpt import batch_loss
+from nanogpt_hf.model.loss_gpt import cross_entropy
 
 TINY = {
     "vocab_size": 61,
@@ -239,6 +241,52 @@ def test_compiled_graph_has_one_product_for_queries_keys_and_values_and_no_mask(
     assert len(attention) == TINY["n_layer"]
     assert all(node.kwargs["attn_mask"] is None for node in attention)
     assert all(node.kwargs["is_causal"] for node in attention)
+
+
+def test_compiled_training_is_one_graph_from_tokens_to_loss():
+    graphs = []
+    model = compiled(tiny(attn_implementation="sdpa").train(), [])
+
+    def keep(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    batch = {"input_ids": ids(), "shift_labels": ids().roll(-1), "use_cache": False}
+    expected = model(**batch, skip_logits=True).loss
+    model.compiled_batch_loss = torch.compile(batch_loss, backend=keep, fullgraph=True)
+    for items, factor in ((None, 1), (1, ids().numel()), (torch.tensor(2), ids().numel() / 2)):
+        loss = model(**batch, skip_logits=True, num_items_in_batch=items).loss
+        torch.testing.assert_close(loss, expected * factor)
+    (graph,) = graphs
+    # The products of the blocks, and with the head.
+    assert calls(graph, torch._C._nn.linear) == 4 * TINY["n_layer"] + 1
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        {"skip_logits": False},
+        {"attention_mask": torch.ones(2, 20, dtype=torch.long)},
+        {"row_loss": cross_entropy},
+        {"output_hidden_states": True},
+        {"chunks": 2},
+        {"grad": False},
+    ],
+    ids=lambda call: next(iter(call)),
+)
+def test_other_calls_of_a_compiled_model_do_not_take_that_graph(call, monkeypatch):
+    def never(*_):
+        raise AssertionError("the graph of training was called")
+
+    model = tiny(attn_implementation="sdpa").train()
+    model.compiled_batch_loss = never
+    call = dict(call)
+    if chunks := call.pop("chunks", None):
+        monkeypatch.setattr(loss_gpt, "LOGITS_PER_CHUNK", ids().numel() * 61 // chunks)
+    options = {"skip_logits": True, "use_cache": False}
+    with torch.set_grad_enabled(call.pop("grad", True)):
+        out = model(input_ids=ids(), shift_labels=ids(), **options | call)
+    assert out.loss.isfinite()
 
 
 def test_compiled_graph_calls_layers_that_are_not_plain():
