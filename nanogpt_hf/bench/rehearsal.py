@@ -328,8 +328,13 @@ def rehearse(config: Config, launch: Launch) -> Rehearsal:
     each = size * config.data.block_size * launch.dp_size
     wanted = max(MICRO_BATCHES, launch.pp_size + 1)
     micro_batches = min(wanted, config.train.tokens_per_step // each)
-    knobs = {"train.micro_batch_size": size, "train.tokens_per_step": micro_batches * each}
-    config = replace_knobs(config, knobs)
+    knobs = {
+        "train.micro_batch_size": size,
+        "train.tokens_per_step": micro_batches * each,
+        "train.stages": None,
+    }
+    # A run of it alone, without the other stages of its recipe.
+    config = replace_fields(replace_knobs(config, knobs), whole=None, begins=0)
     # What each stage has sent to the next, which is rehearsed after it.
     shapes: dict[type, Any] = {}
     try:
@@ -348,9 +353,8 @@ def _rehearse(config: Config, launch: Launch, index: int, shapes: dict[type, Any
     meter = _Meter()
     rank = index * launch.world_size // launch.pp_size
     with _faked(launch, meter, rank, shapes):
-        mesh = Mesh.from_environment()
-        check_launch(config, mesh)
-        accelerator = build_accelerator(config, RunFolder("runs"), mesh)
+        here = check_launch(config, Mesh.from_environment())
+        accelerator = build_accelerator(here, RunFolder("runs"))
         cast(Any, accelerator.state).device = state.PartialState().device = _DEVICE
         data = cast(PreparedData, synthetic_data(config))
         kernels = nullcontext() if launch.on_cpu else GpuKernels()

@@ -221,8 +221,8 @@ def run_bench(arguments: Namespace, overrides: Overrides) -> None:
         config = small_config("bench", arguments.mesh.world_size)
     # Nothing is logged, so the recipe's trackers need not be installed.
     config = replace_knobs(config, {"tracking.trackers": []})
-    check_launch(config, arguments.mesh)
-    accelerator = build_accelerator(config, RunFolder("runs"), arguments.mesh)
+    launch = check_launch(config, arguments.mesh)
+    accelerator = build_accelerator(launch, RunFolder("runs"))
     work = build_workload(accelerator, config, use_prepared=arguments.recipe is not None)
 
     # Figures are printed as they are measured.

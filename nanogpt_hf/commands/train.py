@@ -28,7 +28,7 @@ from nanogpt_hf.config.load import Overrides, config_to_yaml
 from nanogpt_hf.config.methods import POLICY, PREFERENCES, RecipeMethod, chosen_method
 from nanogpt_hf.config.names import folder_or_hub_id
 from nanogpt_hf.config.schema import Config, get_value
-from nanogpt_hf.config.stages import naming, planned_tokens, stage_lines, stages_of
+from nanogpt_hf.config.stages import planned_tokens, stage_lines
 from nanogpt_hf.console import show
 from nanogpt_hf.data.manifest import find_manifest
 from nanogpt_hf.distributed.mesh import Mesh
@@ -278,10 +278,7 @@ def _dry_run(config: Config, arguments: Namespace, base: "PreTrainedConfig | Non
     if mesh.world_size > 1:
         from nanogpt_hf.distributed.accelerate_config import check_launch
 
-        # A stage may change a knob that does not combine with the layout.
-        for stage in stages_of(config):
-            with naming(stage):
-                check_launch(stage.config, mesh)
+        check_launch(config, mesh)
     # Of a model to fine-tune: how many of its parameters are trained.
     if base is not None:
         show(f"{config.finetune.model}: {describe_trainable(meta_model(config, base), config)}\n")

@@ -6,9 +6,7 @@ The only reader of ACCELERATE_* and FSDP_*.
 
 import math
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import cast
 
@@ -19,6 +17,7 @@ from accelerate.utils import LoggerType
 
 from nanogpt_hf import cpu
 from nanogpt_hf.config.schema import Config
+from nanogpt_hf.config.stages import naming, stages_of
 from nanogpt_hf.distributed import deepspeed
 from nanogpt_hf.distributed.environment import (
     SIZE_VARIABLES,
@@ -28,7 +27,7 @@ from nanogpt_hf.distributed.environment import (
 )
 from nanogpt_hf.distributed.layout import check_layout
 from nanogpt_hf.distributed.mesh import Mesh
-from nanogpt_hf.errors import UserError, did_you_mean, one_line
+from nanogpt_hf.errors import UserError, did_you_mean
 from nanogpt_hf.formatting import plural
 from nanogpt_hf.optim.optimizer import kind_of
 from nanogpt_hf.program import program
@@ -40,19 +39,42 @@ STEPS_WORTH_COMPILING = 500
 EMULATES_FP8 = False
 
 
-def check_launch(config: Config, mesh: Mesh) -> int:
-    """Gradient accumulation steps of `config` on this launch's processes.
+@dataclass(frozen=True)
+class CheckedLaunch:
+    """A recipe and a launch that can train it. `check_launch` makes it, and the Accelerator of a
+    run is built for no other.
+    """
+
+    config: Config
+    # With the device, the precision and the compilation that this machine gives it.
+    mesh: Mesh
+    # Gradient accumulation steps of each process.
+    accumulation: int
+
+
+def check_launch(config: Config, mesh: Mesh) -> CheckedLaunch:
+    """Check that the processes of a launch can train a recipe, in all its stages.
 
     Raises UserError if the accelerate config sets another accumulation, if DeepSpeed is needed but
-    not installed, and if `check_config`, `check_sizes`, `check_layout` or `check_recipe` does.
+    not installed, and if `settled`, `check_sizes`, `check_recipe` or `check_layout` does.
     """
-    check_config()
     mesh = settled(mesh, config)
     if mesh.sharding == "zero":
         deepspeed.check_available()
     check_sizes(mesh)
-    accumulation = check_layout(config, mesh)
     check_recipe(config)
+    accumulations = []
+    for stage in stages_of(config):
+        # A stage may change a knob that does not combine with the layout.
+        with naming(stage):
+            accumulation = check_layout(stage.config, mesh)
+            _check_accumulation(accumulation)
+        accumulations.append(accumulation)
+    return CheckedLaunch(config, mesh, accumulations[0])
+
+
+def _check_accumulation(accumulation: int) -> None:
+    """Raises UserError if the accelerate config sets another one."""
     stated = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "auto")
     if stated not in ("auto", str(accumulation)):
         raise UserError(
@@ -60,25 +82,33 @@ def check_launch(config: Config, mesh: Mesh) -> int:
                 "gradient_accumulation_steps", stated, accumulation, "train.tokens_per_step"
             )
         )
-    return accumulation
 
 
 def settled(mesh: Mesh, config: Config | None = None) -> Mesh:
     """Complete the mesh by what the accelerate config leaves to this machine: its device, the
     precision, and whether a run of `config` is compiled.
+
+    Raises UserError if the config sets what a run would not get: a precision, a device, processes.
     """
-    if (
-        config is not None
-        and chooses_for_one_gpu()
-        and config.train.max_steps >= STEPS_WORTH_COMPILING
-    ):
+    check_environment()
+    check_device()
+    is_long = config is not None and config.train.max_steps >= STEPS_WORTH_COMPILING
+    if is_long and chooses_for_one_gpu():
         # Accelerate reads it when an Accelerator is built.
         os.environ.setdefault("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")
     device = "cpu"
     if not _on_the_cpu():
         device = cast(torch.device, torch.accelerator.current_accelerator()).type
+    precision = requested_precision()
+    _check_precision(precision, device)
+    if _started_alone():
+        raise UserError(
+            "the accelerate config sets several processes, but accelerate started one: its "
+            "MULTI_CPU and NO never start more; set distributed_type MULTI_GPU with use_cpu: true, "
+            "as accelerate_configs/cpu_ddp.yaml does, or num_processes: 1"
+        )
     compiles = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no"
-    return replace(mesh, device=device, precision=requested_precision(), compiles=compiles)
+    return replace(mesh, device=device, precision=precision, compiles=compiles)
 
 
 def check_sizes(mesh: Mesh) -> None:
@@ -157,48 +187,27 @@ def lacks_bfloat16() -> bool:
     return precision == "bf16" and _on_the_cpu() and not cpu.multiplies_bfloat16()
 
 
-def check_config() -> None:
-    """Raises UserError if the accelerate config sets what a run would not get: a precision, a
-    device, processes.
-
-    Raises UserError if `check_environment` does, too.
-    """
-    check_environment()
-    check_device()
-    precision = requested_precision()
+def _check_precision(precision: str, device: str) -> None:
+    """Raises UserError for a precision that the device has not."""
+    stated = f"the accelerate config sets mixed_precision {precision}"
+    capability = torch.cuda.get_device_capability() if device == "cuda" else None
     if precision == "fp8":
-        _check_fp8()
-    on_cuda = not _on_the_cpu() and torch.cuda.is_available()
-    if precision == "bf16" and on_cuda and not multiplies_bfloat16():
-        major, minor = torch.cuda.get_device_capability()
+        if find_spec("torchao") is None:
+            raise UserError(f"{stated}, and torchao is not installed; run `pip install torchao`")
+        if not (EMULATES_FP8 or (capability and capability >= (8, 9))):
+            raise UserError(
+                f"{stated}, which needs a GPU of compute capability 8.9 or higher (Ada, Hopper or "
+                "newer); set bf16"
+            )
+    if precision == "bf16" and capability and not multiplies_bfloat16():
+        major, minor = capability
         raise UserError(
-            "the accelerate config sets mixed_precision bf16, which this GPU of compute capability "
-            f"{major}.{minor} only emulates: it needs 8.0 (Ampere or newer); set fp16"
+            f"{stated}, which this GPU of compute capability {major}.{minor} only emulates: it "
+            "needs 8.0 (Ampere or newer); set fp16"
         )
     is_zero = is_true(os.environ.get("ACCELERATE_USE_DEEPSPEED"))
-    if precision == "fp16" and _on_the_cpu() and not is_zero:
-        raise UserError(
-            "the accelerate config sets mixed_precision fp16, which accelerate ignores on a CPU; "
-            "set bf16 or 'no'"
-        )
-    if _started_alone():
-        raise UserError(
-            "the accelerate config sets several processes, but accelerate started one: its "
-            "MULTI_CPU and NO never start more; set distributed_type MULTI_GPU with use_cpu: true, "
-            "as accelerate_configs/cpu_ddp.yaml does, or num_processes: 1"
-        )
-
-
-def _check_fp8() -> None:
-    stated = "the accelerate config sets mixed_precision fp8"
-    if find_spec("torchao") is None:
-        raise UserError(f"{stated}, and torchao is not installed; run `pip install torchao`")
-    on_cuda = not _on_the_cpu() and torch.cuda.is_available()
-    if not (EMULATES_FP8 or (on_cuda and torch.cuda.get_device_capability() >= (8, 9))):
-        raise UserError(
-            f"{stated}, which needs a GPU of compute capability 8.9 or higher (Ada, Hopper or "
-            "newer); set bf16"
-        )
+    if precision == "fp16" and device == "cpu" and not is_zero:
+        raise UserError(f"{stated}, which accelerate ignores on a CPU; set bf16 or 'no'")
 
 
 def check_device() -> None:
@@ -238,24 +247,6 @@ def _started_alone() -> bool:
         return "MASTER_PORT" not in psutil.Process(os.getppid()).environ()
     except psutil.Error:
         return False
-
-
-@contextmanager
-def one_line_of_accelerate() -> Iterator[None]:
-    """Raise UserError with accelerate's reason if it rejects its config."""
-    try:
-        yield
-    # Accelerate has no class of its own for a wrong setting. `--log-level debug` prints the
-    # traceback.
-    except (
-        ValueError,
-        TypeError,
-        LookupError,
-        ImportError,
-        AssertionError,
-        NotImplementedError,
-    ) as error:
-        raise UserError(f"accelerate cannot start as its config asks: {one_line(error)}") from error
 
 
 def default_to_cpu(mesh: Mesh) -> None:

@@ -10,7 +10,8 @@ counts as no micro-batch.
 import logging
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, cast
 from unittest.mock import patch
@@ -27,21 +28,19 @@ from accelerate.utils import (
 )
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from nanogpt_hf.config.checks import accumulation_steps
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.distributed import deepspeed, rendezvous
 from nanogpt_hf.distributed.accelerate_config import (
-    check_config,
+    CheckedLaunch,
     chooses_for_one_gpu,
     default_to_cpu,
     hide_layout,
     ignore_layout,
     lacks_bfloat16,
-    one_line_of_accelerate,
     settled,
 )
 from nanogpt_hf.distributed.mesh import Mesh, mesh_of
-from nanogpt_hf.errors import UserError
+from nanogpt_hf.errors import UserError, one_line
 from nanogpt_hf.runs.folder import RunFolder
 
 logger = logging.getLogger(__name__)
@@ -91,6 +90,24 @@ class _Accelerator(Accelerator):
     _prepare_ao = _prepare_tp
 
 
+@contextmanager
+def _one_line_of_accelerate() -> Iterator[None]:
+    """Raise UserError with accelerate's reason if it rejects its config."""
+    try:
+        yield
+    # Accelerate has no class of its own for a wrong setting. `--log-level debug` prints the
+    # traceback.
+    except (
+        ValueError,
+        TypeError,
+        LookupError,
+        ImportError,
+        AssertionError,
+        NotImplementedError,
+    ) as error:
+        raise UserError(f"accelerate cannot start as its config asks: {one_line(error)}") from error
+
+
 def _start(mesh: Mesh, **options: Any) -> Accelerator:
     """Start an Accelerator. Raises UserError if it sees other processes than the launcher
     started.
@@ -100,7 +117,7 @@ def _start(mesh: Mesh, **options: Any) -> Accelerator:
     timeout = InitProcessGroupKwargs(timeout=rendezvous.PEER_TIMEOUT)
     # Accelerate's own checkpointing knows no levels: preparation.py does it.
     own = patch_environment(fsdp_activation_checkpointing="false")
-    with one_line_of_accelerate(), own:
+    with _one_line_of_accelerate(), own:
         accelerator = _Accelerator(
             mesh, mixed_precision=mesh.precision, kwargs_handlers=[timeout], **options
         )
@@ -117,34 +134,35 @@ def build_evaluation_accelerator(mesh: Mesh) -> Accelerator:
     """Build the Accelerator of a process that only evaluates a whole model: device, precision and
     process group. Instead of fp8 it takes bf16.
 
-    Raises UserError if `check_config` does, and if accelerate sees fewer processes than the
-    launcher started.
+    Raises UserError if `settled` does, and if accelerate sees fewer processes than the launcher
+    started.
     """
-    check_config()
+    mesh = settled(mesh)
     ignore_layout()
-    whole = replace(settled(mesh), tp_size=1, cp_size=1, pp_size=1, ep_size=1)
+    whole = replace(mesh, tp_size=1, cp_size=1, pp_size=1, ep_size=1)
     # Without a config, evaluations are in float32 also on a GPU: their figures do not depend on it.
     precision = "no" if chooses_for_one_gpu() else whole.precision.replace("fp8", "bf16")
     return _start(replace(whole, precision=precision))
 
 
 def build_accelerator(
-    config: Config, run: RunFolder, mesh: Mesh, trackers: Sequence[GeneralTracker] = ()
+    launch: CheckedLaunch, run: RunFolder, trackers: Sequence[GeneralTracker] = ()
 ) -> Accelerator:
     """Build the Accelerator of this process, with the accumulation that the recipe's tokens per
     step imply, and with `trackers` in addition to the recipe's.
 
-    `check_launch` has checked the recipe on this launch. Raises UserError if this machine does not
-    provide what the accelerate config sets.
+    Raises UserError if this machine does not provide what the accelerate config sets.
     """
-    mesh = settled(mesh, config)
-    accumulation = accumulation_steps(config, mesh.dp_size)
+    config = launch.config
+    mesh = launch.mesh
     hide_layout(mesh)
     if mesh.sharding == "zero" and not torch.accelerator.is_available():
         deepspeed.reduce_with_gloo()
     # No dataloader is prepared, so none may end an accumulation early.
     plugin = GradientAccumulationPlugin(
-        num_steps=accumulation, sync_with_dataloader=False, sync_each_batch=mesh.sharding == "fsdp"
+        num_steps=launch.accumulation,
+        sync_with_dataloader=False,
+        sync_each_batch=mesh.sharding == "fsdp",
     )
     accelerator = _start(
         mesh,
@@ -158,7 +176,7 @@ def build_accelerator(
         _configure_fsdp(accelerator)
     if mesh.sharding == "zero":
         zero: Any = accelerator.deepspeed_plugin
-        deepspeed.configure(zero.deepspeed_config, config, accumulation)
+        deepspeed.configure(zero.deepspeed_config, config, launch.accumulation)
     if accelerator.device.type == "cuda":
         # TF32 for the products that remain in float32
         torch.set_float32_matmul_precision("high")

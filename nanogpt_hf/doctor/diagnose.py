@@ -135,8 +135,7 @@ def diagnose(recipe: Config | None, run_dir: str | None, report: Report, mesh: M
     # The accelerator that a run would have: its process group, devices and precision.
     try:
         with report.together("launch"):
-            check_launch(config, mesh)
-            accelerator = build_accelerator(config, folder, mesh)
+            accelerator = build_accelerator(check_launch(config, mesh), folder)
             share_threads(mesh.local_world_size)
     except UserError as error:
         report.add("fault", "launch", str(error))

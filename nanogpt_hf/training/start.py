@@ -5,7 +5,7 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +72,8 @@ def prepare_run(
     disable_progress_bar()
     mesh = mesh or Mesh.from_environment()
     folder = RunFolder(Path(run_dir or Path("runs") / config.name))
-    check_before_the_data(config, folder, lambda stage: check_launch(stage, mesh))
+    launch = check_launch(config, mesh)
+    check_before_the_data(config, folder)
     for line in dial_lines(config):
         logger.info(line)
     method = method_of(config)
@@ -107,7 +108,7 @@ def prepare_run(
             one_line_for_too_little_memory(config, data.vocab_size),
         ):
             # 2. From here on processes know each other.
-            accelerator = build_accelerator(config, folder, mesh, trackers)
+            accelerator = build_accelerator(launch, folder, trackers)
             # 3. Model and optimizer, with the weights of a checkpoint if the run resumes.
             return _start_or_resume(config, accelerator, folder, data, facts)
     except BaseException:
@@ -132,18 +133,18 @@ def check_folders(config: Config, folder: RunFolder) -> None:
             )
 
 
-def check_before_the_data(
-    config: Config, folder: RunFolder, check_machine: Callable[[Config], object]
-) -> None:
-    """Raises UserError for what is wrong without the data: folders, section `model`, and, by
-    `check_machine` for the recipe of each stage, the machine.
+def check_before_the_data(config: Config, folder: RunFolder) -> None:
+    """Raises UserError for what is wrong without data and machine: folders, section `model`, and a
+    balance loss that the model has not.
     """
     check_folders(config, folder)
+    if config.finetune.model is not None:
+        # Its files say what it is.
+        return
+    model_config = build_config(config.model, vocab_size=256)
     for stage in stages_of(config):
         with naming(stage):
-            check_machine(stage.config)
-            if config.finetune.model is None:
-                check_balance(stage.config, build_config(config.model, vocab_size=256))
+            check_balance(stage.config, model_config)
 
 
 def _lock(config: Config, folder: RunFolder, options: dict[str, bool]) -> bool:

@@ -23,6 +23,7 @@ import nanogpt_hf
 from nanogpt_hf.config.load import load_config, unread_overrides
 from nanogpt_hf.config.schema import KNOBS, Config, get_value
 from nanogpt_hf.config.sources import sources_of
+from nanogpt_hf.config.stages import naming, stages_of
 from nanogpt_hf.config.values import convert, parse_flow_list
 from nanogpt_hf.data.manifest import DECIDING_KNOBS, read_manifest
 from nanogpt_hf.data.source import check_source
@@ -182,12 +183,16 @@ def check_runs(sweep: Sweep) -> None:
             check_launch(config, mesh)
             return
         check_recipe(config)
-        if launch:
-            check_layout(config, launch)
+        if launch is None:
+            return
+        for stage in stages_of(config):
+            with naming(stage):
+                check_layout(stage.config, launch)
 
     for run in sweep.runs:
         try:
-            check_before_the_data(run.config, RunFolder(sweep.folder / run.name), check_machine)
+            check_machine(run.config)
+            check_before_the_data(run.config, RunFolder(sweep.folder / run.name))
             for source in sources_of(run.config.data):
                 prepared = Path(source.data.dir).resolve()
                 if read_manifest(prepared) is None:

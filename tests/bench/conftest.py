@@ -9,6 +9,7 @@ from nanogpt_hf.config.schema import Config, DataSection, ModelSection, OptimSec
 def work(forget_accelerate, monkeypatch, tmp_path):
     """A tiny model on synthetic tokens with two micro-batches per step, as `bench` builds it."""
     from nanogpt_hf.bench.workload import build_workload
+    from nanogpt_hf.distributed.accelerate_config import check_launch
     from nanogpt_hf.distributed.accelerator import build_accelerator
     from nanogpt_hf.distributed.mesh import Mesh
     from nanogpt_hf.runs.folder import RunFolder
@@ -21,6 +22,6 @@ def work(forget_accelerate, monkeypatch, tmp_path):
         optim=OptimSection(warmup_steps=0),
         train=TrainSection(micro_batch_size=2, tokens_per_step=32),
     )
-    accelerator = build_accelerator(config, RunFolder(tmp_path), Mesh())
+    accelerator = build_accelerator(check_launch(config, Mesh()), RunFolder(tmp_path))
     yield build_workload(accelerator, config, use_prepared=True)
     forget_accelerate()

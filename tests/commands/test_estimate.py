@@ -13,6 +13,7 @@ from nanogpt_hf.bench.rehearsal import rehearse
 from nanogpt_hf.commands import main
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.schema import replace_knobs
+from nanogpt_hf.config.stages import largest_stage
 from nanogpt_hf.distributed.launch import Launch
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.model import GPTForCausalLM
@@ -92,6 +93,15 @@ def test_estimate_rehearses_a_step(tmp_path, write_recipe):
     copied = memory["phases"][memory["peak_phase"]]["checkpoint"]
     assert rehearsal["peak"] == pytest.approx(memory["peak"] - copied, rel=0.1)
     assert (rehearsal["sent"], rehearsal["waits"]) == ({}, {})
+
+
+def test_the_largest_stage_is_rehearsed_as_a_recipe_of_its_own(write_recipe):
+    knobs = {"train.micro_batch_size": 8}
+    staged = replace_knobs(load_config(write_recipe()), {"train.stages": [{"at": 3, **knobs}]})
+    alone = replace_knobs(staged, {"train.stages": None, **knobs})
+    found = rehearse(largest_stage(staged), Launch())
+    assert found == rehearse(alone, Launch())
+    assert found.peak > rehearse(replace_knobs(staged, {"train.stages": None}), Launch()).peak
 
 
 def test_a_rehearsal_finds_a_tensor_on_the_wrong_device(tmp_path, write_recipe, monkeypatch):

@@ -113,8 +113,8 @@ def test_sharding_beyond_the_machine_is_refused(capsys, monkeypatch, tmp_path, w
 def test_address_given_to_the_launcher_does_not_mean_several_processes():
     code = (
         "import os, subprocess, sys\n"
-        "check = 'from nanogpt_hf.distributed.accelerate_config import check_config; "
-        "check_config()'\n"
+        "check = 'from nanogpt_hf.distributed.accelerate_config import settled; "
+        "from nanogpt_hf.distributed.mesh import Mesh; settled(Mesh())'\n"
         "subprocess.run([sys.executable, '-c', check], check=True)"
     )
     environment = os.environ | {

@@ -31,7 +31,7 @@ from nanogpt_hf.data.prepare import prepare
 from nanogpt_hf.data.prepared import load_prepared
 from nanogpt_hf.distributed import accelerate_config
 from nanogpt_hf.distributed import layout as layouts
-from nanogpt_hf.distributed.accelerate_config import check_sizes, settled
+from nanogpt_hf.distributed.accelerate_config import check_launch, check_sizes, settled
 from nanogpt_hf.distributed.accelerator import build_accelerator, sum_over_ranks
 from nanogpt_hf.distributed.full_state import full_weights
 from nanogpt_hf.distributed.layout import check_layout
@@ -312,7 +312,9 @@ def train(config: Config, folder: Path) -> dict[str, torch.Tensor]:
     """
     for kept in (state.AcceleratorState, state.GradientState, state.PartialState):
         kept._reset_state()
-    accelerator = build_accelerator(config, RunFolder(folder), Mesh.from_environment())
+    accelerator = build_accelerator(
+        check_launch(config, Mesh.from_environment()), RunFolder(folder)
+    )
     # torchao's 8-bit step would be compiled for minutes; test_adamw_8bit.py has the compiled one
     compile = torch.compile
     if config.optim.state == "8bit":

@@ -22,6 +22,7 @@ from cpu_ring import allow_cpu_ring
 from nanogpt_hf.bench.workload import communicated_bytes, synthetic_data
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.schema import Config
+from nanogpt_hf.distributed.accelerate_config import check_launch
 from nanogpt_hf.distributed.accelerator import build_accelerator
 from nanogpt_hf.distributed.launch import Launch
 from nanogpt_hf.distributed.mesh import Mesh
@@ -124,7 +125,9 @@ def on_rank(rank: int, port: int, kind: str, file: Path) -> None:
     if kind == "CP by ring":
         allow_cpu_ring()
     config = config_of(kind)
-    accelerator = build_accelerator(config, RunFolder(file.parent / "run"), Mesh.from_environment())
+    accelerator = build_accelerator(
+        check_launch(config, Mesh.from_environment()), RunFolder(file.parent / "run")
+    )
     run = build_run(config, accelerator, synthetic_data(config, 50257))
     held: dict = {"gradients": [], "whole gradients": []}
 

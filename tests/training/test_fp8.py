@@ -7,6 +7,7 @@ from transformers import AutoModelForCausalLM
 from assertions import copy_at, numbers, same_weights, series
 from nanogpt_hf.commands import main
 from nanogpt_hf.distributed import accelerate_config
+from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.model.load import load_model
 
@@ -108,7 +109,9 @@ def test_gpu_needs_products_of_8_bits(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 9))
-    accelerate_config.check_config()
+    device = torch.device("cuda")
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: device)
+    accelerate_config.settled(Mesh())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     with pytest.raises(UserError, match=r"compute capability 8\.9 or higher"):
-        accelerate_config.check_config()
+        accelerate_config.settled(Mesh())
