@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from nanogpt_hf.config.load import Overrides, load_config, stated_knobs
-from nanogpt_hf.config.methods import chosen_method
+from nanogpt_hf.config.methods import NEXT_TOKEN, recipe_method_of
 from nanogpt_hf.config.schema import KNOBS, SECTIONS, Config, knob_lines, section_lines
 from nanogpt_hf.console import show
 from nanogpt_hf.errors import UserError, did_you_mean
@@ -104,7 +104,8 @@ def load_text_recipe(command: str, recipe: str, overrides: Overrides) -> Config:
 
     Raises UserError for one of another method.
     """
-    if method := chosen_method(stated_knobs(recipe, overrides).get):
+    method = recipe_method_of(stated_knobs(recipe, overrides).get)
+    if method is not NEXT_TOKEN:
         raise UserError(
             f"{program()} {command}: {recipe}: states {method.knob}; its command is "
             f"`{program()} {method.command}`"

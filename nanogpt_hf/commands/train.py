@@ -25,7 +25,13 @@ from nanogpt_hf.commands.arguments import (
 )
 from nanogpt_hf.config.dial import dial_lines
 from nanogpt_hf.config.load import Overrides, config_to_yaml
-from nanogpt_hf.config.methods import POLICY, PREFERENCES, RecipeMethod, chosen_method
+from nanogpt_hf.config.methods import (
+    NEXT_TOKEN,
+    POLICY,
+    PREFERENCES,
+    RecipeMethod,
+    recipe_method_of,
+)
 from nanogpt_hf.config.names import folder_or_hub_id
 from nanogpt_hf.config.schema import Config, get_value
 from nanogpt_hf.config.stages import planned_tokens, stage_lines
@@ -182,7 +188,7 @@ def run_resume(arguments: Namespace, overrides: Overrides) -> None:
     if config.finetune.model is None:
         _run(config, arguments)
     else:
-        _run_from_model(arguments, overrides, chosen_method(partial(get_value, config)))
+        _run_from_model(arguments, overrides, recipe_method_of(partial(get_value, config)))
 
 
 def _path_of_elsewhere(config: Config) -> str | None:
@@ -216,14 +222,14 @@ def _data_of_elsewhere(config: Config, run: Path) -> str | None:
 
 
 def _run_from_model(
-    arguments: Namespace, overrides: Overrides, method: RecipeMethod | None = None
+    arguments: Namespace, overrides: Overrides, method: RecipeMethod = NEXT_TOKEN
 ) -> None:
     """Train a model further, on text or by a method."""
     config, base = finetune_config(arguments.recipe, overrides, method)
     vocabulary = check_tokenizer(config, base)
-    # The ids in data that was prepared with another tokenizer mean other tokens to this model. A
-    # method prepares data of its own.
-    manifest = None if method else find_manifest(config.data)
+    # The ids in data that was prepared with another tokenizer mean other tokens to this model.
+    # Other methods prepare data of their own.
+    manifest = find_manifest(config.data) if method is NEXT_TOKEN else None
     if manifest and manifest.tokenizer_hash != vocabulary:
         raise DataError(
             f"{config.data.dir}: prepared with another tokenizer than {config.data.tokenizer}; "

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from nanogpt_hf.config.compatibility import refused_in_recipe
 from nanogpt_hf.config.method_sections import LORA_TARGETS
-from nanogpt_hf.config.methods import POLICY, chosen_method
+from nanogpt_hf.config.methods import NEXT_TOKEN, POLICY, recipe_method_of
 from nanogpt_hf.config.run_sections import FAMILIES
 from nanogpt_hf.config.schema import KNOBS, Config, get_value
 from nanogpt_hf.config.settings import KnobSetting
@@ -56,10 +56,10 @@ def _conflicts(config: Config) -> Iterator[Conflict]:
         keys = [setting.key for setting in rule[:2] if isinstance(setting, KnobSetting)]
         yield Conflict(keys, message.removeprefix(f"{keys[0]} "))
     rules = [_data_rules, _model_rules, _step_rules, _finetune_rules, _hub_rules]
-    method = chosen_method(partial(get_value, config))
+    method = recipe_method_of(partial(get_value, config))
     if method is POLICY:
         rules.append(_rl_rules)
-    if method is None and not config.data.source:
+    if method is NEXT_TOKEN and not config.data.source:
         yield Conflict(["data.source"], "required: the text to train on, for example python-docs")
     for part in rules:
         for keys, broken, message in part(config):

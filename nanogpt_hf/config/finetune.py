@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from nanogpt_hf.config.methods import SEQUENCES_PER_STEP, RecipeMethod
+from nanogpt_hf.config.methods import NEXT_TOKEN, RecipeMethod
 from nanogpt_hf.config.schema import FinetuneSection
 
 # They replace the schema's defaults, which are for pretraining from scratch. Recipe and command
@@ -34,7 +34,7 @@ def finetune_defaults(
     block_size: int,
     max_steps: int | None = None,
     lora: bool = False,
-    method: RecipeMethod | None = None,
+    method: RecipeMethod = NEXT_TOKEN,
     dropout: float | None = None,
 ) -> dict[str, Any]:
     """The defaults of a fine-tuning run, or of one by another method.
@@ -43,13 +43,10 @@ def finetune_defaults(
     """
     sizes = {
         "data.block_size": block_size,
-        "train.tokens_per_step": SEQUENCES_PER_STEP * block_size,
+        "train.tokens_per_step": method.sequences_per_step * block_size,
         "optim.warmup_steps": min(20, (max_steps or _DEFAULTS["train.max_steps"]) // 10),
     }
-    defaults = base | _DEFAULTS | sizes | (_LORA_DEFAULTS if lora else {})
-    if method:
-        tokens = method.sequences_per_step * block_size
-        defaults |= method.defaults | {"train.tokens_per_step": tokens}
+    defaults = base | _DEFAULTS | sizes | (_LORA_DEFAULTS if lora else {}) | method.defaults
     if base.get("model.architecture", "gpt2") != "gpt2":
         defaults.pop("model.dropout", None)
     elif dropout is not None:

@@ -22,7 +22,7 @@ LAYOUTS = (
 class RecipeMethod(NamedTuple):
     """What a method of training changes in recipes."""
 
-    knob: str  # a recipe that states it chooses the method
+    knob: str  # a recipe that states it chooses the method; empty for the next token
     command: str
     defaults: dict[str, Any]  # they replace the defaults of fine-tuning
     sequences_per_step: int
@@ -61,7 +61,7 @@ _PREFERENCE_DEFAULTS = {
 }
 # nanoGPT's config/finetune_shakespeare.py
 SEQUENCES_PER_STEP = 32
-# It needs no knob: a recipe that chooses no method trains on the next token of text.
+# A recipe that states the knob of no method trains on the next token of text.
 NEXT_TOKEN = RecipeMethod("", "finetune", {}, SEQUENCES_PER_STEP, "text", LAYOUTS)
 POLICY = RecipeMethod(
     "rl.task", "rl", _POLICY_DEFAULTS, 64, "questions", terms=("distill.teacher",)
@@ -70,11 +70,10 @@ PREFERENCES = RecipeMethod("align.loss", "align", _PREFERENCE_DEFAULTS, 16, "pai
 RECIPE_METHODS = [POLICY, PREFERENCES]
 
 
-def chosen_method(value_of: Callable[[str], Any]) -> RecipeMethod | None:
-    """The method that a recipe chooses, from a function that gives the values of its knobs; None
-    for the next token of text.
-    """
-    return next((method for method in RECIPE_METHODS if value_of(method.knob)), None)
+def recipe_method_of(value_of: Callable[[str], Any]) -> RecipeMethod:
+    """The method that a recipe chooses, from a function that gives the values of its knobs."""
+    chosen = (method for method in RECIPE_METHODS if value_of(method.knob))
+    return next(chosen, NEXT_TOKEN)
 
 
 def objective_rules(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from nanogpt_hf.config.compatibility import check_settings, recipe_settings
 from nanogpt_hf.config.finetune import finetune_defaults
 from nanogpt_hf.config.load import Overrides, check_knobs, load_config, stated_knobs
-from nanogpt_hf.config.methods import POLICY, RecipeMethod, chosen_method
+from nanogpt_hf.config.methods import NEXT_TOKEN, POLICY, RecipeMethod, recipe_method_of
 from nanogpt_hf.config.names import (
     GPT2_NAMES,
     MADE_TOKENIZERS,
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def finetune_config(
-    recipe: str | None, overrides: Overrides, method: RecipeMethod | None = None
+    recipe: str | None, overrides: Overrides, method: RecipeMethod = NEXT_TOKEN
 ) -> tuple[Config, "PreTrainedConfig"]:
     """Resolve the recipe of a fine-tuning run; return it with the configuration of the model that
     it starts from.
@@ -82,7 +82,7 @@ def finetune_config(
 
 
 def _defaults(
-    stated: dict[str, Any], start: str, base: "PreTrainedConfig", method: RecipeMethod | None
+    stated: dict[str, Any], start: str, base: "PreTrainedConfig", method: RecipeMethod
 ) -> dict[str, Any]:
     """Collect the defaults of a run from the model `start`, with its sizes and its tokenizer."""
     from nanogpt_hf.model.adapter_targets import lora_targets
@@ -130,19 +130,19 @@ def _contradictions(config: Config, start: str, base: "PreTrainedConfig") -> lis
     return wrong
 
 
-def _check_stated(stated: dict[str, Any], method: RecipeMethod | None) -> str:
+def _check_stated(stated: dict[str, Any], method: RecipeMethod) -> str:
     """Return the task of reinforcement learning, or ''.
 
     Raises UserError if no model, text or task is stated, or if the recipe is for another command.
     """
     start = stated.get("finetune.model")
-    command = f"{program()} {method.command if method else 'finetune'}"
+    command = f"{program()} {method.command}"
     if not start:
         raise UserError(
             f"{command}: needs a model to start from: --from gpt2, a model folder or a run folder"
         )
-    other = chosen_method(stated.get)
-    if other and other is not method:
+    other = recipe_method_of(stated.get)
+    if other not in (NEXT_TOKEN, method):
         raise UserError(f"{command}: {other.knob} is for `{program()} {other.command}`")
     task = str(stated.get(POLICY.knob) or "") if method is POLICY else ""
     if method is POLICY and not task:
@@ -156,9 +156,7 @@ def _check_stated(stated: dict[str, Any], method: RecipeMethod | None) -> str:
             f"{stated['data.source']!r:.80}; leave it out, or choose a task on conversations"
         )
     if not stated.get("data.source") and not is_generated(task):
-        raise UserError(
-            f"{command}: needs {method.data if method else 'text'} to train on: --data my.txt"
-        )
+        raise UserError(f"{command}: needs {method.data} to train on: --data my.txt")
     return task
 
 

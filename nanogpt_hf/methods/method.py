@@ -19,8 +19,8 @@ class Method:
     # In messages: `trained by NAME`.
     name: str
     # What recipes know of it without torch: its knob, defaults and layouts (config/methods.py).
+    # Variants of a method, such as one with a teacher, have the same.
     recipe: RecipeMethod
-    is_chosen: Callable[[Config], bool]
     # What it trains and evaluates on; every process calls it. Raises UserError.
     load: Callable[[Config], PreparedData]
     objective: Callable[[Config, PreparedData], Objective]
@@ -38,6 +38,8 @@ class Method:
     resume_problem: Callable[[Config, RunFolder, PreparedData, TrainState], str | None] = (
         lambda config, folder, data, state: None
     )
+    # Whether a recipe that chooses `recipe` means this variant of it.
+    is_meant: Callable[[Config], bool] = lambda config: True
     # Whether its blocks are prepared data. Then a step follows from them and the weights alone, and
     # `verify` and `branch` can repeat it.
     uses_prepared_data: bool = False

@@ -297,7 +297,7 @@ def evaluate_taught_policy(run: Run, stopping: Callable[[], bool]) -> Evaluated:
 TAUGHT_POLICY = dataclasses.replace(
     POLICY,
     name="reinforcement learning with a teacher",
-    is_chosen=lambda config: bool(config.rl.task and config.distill.teacher),
+    is_meant=lambda config: config.distill.teacher is not None,
     load=load_taught_questions,
     objective=taught_policy_objective,
     evaluate=evaluate_taught_policy,
@@ -306,6 +306,6 @@ TAUGHT_POLICY = dataclasses.replace(
 ON_POLICY = dataclasses.replace(
     TAUGHT_POLICY,
     name="on-policy distillation",
-    is_chosen=learns_teacher_alone,
+    is_meant=learns_teacher_alone,
     describe_best=lambda score: f"best divergence from the teacher {format_number(score, 4)}",
 )

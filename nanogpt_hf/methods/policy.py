@@ -87,7 +87,6 @@ def evaluated_answers(run: Run, questions: Sequence[Question], answers: Answers)
 POLICY = Method(
     "reinforcement learning",
     recipe=recipes.POLICY,
-    is_chosen=lambda config: bool(config.rl.task),
     load=load_questions,
     objective=lambda config, _: policy_objective(config.rl),
     evaluate=evaluate_policy,

@@ -19,7 +19,6 @@ from nanogpt_hf.formatting import format_number
 from nanogpt_hf.methods.method import Method
 from nanogpt_hf.methods.pairs import LabeledAnswers, load_answers, load_pairs
 from nanogpt_hf.methods.preference_losses import (
-    LOSSES,
     kto_objective,
     pair_log_probs,
     preference_objective,
@@ -133,7 +132,6 @@ def divergence(run: Run, blocks: LabeledAnswers, indices: np.ndarray) -> float:
 PREFERENCES = Method(
     "preference training",
     recipe=recipes.PREFERENCES,
-    is_chosen=lambda config: config.align.loss in LOSSES,
     load=load_pairs,
     objective=lambda config, _: preference_objective(config.align),
     evaluate=evaluate_pairs,
@@ -145,7 +143,7 @@ PREFERENCES = Method(
 KTO = replace(
     PREFERENCES,
     name="preference training on single answers",
-    is_chosen=lambda config: config.align.loss == "kto",
+    is_meant=lambda config: config.align.loss == "kto",
     load=load_answers,
     objective=lambda config, _: kto_objective(config.align),
     evaluate=evaluate_answers,

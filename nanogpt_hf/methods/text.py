@@ -72,7 +72,6 @@ def evaluate_validation(run: Run, stopping: Callable[[], bool]) -> Evaluated | N
 TEXT = Method(
     "the next token",
     recipe=NEXT_TOKEN,
-    is_chosen=lambda config: True,  # the last row of the table
     load=load_text,
     objective=text_objective,
     evaluate=evaluate_validation,
@@ -83,6 +82,6 @@ TEXT = Method(
 DISTILLATION = replace(
     TEXT,
     name="distillation",
-    is_chosen=lambda config: config.distill.teacher is not None,
+    is_meant=lambda config: config.distill.teacher is not None,
     load=lambda config: load_with_teacher(config, load_text),
 )

@@ -6,6 +6,7 @@ import pytest
 from torch.nn.functional import cross_entropy
 
 from assertions import column, copy_at, same_weights
+from nanogpt_hf.config import methods
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.methods import RecipeMethod
 from nanogpt_hf.data.blocks import Blocks
@@ -69,7 +70,6 @@ def halves() -> Method:
     return Method(
         "halves",
         recipe=RECIPE,
-        is_chosen=lambda config: config.data.max_epochs is not None,
         load=load_halves,
         objective=lambda config, _: last_token_loss,
         evaluate=evaluate_halves,
@@ -79,7 +79,8 @@ def halves() -> Method:
 
 @pytest.fixture
 def config(tmp_path, make_recipe, monkeypatch):
-    monkeypatch.setattr(method, "RECIPE_METHODS", [RECIPE])
+    for module in (methods, method):
+        monkeypatch.setattr(module, "RECIPE_METHODS", [RECIPE])
     monkeypatch.setattr(table, "METHODS", [halves(), *table.METHODS])
     knobs = {
         "data__max_epochs": 99,
