@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from nanogpt_hf.bench import baselines
 from nanogpt_hf.bench.workload import Workload, communicated_bytes
 from nanogpt_hf.distributed.accelerator import describe_machine
 from nanogpt_hf.formatting import format_bytes, plural
@@ -14,7 +13,7 @@ from nanogpt_hf.model.architecture import architecture_of, count_parameters
 from nanogpt_hf.planning.hardware import peak_flops, peak_memory
 from nanogpt_hf.runs.files import written_whole
 from nanogpt_hf.training.budget import steps_within
-from nanogpt_hf.training.clock import spread, steps_per_window, time_of, time_windows, warm_up
+from nanogpt_hf.training.clock import steps_per_window, time_of, time_windows, warm_up
 
 _TRACED_STEPS = 5
 
@@ -96,29 +95,6 @@ def summary_lines(figures: dict[str, Any]) -> list[str]:
 def _ms(spread: dict[str, float]) -> str:
     median, low, high = (spread[name] * 1e3 for name in ("median", "low", "high"))
     return f"{median:,.2f} ms ({low:,.2f} to {high:,.2f})"
-
-
-def compare_with_baseline(
-    work: Workload, baseline: str, windows: int
-) -> tuple[dict[str, Any], str]:
-    """Measurements against a baseline, and a line about them.
-
-    A ratio (ours / baseline) below 1: ours is faster.
-    """
-    steps = steps_per_window(warm_up(work.run.accelerator, work.step))
-    measure = baselines.pairs_with_bare if baseline == "bare" else baselines.pairs_with_trainer
-    pairs = measure(work, windows, steps)
-    ours, theirs = (spread(list(side)) for side in zip(*pairs, strict=True))
-    # The ratio of each pair, not of the medians: both sides of a pair had the same machine.
-    ratio = spread([ours_seconds / theirs_seconds for ours_seconds, theirs_seconds in pairs])
-    # Median and quartiles of the ratio, since single pairs differ by what else the machine does.
-    line = (
-        f"against     {baseline}: {ratio['median']:.3f} of its time per step ({ratio['low']:.3f} "
-        f"to {ratio['high']:.3f}); ours {ours['median'] * 1e3:,.2f} ms, theirs "
-        f"{theirs['median'] * 1e3:,.2f} ms; {windows} pairs of {steps} steps"
-    )
-    figures = {"ratio": ratio, "ours_seconds": ours, "theirs_seconds": theirs}
-    return figures | {"steps_per_window": steps}, line
 
 
 def write_trace(work: Workload, path: Path) -> None:

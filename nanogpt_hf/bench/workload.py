@@ -26,6 +26,8 @@ from nanogpt_hf.planning.transfers import all_gather_bytes, all_reduce_bytes
 from nanogpt_hf.training.build import build_run
 from nanogpt_hf.training.step import train_step
 
+Pair = tuple[float, float]  # seconds per step: ours, a baseline's
+
 
 @dataclass
 class Workload:

@@ -203,13 +203,8 @@ def run_bench(arguments: Namespace, overrides: Overrides) -> None:
     # The imports below take seconds; mistakes above and --help should not wait for them.
     from transformers.utils import logging
 
-    from nanogpt_hf.bench.baselines import check_comparable
-    from nanogpt_hf.bench.report import (
-        compare_with_baseline,
-        measure_all,
-        summary_lines,
-        write_trace,
-    )
+    from nanogpt_hf.bench.baselines import check_comparable, compare_with_baseline
+    from nanogpt_hf.bench.report import measure_all, summary_lines, write_trace
     from nanogpt_hf.bench.workload import build_workload, small_config
     from nanogpt_hf.distributed.accelerate_config import check_launch
     from nanogpt_hf.distributed.accelerator import build_accelerator

@@ -11,8 +11,8 @@ from nanogpt_hf.bench.baselines import (
     bare_step,
     check_comparable,
     pairs_with_bare,
-    pairs_with_trainer,
 )
+from nanogpt_hf.bench.trainer import pairs_with_trainer
 from nanogpt_hf.config.schema import replace_knobs
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.optim.optimizer import build_optimizer

@@ -1,6 +1,7 @@
 """The `bench` command on a tiny recipe."""
 
 import json
+import sys
 
 import pytest
 
@@ -14,6 +15,7 @@ def test_bench_prints_and_writes_each_measurement(tmp_path, make_recipe, monkeyp
     recipe = make_recipe(tmp_path / "tiny.yaml", tracking__trackers=["comet_ml"])
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "nanogpt_hf.bench.trainer", raising=False)
     options = "--windows 3 --against bare --json figures.json --profile trace.json"
     assert main(argv(f"bench {{}} {options}", recipe)) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -27,6 +29,8 @@ def test_bench_prints_and_writes_each_measurement(tmp_path, make_recipe, monkeyp
     assert figures["tokens_per_second"] == pytest.approx(128 / figures["step_seconds"]["median"])
     assert figures["mfu"] is None
     assert figures["against_bare"]["ratio"]["median"] > 0
+    # Its import of the Trainer takes time.
+    assert "nanogpt_hf.bench.trainer" not in sys.modules
     # of our step
     assert '"name": "aten::_fused_adamw_"' in (tmp_path / "trace.json").read_text()
     names = {path.name for path in tmp_path.iterdir()}
