@@ -216,7 +216,8 @@ def _data_of_elsewhere(config: Config, run: Path) -> str | None:
     # A run below this folder began here, or in one with the same relative paths.
     if run.resolve().is_relative_to(Path.cwd()) or os.path.isabs(config.data.dir):
         return None
-    if chosen_method(partial(get_value, config)) or find_manifest(config.data):
+    method = recipe_method_of(partial(get_value, config))
+    if method is not NEXT_TOKEN or find_manifest(config.data):
         return None
     return f"data.dir {config.data.dir}"
 
