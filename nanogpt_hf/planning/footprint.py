@@ -15,11 +15,10 @@ from transformers import PreTrainedModel
 from nanogpt_hf.config.schema import OptimSection
 from nanogpt_hf.distributed.launch import Launch
 from nanogpt_hf.distributed.tensor_parallel import splits_vocabulary
-from nanogpt_hf.model.architecture import architecture_of
 from nanogpt_hf.model.loss_gpt import rows_of_a_chunk
-from nanogpt_hf.model.recompute import SELECTIVE, interval
 from nanogpt_hf.optim.optimizer import kind_of
-from nanogpt_hf.planning.counts import Counts, StageShare, block_bytes, one_rank_of, stages_of
+from nanogpt_hf.planning.activations import Activations
+from nanogpt_hf.planning.counts import Counts, StageShare, one_rank_of, stages_of
 
 # The copy that a checkpoint is written from in the background, kept for the next one.
 CHECKPOINT = "checkpoint"
@@ -210,108 +209,66 @@ class Memory:
         each = self.launch.compute_bytes if self.launch.sharding == "fsdp" else 4
         return self.counts.head * each
 
-    # Activations.
-
     @cached_property
-    def rows(self) -> int:
-        """Tokens of a micro-batch on this device."""
-        return self.micro_batch_size * self.block_size // self.launch.cp_size
-
-    @cached_property
-    def residual(self) -> int:
-        """Bytes of the residual stream between two blocks."""
-        return self.launch.residual_bytes * self.rows * self.model.config.hidden_size
-
-    @cached_property
-    def full_block(self) -> float:
-        """Bytes that autograd saves of a block."""
-        return self.rows * block_bytes(self.model, self.block_size, self.launch)[0]
-
-    @cached_property
-    def kept_block(self) -> float:
-        """Bytes that are held of a block whose activations are computed again."""
-        return self.rows * _kept_bytes(self.model, self.block_size, self.launch)
-
-    def again(self, blocks: int) -> int:
-        """Count how many of the lowest `blocks` that have a backward pass are computed again."""
-        if not self.launch.checkpointing:
-            return 0
-        frozen = 0
-        if self.launch.pp_size == 1:
-            frozen = self.model.config.num_hidden_layers - self.counts.backward_blocks
-        # Of the first n blocks of the model that is ceil(n / every): those below are subtracted.
-        every = interval(self.launch.checkpointing)
-        return -((-frozen - blocks) // every) + -frozen // every
-
-    def saved(self, blocks: int) -> float:
-        """Bytes of activations held of the lowest `blocks` that have a backward pass."""
-        again = self.again(blocks)
-        return again * self.kept_block + (blocks - again) * self.full_block
-
-    @cached_property
-    def waiting(self) -> float:
-        """Bytes of activations of other micro-batches, which a pipeline stage holds."""
-        stage = self.stage
-        left = self.counts.backward_blocks
-        cast = 2 * self.launch.autocast * self.counts.block * (left - self.again(left))
-        in_flight = (stage.in_flight - 1) * (self.saved(left) + cast)
-        # torch receives each micro-batch of a step into a buffer of its own: the input of a stage,
-        # for which it also keeps the gradient, and the gradient of its output.
-        buffers = 2 * (not stage.has_embedding) + (not stage.has_head)
-        return in_flight + self.residual * self.accumulation * buffers
-
-    @cached_property
-    def passing(self) -> float:
-        """Bytes of gradients within a block's backward pass: of the residual stream, and of the
-        input of the MLP's last layer.
-        """
-        architecture = architecture_of(self.model)
-        block = architecture.blocks(self.model)[-1]
-        last = list(architecture.linear_layers(block)[1].values())[-1:]
-        # An adapter has a gradient of its own.
-        copies_of_input = 1 + any(hasattr(layer, "lora_A") for layer in last)
-        inner = architecture.inner_width(block, self.model.config) // self.launch.tp_size
-        return self.residual + self.launch.compute_bytes * self.rows * (inner * copies_of_input)
+    def activations(self) -> Activations:
+        """Bytes that autograd holds on this device."""
+        return Activations(
+            self.model,
+            self.launch,
+            self.stage,
+            self.counts,
+            micro_batch_size=self.micro_batch_size,
+            block_size=self.block_size,
+            accumulation=self.accumulation,
+        )
 
     # The phases.
 
     def at_the_loss(self) -> dict[str, float]:
+        activations = self.activations
         logits = head_gradient = row_gradients = 0.0
         if self.stage.has_head:
             logits, head_gradient, row_gradients = _loss(
-                self.model, self.counts, self.launch, self.rows
+                self.model, self.counts, self.launch, activations.rows
             )
         left = self.counts.backward_blocks
         # The last LayerNorm saves its input, and the head its own.
-        norm = 2 * self.residual
+        norm = 2 * activations.residual
         return {
             "gradients": self.accumulated + head_gradient,
-            "activations": self.waiting + self.saved(left) + norm + row_gradients,
+            "activations": activations.waiting + activations.saved(left) + norm + row_gradients,
             "logits": logits,
-            "copies": _copies(self.counts, self.launch, left - self.again(left)),
+            "copies": _copies(self.counts, self.launch, left - activations.again(left)),
         }
 
     def in_a_block(self, done: int) -> dict[str, float]:
         """Return the parts in the backward pass of a block after `done` blocks above it."""
+        activations = self.activations
         left = self.counts.backward_blocks - done
-        is_again = self.again(left) - self.again(left - 1)
-        computed_again = is_again * (self.residual + self.full_block - self.kept_block)
+        is_again = activations.again(left) - activations.again(left - 1)
+        computed_again = is_again * (
+            activations.residual + activations.full_block - activations.kept_block
+        )
         so_far = self.gradients * done * self.held.block / self.held.total
-        cast = left - self.again(left) + is_again
+        cast = left - activations.again(left) + is_again
         return {
             "gradients": (self.accumulated or so_far) + self.head_gradient,
-            "activations": self.waiting + self.saved(left) + computed_again + self.passing,
+            "activations": activations.waiting
+            + activations.saved(left)
+            + computed_again
+            + activations.passing,
             "copies": _copies(self.counts, self.launch, cast, done),
         }
 
     def at_the_embedding(self) -> dict[str, float]:
+        activations = self.activations
         # A tied head has its gradient, the embedding's, and their sum; and one more from earlier
         # micro-batches.
         heads = 2 if self.model.config.tie_word_embeddings else 0
         heads += self.accumulation > 1
         return {
             "gradients": self.gradients + self.head_gradient * heads,
-            "activations": self.waiting + 2 * self.residual,
+            "activations": activations.waiting + 2 * activations.residual,
             "copies": _copies(self.counts, self.launch, 0, self.counts.backward_blocks),
         }
 
@@ -364,16 +321,6 @@ def _loss(
         bytes_per_logit += value if is_split else 4
         product += value * trainable_head
     return max(bytes_per_logit * logits, product), *gradients
-
-
-def _kept_bytes(model: PreTrainedModel, block_size: int, launch: Launch) -> float:
-    """Bytes per token that are held of a block whose activations are computed again: its input, and
-    selected results.
-    """
-    width = model.config.hidden_size
-    if launch.checkpointing != SELECTIVE:
-        return launch.residual_bytes * width
-    return launch.residual_bytes * width + block_bytes(model, block_size, launch)[1]
 
 
 @lru_cache(maxsize=256)
