@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from nanogpt_hf.checkpoint.files import MODEL, OPTIMIZER, file_names, write_state
-from nanogpt_hf.config.load import config_to_yaml, load_config
+from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.names import GPT2_VOCAB_SIZE
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.data.manifest import Manifest, read_manifest
@@ -32,6 +32,7 @@ from nanogpt_hf.export.nanogpt import (
 )
 from nanogpt_hf.program import program
 from nanogpt_hf.runs.folder import VERSION, RunFolder
+from nanogpt_hf.runs.recipe import recipe_text
 from nanogpt_hf.runs.state import TrainState, record_knobs, run_identity
 from nanogpt_hf.runs.tensor_files import (
     Box,
@@ -246,7 +247,7 @@ def write_nanogpt_run(path: Path, run: NanoGPTRun) -> None:
         lines |= layout_lines(kind, layout)
     facts = {"version": VERSION, **asdict(run.state), "scaler": None}
     write_state(checkpoint, facts | {"tensors": layout_digest(lines)}, checksums)
-    folder.recipe.write_text(config_to_yaml(run.config), encoding="utf-8")
+    folder.recipe.write_text(recipe_text(run.config), encoding="utf-8")
     # Its loss is not recorded as the best: the first evaluation measures it on our batches.
     folder.best.mkdir()
     card = card_without_run(config, _ORIGIN, "transformers")

@@ -7,7 +7,6 @@ from typing import Any
 
 from nanogpt_hf.checkpoint.files import CHECKSUMS, STATE, write_state
 from nanogpt_hf.checkpoint.reader import Checkpoint, identity_of
-from nanogpt_hf.config.load import config_to_yaml
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.methods.table import method_of
@@ -17,6 +16,7 @@ from nanogpt_hf.runs.files import write_whole
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.metrics import read_metrics
 from nanogpt_hf.runs.provenance import add_start, now, read_starts
+from nanogpt_hf.runs.recipe import recipe_text
 from nanogpt_hf.runs.state import run_identity
 from nanogpt_hf.training.start import check_folders
 
@@ -41,7 +41,7 @@ def make_branch(old: RunFolder, checkpoint: Checkpoint, new: RunFolder, config: 
         # The data may be another text, but the model's embeddings belong to its token ids.
         if identity["data"]["tokenizer_hash"] != known:
             raise UserError(f"{config.data.dir}: has another tokenizer than {old.path}")
-        new.start(config_to_yaml(config))
+        new.start(recipe_text(config))
         try:
             _copy_history(old, new, step)
             _copy_checkpoint(checkpoint.folder, new.checkpoint(step), identity)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from nanogpt_hf.config.load import load_config
+from nanogpt_hf.config.load import config_to_yaml, load_config
 from nanogpt_hf.config.schema import SECTIONS, Config
 from nanogpt_hf.config.stages import comparable
 from nanogpt_hf.config.unread import read_knobs
@@ -13,8 +13,16 @@ from nanogpt_hf.own_files import reading, warn_once
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.state import is_fixed
 
-# The last knob of every recipe that a run wrote, of all versions: a new knob goes before it.
-LAST_KNOB = "hub.license"
+# The last line of a run's recipe: YAML's mark of the end of a document. A file that was cut has not
+# got it.
+_END = "...\n"
+# Runs of earlier versions wrote no mark. Their recipes end with this knob.
+_LAST_KNOB_WITHOUT_END = "hub.license"
+
+
+def recipe_text(config: Config) -> str:
+    """The recipe of a run as its folder has it: every knob, and the mark of its end."""
+    return config_to_yaml(config) + _END
 
 
 def read_recipe(run: RunFolder, overrides: Sequence[tuple[str, str]] = ()) -> Config:
@@ -41,13 +49,15 @@ def read_recipe(run: RunFolder, overrides: Sequence[tuple[str, str]] = ()) -> Co
 
 def _check_end(text: str, stated: dict[str, Any]) -> None:
     """Raises ValueError if the last section of a run's recipe was cut."""
-    section, _, name = LAST_KNOB.partition(".")
+    # An editor may leave out the last newline.
+    if text.rstrip("\n").endswith("\n" + _END.rstrip("\n")):
+        return
+    section, _, name = _LAST_KNOB_WITHOUT_END.partition(".")
     if name not in (stated[section] or {}):
-        raise ValueError(f"it has no {LAST_KNOB}, its last knob")
-    # A value that was cut may be a value, too. An editor may leave out the last newline after a
-    # null.
+        raise ValueError(f"it has no {_LAST_KNOB_WITHOUT_END}, and no end ({_END.strip()})")
+    # A value that was cut may be a value, too.
     if not text.endswith(("\n", "null")):
-        raise ValueError(f"it ends within a line, after {LAST_KNOB}")
+        raise ValueError(f"it ends within a line, after {_LAST_KNOB_WITHOUT_END}")
 
 
 def known_recipe(run: RunFolder) -> Config | None:

@@ -11,11 +11,10 @@ import pytest
 from assertions import column
 from nanogpt_hf.commands import main
 from nanogpt_hf.config.load import config_to_yaml, load_config
-from nanogpt_hf.config.schema import KNOBS
 from nanogpt_hf.errors import RunFolderError
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.metrics import read_metrics
-from nanogpt_hf.runs.recipe import LAST_KNOB, read_recipe
+from nanogpt_hf.runs.recipe import read_recipe, recipe_text
 
 
 @pytest.fixture(scope="module")
@@ -205,13 +204,15 @@ def test_a_lock_held_for_a_moment_is_waited_for(tmp_path):
     RunFolder(tmp_path).check_unlocked()
 
 
+@pytest.mark.parametrize("written", [recipe_text, config_to_yaml], ids=["now", "before 'end'"])
 @pytest.mark.parametrize("license", [None, "apache-2.0"])
-def test_recipe_that_was_cut_in_its_last_section_is_damaged(tmp_path, write_recipe, license):
+def test_recipe_that_was_cut_in_its_last_section_is_damaged(
+    tmp_path, write_recipe, license, written
+):
     """Wherever it is cut, the file is refused or means the same."""
     overrides = {"hub.license": license} if license else {}
     config = replace(load_config(write_recipe(), overrides), name="run")
-    text = config_to_yaml(config)
-    assert [*KNOBS][-1] == LAST_KNOB, "put the new knob before it, for recipes of older runs"
+    text = written(config)
     run = RunFolder(tmp_path / "run")
     run.path.mkdir()
     whole = []
@@ -222,5 +223,8 @@ def test_recipe_that_was_cut_in_its_last_section_is_damaged(tmp_path, write_reci
         except RunFolderError:
             continue
         whole.append(text[length:])
+    end = text.removeprefix(config_to_yaml(config))
+    assert end == ("...\n" if written is recipe_text else "")
     # An editor may leave the last newline out.
-    assert whole == ([""] if license else ["\n", ""])
+    kept = [end] if license else ["\n" + end, end]
+    assert whole == ([*kept, "\n", ""] if end else kept)
