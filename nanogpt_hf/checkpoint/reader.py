@@ -16,8 +16,8 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import broadcast, broadcast_object_list, gather_object
 
 from nanogpt_hf.checkpoint.files import CHECKSUMS, MODEL, OPTIMIZER, STATE, files_of
-from nanogpt_hf.distributed.accelerator import is_sharded
 from nanogpt_hf.distributed.full_state import FullState, SavedTensors
+from nanogpt_hf.distributed.mesh import mesh_of
 from nanogpt_hf.errors import DamagedFileError, RunFolderError
 from nanogpt_hf.own_files import as_type, file_sha256, read_json, reading
 from nanogpt_hf.place import remove_folder
@@ -209,7 +209,8 @@ def find_checkpoint(
         state = dataclasses.replace(state, best_loss=None, best_step=None, evaluated_step=-1)
     logger.info(f"resuming from {folder}")
     tensors: Any = saved[:2] if saved else (None, None)
-    if not is_sharded(accelerator) and accelerator.num_processes > 1:
+    mesh = mesh_of(accelerator)
+    if not mesh.is_sharded and mesh.world_size > 1:
         tensors = [
             SentTensors(accelerator, layout, files)
             for layout, files in zip(layouts, tensors, strict=True)
@@ -226,7 +227,7 @@ def _newest_intact(
     Processes that do not read have the folder's name only.
     """
     is_main = accelerator.is_main_process
-    sharded = is_sharded(accelerator)
+    sharded = mesh_of(accelerator).is_sharded
     share = (accelerator.process_index, accelerator.num_processes) if sharded else (0, 1)
     # The main process alone decides which folders there are: on a network file system others may
     # see a new folder later, and would then try another one.

@@ -5,7 +5,7 @@ finds the settings of a recipe; distributed/layout.py finds the settings of the 
 and of a model.
 """
 
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import replace
 
 from nanogpt_hf.config import data_section, method_sections, optimizers, run_sections
@@ -236,9 +236,9 @@ def recipe_settings(config: Config) -> Settings:
     return settings
 
 
-def refused(settings: Container[AnySetting], rules: Iterable[Rule] = RULES) -> Iterator[Rule]:
+def refused(settings: Container[AnySetting]) -> Iterator[Rule]:
     """The rules that a run with these settings breaks."""
-    return (rule for rule in rules if rule.a in settings and rule.b in settings)
+    return (rule for rule in RULES if rule.a in settings and rule.b in settings)
 
 
 def refused_in_recipe(config: Config) -> dict[Rule, str]:
@@ -250,7 +250,7 @@ def refused_in_recipe(config: Config) -> dict[Rule, str]:
     return found
 
 
-def check_settings(settings: Mapping[AnySetting, str], rules: Iterable[Rule] = RULES) -> None:
+def check_settings(settings: Mapping[AnySetting, str]) -> None:
     """Raises UserError if a run cannot have these settings at once."""
-    for rule in refused(settings, rules):
+    for rule in refused(settings):
         raise UserError(rule.message(settings))

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from nanogpt_hf.config.methods import NEXT_TOKEN, RecipeMethod
+from nanogpt_hf.config.methods import RecipeMethod
 from nanogpt_hf.config.schema import FinetuneSection
 
 # They replace the schema's defaults, which are for pretraining from scratch. Recipe and command
@@ -32,10 +32,10 @@ def finetune_defaults(
     base: dict[str, Any],
     *,
     block_size: int,
-    max_steps: int | None = None,
-    lora: bool = False,
-    method: RecipeMethod = NEXT_TOKEN,
-    dropout: float | None = None,
+    max_steps: int | None,
+    lora: bool,
+    method: RecipeMethod,
+    dropout: float | None,
 ) -> dict[str, Any]:
     """The defaults of a fine-tuning run, or of one by another method.
 

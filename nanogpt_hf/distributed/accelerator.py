@@ -139,7 +139,7 @@ def build_evaluation_accelerator(mesh: Mesh) -> Accelerator:
     """
     mesh = settled(mesh)
     ignore_layout()
-    whole = replace(mesh, tp_size=1, cp_size=1, pp_size=1, ep_size=1)
+    whole = replace(mesh, tp_size=1, cp_size=1, pp_size=1, ep_size=1, sharding="none")
     # Without a config, evaluations are in float32 also on a GPU: their figures do not depend on it.
     precision = "no" if chooses_for_one_gpu() else whole.precision.replace("fp8", "bf16")
     return _start(replace(whole, precision=precision))
@@ -226,13 +226,6 @@ def _configure_fsdp(accelerator: Accelerator) -> None:
         plugin.mixed_precision_policy = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16, reduce_dtype=torch.float32
         )
-
-
-def is_sharded(accelerator: Accelerator) -> bool:
-    """Whether each process holds a part of the model or of the optimizer state only."""
-    sharded = accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
-    mesh = mesh_of(accelerator)
-    return sharded or mesh.tp_size * mesh.pp_size * mesh.ep_size > 1
 
 
 def is_deterministic(config: Config, device: torch.device) -> bool:

@@ -79,6 +79,11 @@ class Launch:
         return self.dp_cp_size // self.copies
 
     @property
+    def is_sharded(self) -> bool:
+        """Whether each process holds a part of the model or of the optimizer state only."""
+        return self.sharding != "none" or self.tp_size * self.pp_size * self.ep_size > 1
+
+    @property
     def kind(self) -> str:
         """Kind of data parallelism: one process, DDP, FSDP2, ZeRO-2 or ZeRO-3."""
         if self.sharding == "fsdp":

@@ -169,6 +169,9 @@ class Mesh(Launch):
 def mesh_of(accelerator: "Accelerator") -> Mesh:
     """Mesh that an Accelerator was built for.
 
-    A plain Accelerator, which distributed/accelerator.py did not build, is one process.
+    A plain Accelerator, which distributed/accelerator.py did not build, is one process on its
+    device.
     """
-    return getattr(accelerator, "mesh", None) or Mesh()
+    if (mesh := getattr(accelerator, "mesh", None)) is not None:
+        return mesh
+    return Mesh(device=accelerator.device.type, precision=str(accelerator.mixed_precision))

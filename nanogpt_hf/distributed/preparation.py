@@ -22,7 +22,6 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from nanogpt_hf.distributed import accelerate_config
-from nanogpt_hf.distributed.accelerator import is_sharded
 from nanogpt_hf.distributed.context_parallel import needs_ring, share_positions
 from nanogpt_hf.distributed.expert_parallel import split_experts
 from nanogpt_hf.distributed.mesh import Mesh, mesh_of
@@ -93,12 +92,12 @@ def _is_one_graph(model: PreTrainedModel, accelerator: Accelerator) -> bool:
     mesh = mesh_of(accelerator)
     is_plain = attention in ("sdpa", "eager") and not mesh.checkpointing
     is_plain = is_plain and getattr(model, "builds_no_mask_in_graphs", False)
-    return is_plain and not is_sharded(accelerator) and mesh.cp_size == 1
+    return is_plain and not mesh.is_sharded and mesh.cp_size == 1
 
 
 @contextmanager
 def prepared_blocks(
-    model: PreTrainedModel, accelerator: Accelerator, optimizer: torch.optim.Optimizer | None = None
+    model: PreTrainedModel, accelerator: Accelerator, optimizer: torch.optim.Optimizer
 ) -> Iterator[None]:
     """Compile the model, loss and the optimizer's update, and checkpoint activations, if the
     accelerate config sets it. Name the blocks for FSDP2.

@@ -16,7 +16,7 @@ from nanogpt_hf.data.answer_format import AnswerFormat, answer_format
 from nanogpt_hf.data.chat_template import ChatFormat, chat_of
 from nanogpt_hf.data.hf_tokenizer import prompt_ids
 from nanogpt_hf.data.messages import fields_of
-from nanogpt_hf.distributed.accelerator import is_sharded, sum_over_ranks
+from nanogpt_hf.distributed.accelerator import sum_over_ranks
 from nanogpt_hf.distributed.mesh import mesh_of
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.evaluation.loss import eval_mode
@@ -335,7 +335,7 @@ def _all_ended(accelerator: Accelerator, ended: bool) -> bool:
     """Whether generation is over: a sharded model needs all processes in each forward pass, so it
     runs until the rows of all of them have ended.
     """
-    if not is_sharded(accelerator):
+    if not mesh_of(accelerator).is_sharded:
         return ended
     running = torch.tensor(int(not ended), device=accelerator.device)
     return not sum_over_ranks(accelerator, running).item()

@@ -181,7 +181,6 @@ def run_tasks(subject: Subject, loaded: dict[str, Any], limit: int | None = None
     import torch
     from accelerate.utils import broadcast_object_list
 
-    from nanogpt_hf.distributed.accelerator import is_sharded
     from nanogpt_hf.evaluation.loss import eval_mode
 
     accelerator = subject.accelerator
@@ -209,7 +208,7 @@ def run_tasks(subject: Subject, loaded: dict[str, Any], limit: int | None = None
         fewest = min(
             min(len(task.eval_docs), limit or sys.maxsize) for task in loaded["tasks"].values()
         )
-        if not is_sharded(accelerator) and fewest >= mesh.world_size:
+        if not mesh.is_sharded and fewest >= mesh.world_size:
             lm._rank = mesh.rank
             lm._world_size = mesh.world_size
             lm.accelerator = accelerator

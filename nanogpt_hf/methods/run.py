@@ -1,6 +1,6 @@
 """Run: what a training run is made of, as one object; results of its steps and evaluations."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -44,15 +44,16 @@ class Run:
     start_model: PreTrainedModel | None = None
     # None for a run that is only measured, by `bench` or `doctor`.
     run_folder: RunFolder | None = None
+    # The launch, as this process sees it.
+    mesh: Mesh = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.mesh = mesh_of(self.accelerator)
 
     @property
     def folder(self) -> RunFolder:
         assert self.run_folder is not None, "a run that is only measured has no run folder"
         return self.run_folder
-
-    @property
-    def mesh(self) -> Mesh:
-        return mesh_of(self.accelerator)
 
     @property
     def pipeline(self) -> Pipeline | None:

@@ -89,7 +89,7 @@ def _estimate_of(run: Run) -> Callable[[int], float]:
     A sharded model is taken as whole, so that the first trial is rather too small.
     """
     # Sizes of one launch differ by activations only, so the model is built once.
-    launch = launch_of_one(run.accelerator)
+    launch = launch_of_one(run.mesh)
     model = model_of_run(run.config, run.data.vocab_size)
     step = one_micro_batch(run.config)
 

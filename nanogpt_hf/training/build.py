@@ -14,7 +14,7 @@ from nanogpt_hf.checkpoint.reader import Checkpoint, find_checkpoint, load_check
 from nanogpt_hf.config.checks import accumulation_steps
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.config.sources import packs
-from nanogpt_hf.config.stages import config_at, naming, stages_of
+from nanogpt_hf.config.stages import config_at, stages_of
 from nanogpt_hf.data.prepared import PreparedData, load_prepared
 from nanogpt_hf.distributed.accelerator import choose_kernels, is_deterministic
 from nanogpt_hf.distributed.gradient_tree import fix_order
@@ -56,9 +56,7 @@ def build_run(
 
     Raises UserError if recipe, tokenizer, model, checkpoint and machine do not fit together.
     """
-    for stage in stages_of(config):
-        with naming(stage):
-            check_memory(stage.config, accelerator, data.vocab_size)
+    check_memory(config, accelerator, data.vocab_size)
     if accelerator.device.type == "cpu":
         keep_freed_memory()
     else:

@@ -14,13 +14,12 @@ from accelerate import Accelerator
 from transformers import PreTrainedModel
 
 from nanogpt_hf.config.schema import Config
+from nanogpt_hf.config.stages import naming, stages_of
 from nanogpt_hf.data.batches import Batches, blocks_read
 from nanogpt_hf.data.blocks import Blocks
-from nanogpt_hf.distributed.accelerate_config import requested_precision
-from nanogpt_hf.distributed.accelerator import is_sharded
 from nanogpt_hf.distributed.full_state import reset_optimizer_state
 from nanogpt_hf.distributed.launch import Launch
-from nanogpt_hf.distributed.mesh import Mesh, mesh_of
+from nanogpt_hf.distributed.mesh import mesh_of
 from nanogpt_hf.distributed.updates import micro_batches_not_counted
 from nanogpt_hf.errors import NotEnoughMemoryError, UserError, is_out_of_memory
 from nanogpt_hf.formatting import format_bytes
@@ -46,7 +45,7 @@ def build_batches(
     # Gradient groups sum consecutive sequences, so a process takes several in a row.
     if groups := config.train.gradient_groups:
         a_group = max(1, accumulation * mesh.dp_size // groups)
-        turn = a_group if is_sharded(accelerator) else accumulation
+        turn = a_group if mesh.is_sharded else accumulation
     return Batches(
         blocks,
         order=config.data.order,
@@ -109,24 +108,36 @@ def dry_run_step(run: Run, micro_batch_size: int) -> None:
 
 
 def check_memory(config: Config, accelerator: Accelerator, vocab_size: int) -> None:
-    """Raises UserError if a step needs more memory than this machine has free; a collective before
-    a model is built. Logs a warning if activation checkpointing saves none.
+    """Raises UserError if a step of one of the stages needs more memory than this machine has free;
+    a collective before a model is built. Logs a warning if activation checkpointing saves none.
 
     It raises only with the model on CPUs: there the system kills a process that takes more than
     there is, and a kill leaves no line. A GPU runs out of memory in the dry-run step, with one.
     """
-    model = model_of_run(config, vocab_size)
-    launch = launch_of_one(accelerator)
-    step = one_micro_batch(config)
-    if accelerator.is_main_process and (line := useless_checkpointing(model, launch, **step)):
-        logger.warning(line)
+    mesh = mesh_of(accelerator)
     # The estimate has no frozen weights in 8 bits.
-    if not launch.on_cpu or config.lora.quantize:
+    is_limited = mesh.on_cpu and not config.lora.quantize
+    if not (is_limited or mesh.checkpointing):
         return
-    processes = mesh_of(accelerator).local_world_size
+    # Stages train the same model, with batches of their own.
+    model = model_of_run(config, vocab_size)
+    for stage in stages_of(config):
+        with naming(stage):
+            launch = launch_of_one(mesh)
+            step = one_micro_batch(stage.config)
+            if mesh.is_main and (line := useless_checkpointing(model, launch, **step)):
+                logger.warning(line)
+            if is_limited:
+                _check_free_memory(stage.config, model, accelerator)
+
+
+def _check_free_memory(config: Config, model: PreTrainedModel, accelerator: Accelerator) -> None:
+    """Raises UserError if a step on this machine's CPUs needs more memory than is free."""
+    mesh = mesh_of(accelerator)
+    processes = mesh.local_world_size
     unused = (free_memory() + psutil.swap_memory().free) // processes
     free = min(gather_counts(accelerator, unused))
-    if is_sharded(accelerator):
+    if mesh.is_sharded:
         # Each process builds the whole model in float32 before it keeps its shard.
         needed = 4.0 * model.num_parameters()
     else:
@@ -135,22 +146,20 @@ def check_memory(config: Config, accelerator: Accelerator, vocab_size: int) -> N
         # Most machines have more than the bound. Only the others need the estimate, which runs
         # the model without values.
         if needed > free:
-            needed = footprint(model, launch, **step).peak
+            needed = footprint(model, launch_of_one(mesh), **one_micro_batch(config)).peak
     if needed > free:
         each = f" for each of {processes} processes" if processes > 1 else ""
         raise UserError(
             f"the run needs about {format_bytes(needed)} of memory and {format_bytes(free)} are "
             f"free{each}; train a smaller model, or on a machine with more memory: "
-            f"{memory_advice(config, vocab_size, launch)}"
+            f"{memory_advice(config, model, mesh)}"
         )
 
 
-def launch_of_one(accelerator: Accelerator) -> Launch:
-    """Device, precision and checkpointing of this process, as if it held the model alone."""
+def launch_of_one(launch: Launch) -> Launch:
+    """Device, precision and checkpointing of a process, as if it held the model alone."""
     return Launch(
-        device=accelerator.device.type,
-        precision=str(accelerator.mixed_precision),
-        checkpointing=mesh_of(accelerator).checkpointing,
+        device=launch.device, precision=launch.precision, checkpointing=launch.checkpointing
     )
 
 
@@ -171,24 +180,22 @@ def gather_counts(accelerator: Accelerator, count: int) -> list[int]:
 
 
 @contextlib.contextmanager
-def one_line_for_too_little_memory(config: Config, vocab_size: int) -> Iterator[None]:
+def one_line_for_too_little_memory(
+    config: Config, vocab_size: int, launch: Launch
+) -> Iterator[None]:
     """Context that turns an out-of-memory error into one line of `memory_advice`."""
     try:
         yield
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        # Not the accelerator's, since it may be what did not fit.
-        stated = Mesh.from_environment()
-        launch = Launch(precision=requested_precision(), checkpointing=stated.checkpointing)
-        advice = memory_advice(config, vocab_size, launch)
+        advice = memory_advice(config, model_of_run(config, vocab_size), launch)
         raise NotEnoughMemoryError(f"out of memory: {advice}") from error
 
 
-def memory_advice(config: Config, vocab_size: int, launch: Launch) -> str:
+def memory_advice(config: Config, model: PreTrainedModel, launch: Launch) -> str:
     """Return the estimated parts of a step's memory, and knobs that reduce them."""
-    model: PreTrainedModel = model_of_run(config, vocab_size)
-    needed = footprint(model, launch, **one_micro_batch(config))
+    needed = footprint(model, launch_of_one(launch), **one_micro_batch(config))
     # The parts of the phase with the most bytes, without empty ones.
     parts = needed.phases[needed.peak_phase].items()
     sizes = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts if size)

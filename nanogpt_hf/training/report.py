@@ -15,7 +15,6 @@ from safetensors import SafetensorError
 
 from nanogpt_hf.checkpoint.writer import CheckpointWriter
 from nanogpt_hf.config.checks import parse_duration
-from nanogpt_hf.config.load import config_to_yaml
 from nanogpt_hf.config.stages import largest_stage
 from nanogpt_hf.distributed.accelerator import describe_machine, sum_over_ranks
 from nanogpt_hf.distributed.full_state import full_weights
@@ -30,6 +29,7 @@ from nanogpt_hf.methods.run import Evaluated, Run, StepResult, is_done
 from nanogpt_hf.program import program
 from nanogpt_hf.reports.page import LiveReports
 from nanogpt_hf.runs.files import write_whole
+from nanogpt_hf.runs.recipe import recipe_text
 from nanogpt_hf.training.micro_batch import one_line_for_too_little_memory
 from nanogpt_hf.training.monitor import LayerStats, Monitor
 from nanogpt_hf.training.step import step_metrics
@@ -238,12 +238,12 @@ def reporting(run: Run) -> Iterator[Report]:
     try:
         with (
             one_line_for_a_lost_process(run.folder),
-            one_line_for_too_little_memory(largest_stage(config), run.data.vocab_size),
+            one_line_for_too_little_memory(largest_stage(config), run.data.vocab_size, run.mesh),
         ):
             # Tasks and prompts that cannot be used end the run here, before it writes a file.
             evaluations = load_training_evaluations(config, run.data.tokenizer)
             if run.mesh.is_main:
-                recipe = config_to_yaml(config)
+                recipe = recipe_text(config)
                 if run.saved:
                     # A resumed run may have changed knobs; its folder keeps all else.
                     write_whole(run.folder.recipe, recipe)

@@ -30,7 +30,7 @@ from nanogpt_hf.cpu import share_threads
 from nanogpt_hf.data.manifest import find_manifest, identity
 from nanogpt_hf.data.prepared import PreparedData, load_prepared
 from nanogpt_hf.distributed.accelerate_config import check_launch
-from nanogpt_hf.distributed.accelerator import build_accelerator, is_deterministic, is_sharded
+from nanogpt_hf.distributed.accelerator import build_accelerator, is_deterministic
 from nanogpt_hf.distributed.mesh import Mesh, mesh_of
 from nanogpt_hf.distributed.rendezvous import one_line_for_a_lost_process, prepare_on_all_ranks
 from nanogpt_hf.errors import RunFolderError, UserError
@@ -105,7 +105,7 @@ def prepare_run(
         data, facts = prepare_on_all_ranks(mesh, prepare)
         with (
             one_line_for_a_lost_process(folder),
-            one_line_for_too_little_memory(config, data.vocab_size),
+            one_line_for_too_little_memory(config, data.vocab_size, launch.mesh),
         ):
             # 2. From here on processes know each other.
             accelerator = build_accelerator(launch, folder, trackers)
@@ -270,7 +270,7 @@ def _check_shared_folder(accelerator: Accelerator, run: RunFolder) -> None:
     """Raises RunFolderError on all processes if a sharded model's run folder is not seen by all of
     them.
     """
-    if not is_sharded(accelerator):
+    if not mesh_of(accelerator).is_sharded:
         # The main process writes alone.
         return
     # RunFolder.lock removes files of such a name, if a kill leaves this one.
