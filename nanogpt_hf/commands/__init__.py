@@ -204,11 +204,9 @@ def main(arguments: list[str]) -> int:
     try:
         check_environment()
         mesh = Mesh.from_environment()
-        if not arguments or arguments[0] in ("-h", "--help", "help"):
-            console.show(_overview())
-            return 0
-        if arguments[0] == "--version":
-            console.show(f"nanogpt_hf {__version__}")
+        if not arguments or arguments[0] in ("-h", "--help", "help", "--version"):
+            is_version = arguments[:1] == ["--version"]
+            console.show(f"nanogpt_hf {__version__}" if is_version else _overview())
             return 0
         for word in arguments:
             if not is_utf8(word):

@@ -55,7 +55,7 @@ def _conflicts(config: Config) -> Iterator[Conflict]:
     for rule, message in refused_in_recipe(config).items():
         keys = [setting.key for setting in rule[:2] if isinstance(setting, KnobSetting)]
         yield Conflict(keys, message.removeprefix(f"{keys[0]} "))
-    rules = [_data_rules, _model_rules, _step_rules, _finetune_rules, _hub_rules]
+    rules = [_data_rules, _model_rules, _schedule_rules, _step_rules, _finetune_rules, _hub_rules]
     method = recipe_method_of(partial(get_value, config))
     if method is POLICY:
         rules.append(_rl_rules)
@@ -112,8 +112,8 @@ def _model_rules(config: Config) -> Rules:
     )
 
 
-def _step_rules(config: Config) -> Rules:
-    """The rules over steps and the optimizer."""
+def _schedule_rules(config: Config) -> Rules:
+    """The rules over times, the schedule and the rates of the optimizer."""
     optim = config.optim
     train = config.train
     for key in ("train.max_time", "train.budget"):
@@ -158,6 +158,11 @@ def _step_rules(config: Config) -> Rules:
             f"expected factors of 0 to 1000 for {', '.join(FAMILIES)}, got {family!r:.80}: "
             f"{factor!r:.80}",
         )
+
+
+def _step_rules(config: Config) -> Rules:
+    """The rules over the micro-batches of a step."""
+    train = config.train
     # The groups of micro-batches are the leaves of a binary tree of sums, so their number is a
     # power of two: a number n without a second bit has n & (n - 1) == 0. Each group has the same
     # number of micro-batches.

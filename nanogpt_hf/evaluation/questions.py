@@ -122,16 +122,10 @@ def load_question_task(
     Raises UserError if the task, a tool, its questions or the tokenizer cannot be used, or no
     question leaves room for an answer.
     """
-    from nanogpt_hf.data.chat_template import chat_of
     from nanogpt_hf.tasks.load import Generated
-    from nanogpt_hf.tasks.tools import load_tools
-    from nanogpt_hf.tasks.turns import MAX_TURNS, build_turns
 
     arguments = request.arguments
-    turns = None
-    if tools is not None:
-        loaded = load_tools(tools.split(","), _SECONDS, "--tools")
-        turns = build_turns(chat_of(request.tokenizer.hf), loaded, MAX_TURNS, "--tools")
+    turns = None if tools is None else _turns_of(tools.split(","), request)
     knobs: dict[str, Any] = {**request.knobs}
     if source:
         knobs["source"] = source
@@ -168,6 +162,16 @@ def load_question_task(
         line = str(error).replace("max_new_tokens", "--max-new-tokens")
         where = f"--tasks: {title}" if option == "--questions" else option
         raise UserError(f"{where}: {line}") from None
+
+
+def _turns_of(tools: list[str], request: Request) -> "Turns":
+    """Load tools that the answers of the model may call."""
+    from nanogpt_hf.data.chat_template import chat_of
+    from nanogpt_hf.tasks.tools import load_tools
+    from nanogpt_hf.tasks.turns import MAX_TURNS, build_turns
+
+    loaded = load_tools(tools, _SECONDS, "--tools")
+    return build_turns(chat_of(request.tokenizer.hf), loaded, MAX_TURNS, "--tools")
 
 
 def training_question_task(

@@ -83,12 +83,8 @@ def prepare_run(
     check_settings({Setting(flag): flag for flag in flags})
 
     def prepare() -> tuple[PreparedData, dict[str, Any]]:
-        # The main process alone decides: others might look after it has begun to write.
-        decision: dict[str, Any] = {}
-        if mesh.is_main:
-            decision["resumes"] = _lock(config, folder, options)
-            if config.train.budget and decision["resumes"]:
-                decision["max_steps"] = _known_steps(folder)
+        # Only the main process decides: until another looks, it may have begun to write.
+        decision = _decide(config, folder, options) if mesh.is_main else {}
         data = method.load(config)
         for stage in stages_of(config)[1:]:
             with naming(stage):
@@ -114,6 +110,13 @@ def prepare_run(
     except BaseException:
         folder.unlock()
         raise
+
+
+def _decide(config: Config, folder: RunFolder, options: dict[str, bool]) -> dict[str, Any]:
+    """Lock the folder, and decide whether the run resumes, with the steps that it has recorded."""
+    resumes = _lock(config, folder, options)
+    has_steps = config.train.budget and resumes
+    return {"resumes": resumes} | ({"max_steps": _known_steps(folder)} if has_steps else {})
 
 
 def check_folders(config: Config, folder: RunFolder) -> None:
