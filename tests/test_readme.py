@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -50,7 +49,9 @@ def clone(tmp_path_factory, text_file) -> Path:
     folder = tmp_path_factory.mktemp("clone")
     for name in ("cli.py", "recipes", "accelerate_configs"):
         (folder / name).symlink_to(ROOT / name)
-    shutil.copy(text_file, folder / "my.txt")
+    # A user's text has characters that Python's documentation lacks.
+    text = text_file.read_text() + "`code`, a café, “quoted” and 日本語\n"
+    (folder / "my.txt").write_text(text, encoding="utf-8")
     command = (
         "pretrain recipes/quickstart.yaml --train.max_steps 2 --eval.every 2 "
         "--eval.tokens 1024 --eval.samples []"

@@ -60,9 +60,8 @@ def unknown_characters_named(hf: PreTrainedTokenizerBase, texts: Iterable[str]) 
             raise
         raise DataError(
             f"the tokenizer knows no {' '.join(map(repr, unknown[:8]))}; leave it out of the text, "
-            f"or train a model that knows it: `{program()} pretrain quickstart --data.source FILE` "
-            "has a token for each character of FILE, and one for each byte with --data.tokenizer "
-            "bpe --data.vocab_size 257"
+            f"or train a model with a token for each byte: `{program()} pretrain quickstart "
+            "--data.source FILE`"
         ) from None
 
 

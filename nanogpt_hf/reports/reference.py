@@ -75,7 +75,11 @@ def make_reference(runs: list[RunFolder], name: str) -> Reference:
         {},
         text_facts(configs[0]),
         seeds=[config.train.seed for config in configs],
-        made={"date": date.today().isoformat(), "band": f"mean ± {_WIDTH} s", **versions()},
+        made={
+            "date": date.today().isoformat(),
+            "band": f"mean ± {_WIDTH} standard deviations over the seeds",
+            **versions(),
+        },
     )
     for run, config in zip(runs, configs, strict=True):
         # Raises DataError if the text is not known: a reference is made of text that is.
