@@ -50,7 +50,7 @@ def test_each_process_samples_its_rows_even_if_it_has_none(
     whole = given[0]
     for rank in range(processes):
         given.clear()
-        mesh = SimpleNamespace(dp_size=processes, dp_rank=rank)
+        mesh = SimpleNamespace(dp_size=processes, dp_rank=rank, is_sharded=False)
         monkeypatch.setattr(answers, "mesh_of", lambda _, mesh=mesh: mesh)
         # What the other processes have gathered: all rows, or all errors.
         monkeypatch.setattr(
