@@ -14,7 +14,7 @@ pytest.importorskip("mkdocs", reason="mkdocs is not installed: pip install 'nano
 pytest.importorskip("mkdocstrings", reason="mkdocstrings is not installed")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_site_builds_with_all_pages_and_names(tmp_path):
     site = tmp_path / "site"
     completed = subprocess.run(

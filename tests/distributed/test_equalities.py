@@ -561,7 +561,7 @@ def test_gradient_that_is_not_finite_skips_the_step_on_all_stages(train, tmp_pat
     ("layout", "weights_shared"),
     [
         ("FSDP2", True),
-        pytest.param("ZeRO-2", False, marks=needs_deepspeed),
+        pytest.param("ZeRO-2", False, marks=[needs_deepspeed, pytest.mark.slow]),
         pytest.param("ZeRO-3 on 3", True, marks=needs_deepspeed),
     ],
 )

@@ -60,6 +60,7 @@ def test_second_job_continues_the_run_of_the_first(hub, write_recipe, tmp_path):
     assert not any(name.startswith("checkpoints/") for name in main_branch)
 
 
+@pytest.mark.slow
 def test_job_without_permission_starts_nothing(hub, write_recipe, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")
     completed = job("tester/tiny", write_recipe(), "--run-dir", tmp_path / "run")
@@ -69,6 +70,7 @@ def test_job_without_permission_starts_nothing(hub, write_recipe, tmp_path, monk
     assert hub.repositories == {}
 
 
+@pytest.mark.slow
 def test_job_keeps_nothing_in_a_public_repository(hub, write_recipe, tmp_path):
     public = hub.add("tester/public")
     completed = job("tester/public", write_recipe(), "--run-dir", tmp_path / "run")

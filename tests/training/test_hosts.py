@@ -154,6 +154,7 @@ def test_two_hosts_with_shared_files_equal_one_process(hosts, one_process, recip
     assert_same_experiment(RunFolder(tmp_path / "run"), one_process, samples=False)
 
 
+@pytest.mark.slow
 def test_two_hosts_without_shared_files_stop_and_resume(hosts, one_process, recipe):
     # the signal goes to the second host; only the first has a run folder, and each has its own
     # data, which the second prepares for longer than a host without a heartbeat is waited for
