@@ -4,12 +4,12 @@ import math
 import re
 from collections.abc import Iterator
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from nanogpt_hf.config.compatibility import refused_in_recipe
 from nanogpt_hf.config.method_sections import LORA_TARGETS
 from nanogpt_hf.config.methods import NEXT_TOKEN, POLICY, recipe_method_of
-from nanogpt_hf.config.run_sections import FAMILIES
+from nanogpt_hf.config.run_sections import FAMILIES, LARGEST_BETA, MATRIX_FAMILIES, OptimSection
 from nanogpt_hf.config.schema import KNOBS, Config, get_value
 from nanogpt_hf.config.settings import KnobSetting
 from nanogpt_hf.config.sources import learns_teacher_alone, sources_of
@@ -150,14 +150,39 @@ def _schedule_rules(config: Config) -> Rules:
         optim.name == "muon" and not optim.learning_rate,
         "must be above 0 with muon, whose learning rate follows the same schedule",
     )
+    yield from _family_rules(optim)
+
+
+def _family_rules(optim: OptimSection) -> Rules:
+    """The rules over what the optimizer sets for some kinds of parameters."""
     for family, factor in optim.rates.items():
-        is_factor = isinstance(factor, int | float) and not isinstance(factor, bool)
         yield (
             "optim.rates",
-            family not in FAMILIES or not (is_factor and 0 <= factor <= 1000),
+            family not in FAMILIES or not _is_number(factor, 1000),
             f"expected factors of 0 to 1000 for {', '.join(FAMILIES)}, got {family!r:.80}: "
             f"{factor!r:.80}",
         )
+    for family, betas in optim.betas.items():
+        is_pair = isinstance(betas, list | tuple) and len(betas) == 2
+        yield (
+            "optim.betas",
+            family not in FAMILIES
+            or not is_pair
+            or not all(_is_number(beta, LARGEST_BETA) for beta in betas),
+            f"expected two numbers of 0 to {LARGEST_BETA} for {', '.join(FAMILIES)}, got "
+            f"{family!r:.80}: {betas!r:.80}",
+        )
+        yield (
+            "optim.betas optim.name",
+            optim.name == "muon" and family in MATRIX_FAMILIES,
+            f"Muon updates {family}, with optim.muon_momentum and without betas; leave {family} "
+            "out",
+        )
+
+
+def _is_number(value: Any, most: float) -> bool:
+    """Whether a value of a mapping is a number of 0 to `most`. NaN is not."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= most
 
 
 def _step_rules(config: Config) -> Rules:

@@ -19,7 +19,14 @@ from nanogpt_hf.config.schema import KNOBS, SECTIONS, Config, replace_knobs
 from nanogpt_hf.config.sources import read_sources
 from nanogpt_hf.config.stages import read_stages, stage_problem, with_schedule
 from nanogpt_hf.config.unread import Unread, read_knobs, unread_knobs
-from nanogpt_hf.config.values import RecipeLoader, convert, is_null, parse_settings, read_settings
+from nanogpt_hf.config.values import (
+    RecipeLoader,
+    convert,
+    is_null,
+    parse_field,
+    parse_settings,
+    read_settings,
+)
 from nanogpt_hf.errors import ConfigError, did_you_mean, one_line
 
 logger = logging.getLogger(__name__)
@@ -86,15 +93,17 @@ def _convert_all(
     bad: set[str] = set()
     for origin, key, value in stated:
         mapping, _, field = key.rpartition(".")
-        if mapping in KNOBS and KNOBS[mapping].kind == dict[str, Any]:
-            # --model.extra.NAME VALUE sets one field of the mapping
-            value = values.get(mapping, {}) | {field: value}
+        is_field = mapping in KNOBS and KNOBS[mapping].kind == dict[str, Any]
+        if is_field:
             key = mapping
         if key not in KNOBS:
             problems.append(f"{origin}{key}: unknown key{suggestion(key, KNOBS)}")
             continue
         origins[key] = origin
         try:
+            if is_field:
+                # --model.extra.NAME VALUE sets one field of the mapping
+                value = values.get(mapping, {}) | {field: parse_field(value)}
             value = convert(KNOBS[key], value)
             is_list = key in _READERS and isinstance(value, list)
             values[key] = _READERS[key](value) if is_list else value

@@ -15,7 +15,7 @@ _WITH_MUON = only_with("optim.name", "muon")
 _WITH_PUSH = only_with("hub.push")
 
 
-# Kinds of parameters whose learning rate optim.rates can multiply.
+# Kinds of parameters, for optim.rates and optim.betas.
 FAMILIES = (
     # The token embedding, and a head that is tied to it.
     "tokens",
@@ -28,6 +28,10 @@ FAMILIES = (
     "mlp_in",
     "mlp_out",
 )
+# The kinds that are matrices inside the blocks, which Muon updates.
+MATRIX_FAMILIES = FAMILIES[4:]
+# The largest value of a decay of a moment: 1 would never read a gradient.
+LARGEST_BETA = 0.999999
 
 
 def tenth_of(rate: float) -> float:
@@ -58,7 +62,7 @@ class OptimSection:
         "factors of the learning rate for some parameters, such as {positions: 0.1, mlp_in: 2}: "
         + ", ".join(FAMILIES),
     )
-    muon_momentum: float = knob(0.95, "Muon's Nesterov momentum", 0, 0.999999, read=_WITH_MUON)
+    muon_momentum: float = knob(0.95, "Muon's Nesterov momentum", 0, LARGEST_BETA, read=_WITH_MUON)
     muon_scale: Literal["original", "match_rms_adamw"] = knob(
         "original",
         "scale of Muon's updates; match_rms_adamw fits AdamW's learning rate",
@@ -99,8 +103,14 @@ class OptimSection:
         # It is a function of all routers and of whole sequences.
         layouts=(Setting.DEEPSPEED, Setting.TENSOR_PARALLELISM, Setting.EXPERT_PARALLELISM),
     )
-    beta1: float = knob(0.9, "decay of AdamW's first moment", 0, 0.999999, read=_WITH_ADAMW)
-    beta2: float = knob(0.95, "decay of AdamW's second moment", 0, 0.999999, read=_WITH_ADAMW)
+    beta1: float = knob(0.9, "decay of AdamW's first moment", 0, LARGEST_BETA, read=_WITH_ADAMW)
+    beta2: float = knob(0.95, "decay of AdamW's second moment", 0, LARGEST_BETA, read=_WITH_ADAMW)
+    betas: dict[str, Any] = knob(  # noqa: RUF009
+        {},
+        "beta1 and beta2 of some parameters that AdamW updates, such as {tokens: [0.7, 0.99]}, by "
+        "the names of optim.rates",
+        read=_WITH_ADAMW,
+    )
     max_grad_norm: float = knob(
         1.0, "maximum gradient norm; larger gradients are clipped; 0: no clipping", 0
     )

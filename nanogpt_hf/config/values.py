@@ -177,6 +177,15 @@ def _mapping(value: Any) -> dict[str, Any]:
     return {_text(key): _typed(part) for key, part in tree.items()}
 
 
+def parse_field(value: Any) -> Any:
+    """The value of a mapping's field, from the command line: text in brackets is YAML's list or
+    mapping, as in a recipe. Raises ValueError if it is no YAML.
+    """
+    if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
+        (value,) = parse_flow_list(value)
+    return value
+
+
 def _typed(value: Any) -> Any:
     """The text in a tree from YAML as null, booleans, numbers or text, as YAML's later version 1.2
     reads it.

@@ -84,7 +84,11 @@ def build_adamw_8bit(
     """
     from torchao.optim import AdamW8bit
 
-    kernels = {(group["weight_decay"], p.shape) for group in groups for p in group["params"]}
+    kernels = {
+        (group["weight_decay"], group.get("betas"), p.shape)
+        for group in groups
+        for p in group["params"]
+    }
     logger.info(
         f"8-bit optimizer state: the first step compiles {len(kernels)} kernels, which "
         "may take a while"

@@ -20,7 +20,9 @@ from nanogpt_hf.errors import UserError, did_you_mean
 from nanogpt_hf.model.architecture import architecture_of
 from nanogpt_hf.optim import adamw_8bit, muon
 
-Group = dict[str, Any]  # `params`, `weight_decay`, and `scale`, the share of the learning rate
+# `params`, `weight_decay`, `scale`, the share of the learning rate, and for AdamW `betas`, where
+# they are not the optimizer's.
+Group = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,8 @@ class OptimizerKind:
 
 def describe_adamw(optim: OptimSection) -> str:
     betas = f"betas {optim.beta1:g} and {optim.beta2:g}"
+    for family, (beta1, beta2) in optim.betas.items():
+        betas += f" ({family} {beta1:g} and {beta2:g})"
     return f"AdamW, {betas}, weight decay {optim.weight_decay:g}"
 
 
@@ -124,7 +128,8 @@ def build_optimizer(
     """Build the optimizer of the trainable parameters.
 
     A group's `scale` is its share of the learning rate: the factor of its kind in optim.rates,
-    times `layer_decay` for each layer above it, the embeddings at the bottom.
+    times `layer_decay` for each layer above it, the embeddings at the bottom. Kinds in optim.betas
+    have groups of their own.
     """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     architecture = architecture_of(model)
@@ -138,11 +143,14 @@ def build_optimizer(
             # Biases and norms do not decay: towards 0 is no simpler function for them.
             if (families[name] != "vectors") != decays:
                 continue
-            factor = optim.rates.get(families[name], 1.0)
+            family = families[name]
+            factor = optim.rates.get(family, 1.0)
             scale = factor * layer_decay ** (top - depths[name])
             group = {"params": [], "weight_decay": optim.weight_decay * decays, "scale": scale}
+            if betas := optim.betas.get(family):
+                group["betas"] = tuple(betas)
             # The fused kernel takes no mixture of whole and split (tensor-parallel) tensors.
-            key = (decays, scale, isinstance(parameter, DTensor))
+            key = (decays, scale, group.get("betas"), isinstance(parameter, DTensor))
             groups.setdefault(key, group)["params"].append(parameter)
     kind = kind_of(optim)
     optimizer: Any = kind.build(model, list(groups.values()), optim, accelerator)

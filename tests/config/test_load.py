@@ -224,6 +224,8 @@ def test_extra_fields_of_an_architecture(recipe):
     overrides = [
         ("model.extra.attention_bias", "true"),
         ("model.extra.hidden_act", "relu"),
+        ("model.extra.eos_token_id", "[3, 4]"),
+        ("model.extra.id2label", '{0: a, 1: "[b]"}'),
         ("model.n_kv_head", "4"),
     ]
     config = load_config(path, overrides)
@@ -232,6 +234,8 @@ def test_extra_fields_of_an_architecture(recipe):
         "rope_parameters": {"rope_theta": 5e5},
         "attention_bias": True,
         "hidden_act": "relu",
+        "eos_token_id": [3, 4],
+        "id2label": {"0": "a", "1": "[b]"},
     }
     assert config.model.extra == fields
     assert load_config(recipe(config_to_yaml(config))) == config

@@ -143,6 +143,7 @@ FEATURES = {
         | {
             "optim.name": "muon",
             "optim.rates": "{positions: 0.1, query_key_value: 0.6, mlp_in: 2}",
+            "optim.betas": "{positions: [0.7, 0.99], vectors: [0.8, 0.9]}",
             "model.init": "look_back",
             "model.n_embd": 20,
             "train.tokens_per_step": 384,

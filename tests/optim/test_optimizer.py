@@ -1,12 +1,13 @@
 """AdamW's parameter groups."""
 
 import pytest
+import torch
 
 from nanogpt_hf.config.run_sections import FAMILIES
 from nanogpt_hf.config.schema import LoraSection, ModelSection, OptimSection
 from nanogpt_hf.model.build import build_config, build_model
 from nanogpt_hf.model.lora import add_adapters
-from nanogpt_hf.optim.optimizer import build_optimizer, set_learning_rate
+from nanogpt_hf.optim.optimizer import build_optimizer, describe_adamw, set_learning_rate
 
 # of a module: its family, and how many layers are above it, but for those of blocks
 KINDS = {
@@ -51,3 +52,43 @@ def test_an_adapter_has_the_rate_of_its_layer():
     assert {name.partition("mlp.")[2] for name in scaled} == {
         f"fc.lora_{factor}.default.weight" for factor in "AB"
     }
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_families_have_betas_of_their_own(name):
+    """As two optimizers of torch with a pair of betas each, over five steps."""
+    section = ModelSection(n_layer=1, n_head=2, n_embd=8, n_positions=8)
+    model, reference = (build_model(build_config(section, 11), 1) for _ in range(2))
+    betas = {"tokens": [0.7, 0.99], "positions": [0.7, 0.99], "vectors": [0.5, 0.6]}
+    optimizer = build_optimizer(model, OptimSection(name=name, betas=betas, learning_rate=0.01))
+    theirs, decay = dict(reference.named_parameters()), 0.1
+    embeddings = [theirs.pop("transformer.wte.weight"), theirs.pop("transformer.wpe.weight")]
+    vectors = [parameter for parameter in theirs.values() if parameter.dim() == 1]
+    matrices = [parameter for parameter in theirs.values() if parameter.dim() == 2]
+    alone = [
+        torch.optim.AdamW(embeddings, 0.01, (0.7, 0.99), weight_decay=decay, fused=True),
+        torch.optim.AdamW(vectors, 0.01, (0.5, 0.6), weight_decay=0, fused=True),
+        torch.optim.AdamW(matrices, 0.01, (0.9, 0.95), weight_decay=decay, fused=True),
+    ]
+    set_learning_rate(optimizer, 0.01)
+    draws = torch.Generator().manual_seed(3)
+    for _ in range(5):
+        for ours, its in zip(model.parameters(), reference.parameters(), strict=True):
+            ours.grad = torch.randn(ours.shape, generator=draws)
+            its.grad = ours.grad.clone()
+        optimizer.step()
+        for one in alone:
+            one.step()
+    for key, parameter in model.named_parameters():
+        if name == "muon" and parameter.dim() == 2 and "wte" not in key and "wpe" not in key:
+            continue
+        assert torch.equal(parameter, reference.get_parameter(key)), key
+
+
+def test_betas_that_a_recipe_does_not_name_are_not_in_the_groups():
+    model = build_model(build_config(ModelSection(n_layer=1, n_head=2, n_embd=8), 11), 1)
+    same = build_optimizer(model, OptimSection(betas={"tokens": [0.9, 0.95]}))
+    assert [g["betas"] for g in same.param_groups] == [(0.9, 0.95)] * 3
+    assert describe_adamw(OptimSection(betas={"tokens": [0.7, 0.99]})) == (
+        "AdamW, betas 0.9 and 0.95 (tokens 0.7 and 0.99), weight decay 0.1"
+    )

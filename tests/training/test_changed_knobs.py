@@ -27,6 +27,7 @@ VALUES = {
     "optim.weight_decay": 0.4,
     "optim.beta1": 0.5,
     "optim.beta2": 0.6,
+    "optim.betas": {"tokens": [0.5, 0.6]},
     "optim.max_grad_norm": 0.01,
     "optim.decay_steps": 7,
     "train.max_steps": 9,
