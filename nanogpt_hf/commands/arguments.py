@@ -4,6 +4,7 @@ import contextlib
 import os
 import re
 from argparse import Action, ArgumentError, ArgumentParser, ArgumentTypeError, Namespace
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -113,15 +114,15 @@ def load_text_recipe(command: str, recipe: str, overrides: Overrides) -> Config:
     return load_config(recipe, overrides)
 
 
-def check_steps_known(command: str, budget: str | None) -> None:
-    """Raises UserError if the steps of a recipe follow from its train.budget, and are timed when a
-    run starts.
-    """
-    if budget:
-        raise UserError(
-            f"{program()} {command}: train.budget {budget:.80}: a run times its steps when it "
-            "starts; set train.budget null, and train.max_steps"
-        )
+def check_steps_known(command: str, values: Mapping[str, Any]) -> None:
+    """Raises UserError if a run finds its number of steps when it starts; `values` of knobs."""
+    found = {"train.budget": "times its steps", "train.epochs": "counts its steps"}
+    for key, finds in found.items():
+        if value := values.get(key):
+            raise UserError(
+                f"{program()} {command}: {key} {value!s:.80}: a run {finds} when it starts; "
+                f"set {key} null, and train.max_steps"
+            )
 
 
 def load_optional_recipe(command: str, recipe: str | None, overrides: Overrides) -> Config | None:

@@ -19,7 +19,14 @@ from nanogpt_hf.commands.arguments import (
 from nanogpt_hf.config.dial import dial_lines
 from nanogpt_hf.config.json_schema import recipe_schema
 from nanogpt_hf.config.load import Overrides, stated_knobs
-from nanogpt_hf.config.schema import SECTIONS, Config, get_value, knob_lines, replace_knobs
+from nanogpt_hf.config.schema import (
+    SECTIONS,
+    Config,
+    get_value,
+    knob_lines,
+    knob_values,
+    replace_knobs,
+)
 from nanogpt_hf.config.stages import largest_stage, stage_lines
 from nanogpt_hf.config.values import bounded
 from nanogpt_hf.console import show
@@ -87,7 +94,7 @@ def run_estimate(arguments: Namespace, overrides: Overrides) -> None:
     from nanogpt_hf.planning.estimate import estimate
     from nanogpt_hf.planning.estimate_lines import estimate_figures, estimate_lines, layout_lines
 
-    check_steps_known("estimate", config.train.budget)
+    check_steps_known("estimate", knob_values(config))
     lines = [*dial_lines(config), *stage_lines(config)]
     # A machine has to hold the largest of a recipe's stages.
     config = largest_stage(config)

@@ -218,7 +218,7 @@ def run_branch(arguments: Namespace, overrides: Overrides) -> None:
     when the step was taken; the command that trains it is printed. From that step on it sees what
     a run of its recipe would see.
     """
-    check_steps_known("branch", stated_knobs(None, overrides).get("train.budget"))
+    check_steps_known("branch", stated_knobs(None, overrides))
     old = find_run(arguments.run)
     new = RunFolder(arguments.run_dir)
     step = arguments.at

@@ -33,7 +33,7 @@ from nanogpt_hf.config.methods import (
     recipe_method_of,
 )
 from nanogpt_hf.config.names import folder_or_hub_id
-from nanogpt_hf.config.schema import Config, get_value
+from nanogpt_hf.config.schema import Config, get_value, knob_values
 from nanogpt_hf.config.stages import planned_tokens, stage_lines
 from nanogpt_hf.console import show
 from nanogpt_hf.data.manifest import find_manifest
@@ -280,12 +280,14 @@ def _dry_run(config: Config, arguments: Namespace, base: "PreTrainedConfig | Non
     from nanogpt_hf.data.hf_tokenizer import known_vocab_size
     from nanogpt_hf.model.architecture import count_parameters
     from nanogpt_hf.model.build import describe_trainable, meta_model, model_of_run
+    from nanogpt_hf.training.epochs import with_steps_of_known_data
 
     mesh: Mesh = arguments.mesh
     if mesh.world_size > 1:
         from nanogpt_hf.distributed.accelerate_config import check_launch
 
         check_launch(config, mesh)
+    config = with_steps_of_known_data(config)
     # Of a model to fine-tune: how many of its parameters are trained.
     if base is not None:
         show(f"{config.finetune.model}: {describe_trainable(meta_model(config, base), config)}\n")
@@ -301,6 +303,8 @@ def _dry_run(config: Config, arguments: Namespace, base: "PreTrainedConfig | Non
     tokens = config.train.tokens_per_step
     if config.train.budget:
         total = f"as many steps as fit into {config.train.budget}, timed when a run starts"
+    elif config.train.epochs:
+        total = f"as many steps as {config.train.epochs:g} epochs take, counted after `prepare`"
     else:
         total = f"tokens in {config.train.max_steps:,} steps: {planned_tokens(config):,}"
     sizes.append(f"tokens per step: {tokens:,}; {total}")
@@ -341,7 +345,7 @@ def run_sweep(arguments: Namespace, overrides: Overrides) -> int:
     # The knobs with several values name the folder: another grid gets another one.
     runs = grid.build_grid(arguments.recipe, overrides)
     for run in runs:
-        check_steps_known("sweep", run.config.train.budget)
+        check_steps_known("sweep", knob_values(run.config))
     swept = dict.fromkeys(key for run in runs for key in run.values)
     knobs = "-".join(key.rpartition(".")[2] for key in swept)
     folder = Path(arguments.sweep_dir or Path("runs") / f"{runs[0].config.name}-{knobs}")

@@ -33,8 +33,8 @@ _OTHER_NAMES = {
     "optim.beta1": "adam_beta1",
     "optim.beta2": "adam_beta2",
     "optim.max_grad_norm": "grad_clip clip_grad gradient_clip_val max_norm optim.clip",
-    "train.max_steps": "steps max_iters iters num_steps iterations epochs epoch num_epochs "
-    "num_train_epochs train.max_epochs",
+    "train.max_steps": "steps max_iters iters num_steps iterations",
+    "train.epochs": "epoch num_epochs num_train_epochs train.max_epochs",
     "train.tokens_per_step": "gradient_accumulation_steps grad_accum total_batch_size train.tokens",
     "train.micro_batch_size": "batch_size device_batch_size train_batch_size "
     "per_device_train_batch_size auto_find_batch_size",

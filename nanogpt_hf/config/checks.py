@@ -12,7 +12,7 @@ from nanogpt_hf.config.methods import NEXT_TOKEN, POLICY, recipe_method_of
 from nanogpt_hf.config.run_sections import FAMILIES, LARGEST_BETA, MATRIX_FAMILIES, OptimSection
 from nanogpt_hf.config.schema import KNOBS, Config, get_value
 from nanogpt_hf.config.settings import KnobSetting
-from nanogpt_hf.config.sources import learns_teacher_alone, sources_of
+from nanogpt_hf.config.sources import is_mixture, learns_teacher_alone, sources_of
 from nanogpt_hf.config.stages import stage_problem, stages_of
 from nanogpt_hf.errors import UserError
 
@@ -123,6 +123,12 @@ def _schedule_rules(config: Config) -> Rules:
             text is not None and not parse_duration(text),
             f"expected a time such as 11h30m, 45m or 90s, got {text!r:.80}",
         )
+    yield (
+        "train.epochs data.source",
+        train.epochs is not None and is_mixture(config.data),
+        f"{train.epochs or 0:g}: a mixture reads each of its sources another number of times; set "
+        "train.max_steps",
+    )
     # A schedule of its own length may be longer than the run.
     end = "optim.decay_steps" if optim.decay_steps else "train.max_steps"
     last = optim.decay_steps or train.max_steps

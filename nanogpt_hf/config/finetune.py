@@ -33,6 +33,7 @@ def finetune_defaults(
     *,
     block_size: int,
     max_steps: int | None,
+    epochs: float | None,
     lora: bool,
     method: RecipeMethod,
     dropout: float | None,
@@ -46,6 +47,9 @@ def finetune_defaults(
         "train.tokens_per_step": method.sequences_per_step * block_size,
         "optim.warmup_steps": min(20, (max_steps or _DEFAULTS["train.max_steps"]) // 10),
     }
+    if epochs is not None:
+        # The number of steps is not known yet, and may be small: the same share of it.
+        sizes["optim.warmup_steps"] = 20 / _DEFAULTS["train.max_steps"]
     defaults = base | _DEFAULTS | sizes | (_LORA_DEFAULTS if lora else {}) | method.defaults
     if base.get("model.architecture", "gpt2") != "gpt2":
         defaults.pop("model.dropout", None)

@@ -84,7 +84,11 @@ class OptimSection:
         None,
         "step at which the decay ends (default: train.max_steps)",
         1,
-        read=(only_without("optim.schedule", "constant"), only_without("train.budget")),
+        read=(
+            only_without("optim.schedule", "constant"),
+            only_without("train.budget"),
+            only_without("train.epochs"),
+        ),
     )
     decay_fraction: float = knob(
         0.2,
@@ -138,7 +142,18 @@ class TrainSection:
         600_000,
         "optimizer steps",
         1,
-        read=only_without("train.budget", remedy="set train.budget null"),
+        read=(
+            only_without("train.budget", remedy="set train.budget null"),
+            only_without("train.epochs", remedy="set train.epochs null"),
+        ),
+    )
+    epochs: float | None = knob(
+        None,
+        "train for this number of passes over the training data, such as 3 or 0.5, instead of "
+        "train.max_steps: the run counts its steps when it has the data, and records them",
+        0.001,
+        1_000_000,
+        read=(only_without("train.budget"), only_without("model.depth")),
     )
     budget: str | None = knob(
         None,
@@ -180,6 +195,15 @@ class TrainSection:
         None,
         "knobs that change at a step, such as [{at: 1000, optim.schedule: wsd}] (default: none)",
     )
+
+    @property
+    def steps_from(self) -> str | None:
+        """The knob from which a run finds its number of steps when it starts; None if
+        `max_steps` is that number.
+        """
+        if self.budget is not None:
+            return "train.budget"
+        return None if self.epochs is None else "train.epochs"
 
     @property
     def min_micro_batch_size(self) -> int:
@@ -291,6 +315,12 @@ RULES = [
         given("train.budget"),
         given("train.stages", "finetune.unfreeze_every", "rl.task", "align.loss"),
         "it times the first steps, and later ones take another time",
+        "set train.max_steps",
+    ),
+    *rules(
+        given("train.epochs"),
+        given("train.stages", "rl.task"),
+        "their steps do not follow from the size of the training data",
         "set train.max_steps",
     ),
     *rules(

@@ -107,16 +107,17 @@ def with_schedule(config: Config) -> Config:
 
 
 def with_known_steps(config: Config, steps: int) -> Config:
-    """The recipe of a train.budget with the number of steps that fit into it."""
-    return with_schedule(replace_knobs(config, {"train.max_steps": steps, "train.budget": None}))
+    """The recipe of a train.budget or of train.epochs with its number of steps."""
+    known = {"train.max_steps": steps, "train.budget": None, "train.epochs": None}
+    return with_schedule(replace_knobs(config, known))
 
 
 def _schedule(config: Config) -> dict[str, Any]:
     """The knobs of the schedule that follow from others. A constant one has no lowest rate."""
     optim = config.optim
     values: dict[str, Any] = {}
-    # With train.budget the number of steps is found when the run starts.
-    if config.train.budget is None:
+    # Else the number of steps is found when the run starts.
+    if config.train.steps_from is None:
         values["optim.warmup_steps"] = optim.warmup_in(config.train.max_steps)
     if optim.schedule != "constant":
         values["optim.min_learning_rate"] = optim.lowest_learning_rate

@@ -33,7 +33,7 @@ def summary_lines(config: Config, data: PreparedData) -> list[str]:
         ]
         lines += _left_out_lines(source.manifest)
     # How often each source is read is known with the number of steps.
-    if config.train.budget:
+    if config.train.steps_from:
         return lines
     epochs = epochs_by_source(config, data.train)
     tokens = tokens_by_source(config)
@@ -94,7 +94,7 @@ def repetition_warnings(config: Config, data: PreparedData) -> list[str]:
     """A line for each source that the run would read more often than `data.max_epochs`."""
     limit = config.data.max_epochs
     steps = config.train.max_steps
-    if limit is None or config.train.budget:
+    if limit is None or config.train.steps_from:
         return []
     remedy = "lower its weight, add text" if is_mixture(config.data) else "add text"
     return [

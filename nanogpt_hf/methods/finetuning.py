@@ -97,6 +97,7 @@ def _defaults(
         architecture.recipe_knobs(base),
         block_size=_stated_value(stated, "data.block_size") or block_size,
         max_steps=_stated_value(stated, "train.max_steps"),
+        epochs=_stated_value(stated, "train.epochs"),
         lora=_stated_value(stated, "lora.rank") is not None,
         method=method,
         # A model that has learned without dropout starts worse with it.

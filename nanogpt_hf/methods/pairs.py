@@ -128,10 +128,11 @@ def _load(
                 line += f"; {left_out:,} are longer than data.block_size, left out"
             logger.info(line)
     train, validation = splits
-    steps = config.train.max_steps
     # A text has thousands of blocks, and preference data often some hundred pairs.
-    epochs = blocks_read(config, steps)[0] / len(train)
-    logger.info(f"  {steps:,} steps read each of the {noun} {epochs:,.2f} times (epochs)")
+    if not config.train.steps_from:
+        steps = config.train.max_steps
+        epochs = blocks_read(config, steps)[0] / len(train)
+        logger.info(f"  {steps:,} steps read each of the {noun} {epochs:,.2f} times (epochs)")
     return in_memory(
         train,
         validation,

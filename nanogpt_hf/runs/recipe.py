@@ -76,10 +76,10 @@ def recipe_differences(before: Config, now: Config) -> list[str]:
     old = comparable(before)
     # The run's recipe has the number that was found, and a resumed run keeps it.
     auto = ("train.micro_batch_size", "auto")
-    # So it does with the steps that were found to fit into a time.
+    # It also has the steps that were found to fit into a time, or to make so many epochs.
     kept: tuple[str, ...] = ()
-    if now.train.budget:
-        kept = ("train.budget", "train.max_steps")
+    if now.train.steps_from:
+        kept = (now.train.steps_from, "train.max_steps")
         # A share of them was recorded as a number.
         if 0 < now.optim.warmup_steps < 1:
             kept += ("optim.warmup_steps",)

@@ -46,6 +46,7 @@ from nanogpt_hf.runs.provenance import continue_on
 from nanogpt_hf.runs.recipe import changed_knobs, known_recipe
 from nanogpt_hf.runs.state import knobs_at, run_identity
 from nanogpt_hf.training.build import build_run
+from nanogpt_hf.training.epochs import with_steps_of_epochs
 from nanogpt_hf.training.micro_batch import one_line_for_too_little_memory
 
 logger = logging.getLogger(__name__)
@@ -99,6 +100,7 @@ def prepare_run(
     try:
         # 1. Each process prepares or opens the data; all must have found the same.
         data, facts = prepare_on_all_ranks(mesh, prepare)
+        config = with_steps_of_epochs(config, data)
         with (
             one_line_for_a_lost_process(folder),
             one_line_for_too_little_memory(config, data.vocab_size, launch.mesh),

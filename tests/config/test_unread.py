@@ -17,6 +17,7 @@ RECIPES: dict[str, tuple[dict, dict]] = {
     "with model.depth": ({"model.depth": 2}, {}),
     "without model.depth": ({}, {"model.depth": 2}),
     "without train.budget": ({}, {"train.budget": "5m"}),
+    "without train.epochs": ({}, {"train.epochs": 2}),
     "with model.architecture gpt2": ({}, {"model.architecture": "llama"}),
     "without model.architecture gpt2": ({"model.architecture": "llama"}, {}),
     "from a data.source that is a URL": ({"data.source": "https://example.org/a.jsonl"}, {}),

@@ -49,7 +49,8 @@ VALUES = {
     "rl.reward_errors": "zero",
 }
 # they are rows of other tests: a model with experts, a compiler, a number of steps that they set
-ELSEWHERE = {"optim.balance_loss", "optim.state", "train.tokens_per_parameter", "train.budget"}
+ELSEWHERE = {"optim.balance_loss", "optim.state", "train.tokens_per_parameter"}
+ELSEWHERE |= {"train.budget", "train.epochs"}
 OF_TEXT = [key for key in VALUES if not key.startswith(("optim.muon", "rl."))]
 AT = 4
 

@@ -37,6 +37,7 @@ from nanogpt_hf.methods.preferences import divergence
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM, loss_gpt
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.metrics import read_metrics
+from nanogpt_hf.training.epochs import with_steps_of_known_data
 
 SECTIONS = {
     "dpo": AlignSection(loss="dpo", beta=0.3),
@@ -432,6 +433,17 @@ def test_log_has_the_epochs(steps, epochs, folder, caplog):
     overrides = [(key, str(value)) for key, value in knobs.items()]
     load_pairs(finetune_config(None, overrides, PREFERENCES)[0])
     assert f"  {steps} steps read each of the preference pairs {epochs} times" in caplog.text
+
+
+@pytest.mark.parametrize(("epochs", "steps"), [(2, 9), (0.2, 1), (0.25, 2)])
+def test_steps_of_epochs_are_counted_in_pairs(epochs, steps, folder):
+    """36 pairs, eight in a step."""
+    knobs = KNOBS | {"finetune.model": folder / "start", "data.source": folder / "dpo.jsonl"}
+    knobs |= {"align.loss": "dpo", "train.epochs": epochs}
+    knobs.pop("train.max_steps", None)
+    overrides = [(key, str(value)) for key, value in knobs.items()]
+    config = finetune_config(None, overrides, PREFERENCES)[0]
+    assert with_steps_of_known_data(config).train.max_steps == steps
 
 
 @pytest.mark.slow

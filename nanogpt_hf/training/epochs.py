@@ -1,0 +1,79 @@
+"""train.epochs: the number of steps that read the training data so often, counted from its size."""
+
+import logging
+from fractions import Fraction
+from math import ceil
+
+from nanogpt_hf.config.schema import Config
+from nanogpt_hf.config.stages import with_known_steps
+from nanogpt_hf.data.manifest import find_manifest
+from nanogpt_hf.data.prepared import PreparedData, load_prepared
+from nanogpt_hf.data.summary import repetition_warnings
+from nanogpt_hf.errors import UserError
+from nanogpt_hf.formatting import plural
+from nanogpt_hf.methods.table import method_of
+
+logger = logging.getLogger(__name__)
+
+
+def steps_of(
+    epochs: float, sequences: float, sequences_per_step: int, largest_divisor: int = 1
+) -> int:
+    """The fewest steps that read `sequences` sequences `epochs` times: a last step that is not full
+    reads on into the next epoch.
+
+    `sequences` may be a fraction whose divisor is at most `largest_divisor`.
+    """
+    # In fractions: as floating-point numbers 0.1 · 30 sequences are more than 3.
+    whole = Fraction(sequences).limit_denominator(largest_divisor)
+    return ceil(Fraction(repr(epochs)) * whole / sequences_per_step)
+
+
+def with_steps_of_epochs(config: Config, data: PreparedData) -> Config:
+    """The recipe with the number of steps of its train.epochs as train.max_steps, and without
+    train.epochs; a recipe without train.epochs as it is.
+
+    An epoch is all blocks of `data.train` once: blocks of a text, of whole documents or
+    conversations, or pairs of answers. Raises UserError if the warm-up is longer than the run.
+    """
+    epochs = config.train.epochs
+    if epochs is None:
+        return config
+    # With data.order random, windows that overlap: a fraction of blocks has all tokens once.
+    sequences = data.train.samples_per_epoch
+    size = config.data.block_size
+    sequences_per_step = config.train.tokens_per_step // size
+    steps = steps_of(epochs, sequences, sequences_per_step, size)
+    counted = (
+        f"an epoch has {sequences:,.10g} sequences, a step {sequences_per_step:,} of "
+        "train.tokens_per_step"
+    )
+    warmup_steps = config.optim.warmup_in(steps)
+    if steps < warmup_steps:
+        raise UserError(
+            f"optim.warmup_steps: {warmup_steps:,} is more than the {plural(steps, 'step')} of "
+            f"train.epochs {epochs:g}: {counted}; lower it: below 1 it is a share of the steps, "
+            "such as 0.05"
+        )
+    logger.info(
+        f"train.epochs {epochs:g}: {plural(steps, 'step')}: {counted}; the run records "
+        f"train.max_steps {steps}"
+    )
+    known = with_known_steps(config, steps)
+    for line in repetition_warnings(known, data):
+        logger.warning(line)
+    return known
+
+
+def with_steps_of_known_data(config: Config) -> Config:
+    """`with_steps_of_epochs` for a run that does not start: the recipe as it is if its data is not
+    prepared yet.
+    """
+    if config.train.epochs is None:
+        return config
+    method = method_of(config)
+    if not method.uses_prepared_data:
+        return with_steps_of_epochs(config, method.load(config))
+    if find_manifest(config.data) is None:
+        return config
+    return with_steps_of_epochs(config, load_prepared(config))
