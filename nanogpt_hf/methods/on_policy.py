@@ -39,7 +39,12 @@ from nanogpt_hf.methods.distillation import (
 )
 from nanogpt_hf.methods.pairs import encode_answer
 from nanogpt_hf.methods.policy import POLICY, answer_held_out, evaluated_answers
-from nanogpt_hf.methods.policy_loss import advantages, completion_logits, policy_loss
+from nanogpt_hf.methods.policy_loss import (
+    TokenLoss,
+    advantages,
+    completion_loss,
+    policy_loss,
+)
 from nanogpt_hf.methods.rollouts import Rollouts, load_questions, sequence_batch
 from nanogpt_hf.methods.run import Evaluated, Run
 from nanogpt_hf.model.architecture import Metrics, Objective
@@ -206,45 +211,58 @@ def taught_policy_objective(config: Config, data: PreparedData) -> Objective:
     weight = config.distill.weight
 
     def objective(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Metrics]:
-        logits = completion_logits(model, batch)  # (B, K, V)
-        # Rewards that have no weight need no gradient.
-        with torch.set_grad_enabled(torch.is_grad_enabled() and weight < 1):
-            loss, metrics = policy_loss(config.rl, logits, batch)
-        value = batch_divergence(config, data, model, batch, logits)
-        metrics["divergence"] = value
-        taught = divergence_weight(config) * value
-        if weight == 1:
-            return taught, metrics
-        # Targets of given answers only.
-        given = batch["shift_labels"].masked_fill(batch["sampled"][:, None] == 1, IGNORED)
-        cross_entropy = F.cross_entropy(
-            logits.flatten(0, 1), given.flatten(), reduction="sum", ignore_index=IGNORED
-        )
-        return (1 - weight) * (loss + cross_entropy) + taught, metrics
+        divergence_of = token_divergence(config, data, model, batch)
+
+        def token_loss(
+            chunk: slice, logits: Tensor, tokens: dict[str, Tensor]
+        ) -> tuple[Tensor, Metrics]:
+            # Rewards that have no weight need no gradient.
+            with torch.set_grad_enabled(torch.is_grad_enabled() and weight < 1):
+                loss, metrics = policy_loss(config.rl, logits, tokens)
+            value, measured = divergence_of(chunk, logits, tokens)
+            metrics |= measured
+            taught = divergence_weight(config) * value
+            if weight == 1:
+                return taught, metrics
+            # Targets of given answers only.
+            given = tokens["shift_labels"].masked_fill(tokens["sampled"] == 1, IGNORED)
+            cross_entropy = F.cross_entropy(logits, given, reduction="sum", ignore_index=IGNORED)
+            return (1 - weight) * (loss + cross_entropy) + taught, metrics
+
+        return completion_loss(model, batch, token_loss)
 
     return objective
 
 
-def batch_divergence(
-    config: Config,
-    data: PreparedData,
-    model: nn.Module,
-    batch: dict[str, Tensor],
-    logits: Tensor,
-) -> Tensor:
-    """Sum the divergence of teacher and student over the targets of a batch, from the student's
-    logits (B, K, V).
+def token_divergence(
+    config: Config, data: PreparedData, model: nn.Module, batch: dict[str, Tensor]
+) -> TokenLoss:
+    """Build the divergence of teacher and student, summed over the targets of a batch; it is its
+    own metric, `divergence`.
+
+    Only the hidden states of the teacher are kept. Its logits are computed for the tokens that the
+    student's loss asks for.
     """
     assert isinstance(data, TaughtData)
-    targets = batch["shift_labels"] != IGNORED
     # A student whose vocabulary is padded may sample what is no token of the teacher.
     ids = batch["input_ids"]
     readable = ids.where(ids < data.teacher.config.vocab_size, 0)
+    positions = batch["shift_labels"].shape[1]
     with torch.no_grad():
-        place_teacher(data.teacher, model, logits.device)
-        taught = completion_logits(data.teacher, batch | {"input_ids": readable})
-    # (targets, vocabulary): prompts and padding have no divergence.
-    return divergence(config, logits[targets], taught[targets]).sum()
+        place_teacher(data.teacher, model, ids.device)
+        logits_of = data.teacher.logits_of_rows(input_ids=readable, logits_to_keep=positions)
+
+    def token_loss(
+        chunk: slice, logits: Tensor, tokens: dict[str, Tensor]
+    ) -> tuple[Tensor, Metrics]:
+        targets = tokens["shift_labels"] != IGNORED
+        with torch.no_grad():
+            taught = logits_of(chunk)
+        # Prompts and padding have no divergence.
+        value = divergence(config, logits[targets], taught[targets]).sum()
+        return value, {"divergence": value}
+
+    return token_loss
 
 
 class _HeldOut(Blocks):
@@ -273,8 +291,8 @@ def held_out_divergence(run: Run, answers: Answers) -> float:
     with eval_mode(run.model):
         size = run.batches.micro_batch_size
         for _, batch in rank_batches(run.accelerator, blocks, rows, size, pad=True):
-            logits = completion_logits(run.model, batch)
-            total += batch_divergence(run.config, run.data, run.model, batch, logits)
+            divergence_of = token_divergence(run.config, run.data, run.model, batch)
+            total += completion_loss(run.model, batch, divergence_of)[0]
     return sum_over_ranks(run.accelerator, total).item() / blocks.num_targets(rows)
 
 

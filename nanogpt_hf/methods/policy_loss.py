@@ -1,12 +1,23 @@
 """Objective of reinforcement learning: group-relative policy optimization (GRPO) on sampled
 completions.
+
+Logits are in memory for a chunk of the completions' tokens at a time, as in pretraining.
+
+Shapes: B rows, K positions with completions, R of the B · K tokens, V vocabulary.
 """
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from nanogpt_hf.config.schema import RlSection
 from nanogpt_hf.model.architecture import Metrics, Objective
+from nanogpt_hf.model.loss_gpt import IGNORED
+
+# From the logits (R, V) in float32 of some tokens, and the values (R,) that a batch has for these,
+# by name: the summed loss, and metrics. The slice says which of the B · K tokens they are.
+TokenLoss = Callable[[slice, Tensor, dict[str, Tensor]], tuple[Tensor, Metrics]]
 
 # Added to the standard deviation of a group, which is 0 if all its rewards are equal; TRL's value.
 _EPSILON = 1e-4
@@ -42,35 +53,36 @@ def policy_objective(rl: RlSection) -> Objective:
     """
 
     def objective(model: torch.nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Metrics]:
-        return policy_loss(rl, completion_logits(model, batch), batch)
+        return completion_loss(
+            model, batch, lambda _, logits, tokens: policy_loss(rl, logits, tokens)
+        )
 
     return objective
 
 
-def policy_loss(rl: RlSection, logits: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Metrics]:
-    """Compute the loss of `policy_objective` and its metrics, both summed over the tokens of a
-    batch, from the logits (B, K, V) of `completion_logits`.
+def policy_loss(rl: RlSection, logits: Tensor, tokens: dict[str, Tensor]) -> tuple[Tensor, Metrics]:
+    """Compute the loss of `policy_objective` and its metrics, both summed over some tokens, from
+    their logits (R, V) and the values (R,) that the batch has for them.
 
-    Rows whose `sampled` is 0, if the batch has it, have answers that the policy has not sampled:
-    only their entropy counts.
+    Tokens whose `sampled` is 0, if the batch has it, are of answers that the policy has not
+    sampled: only their entropy counts.
     """
-    # All are (B, K): the last K positions hold the completions of the batch.
-    log_probs, entropy = chosen_log_probs(logits, batch["shift_labels"], rl.temperature)
-    counts = (batch["shift_labels"] != -100).float()
-    sampled = counts * batch["sampled"][:, None] if "sampled" in batch else counts
+    log_probs, entropy = chosen_log_probs(logits, tokens["shift_labels"], rl.temperature)
+    counts = (tokens["shift_labels"] != IGNORED).float()
+    sampled = counts * tokens["sampled"] if "sampled" in tokens else counts
     # In the first update the model is the one that has sampled: the ratio is 1, but it has the
     # gradient of log π.
-    ratio = torch.exp(log_probs - batch.get("old_log_probs", log_probs.detach()))
-    gain = ratio * batch["advantages"][:, None]
+    ratio = torch.exp(log_probs - tokens.get("old_log_probs", log_probs.detach()))
+    gain = ratio * tokens["advantages"]
     metrics = {"entropy": (entropy * counts).sum()}
     if rl.clip is not None:
         # The smaller gain, so that clipping never rewards a step away from the old policy.
-        clipped = ratio.clamp(1 - rl.clip, 1 + rl.clip) * batch["advantages"][:, None]
+        clipped = ratio.clamp(1 - rl.clip, 1 + rl.clip) * tokens["advantages"]
         metrics["clipped"] = ((clipped < gain) * sampled).sum()
         gain = torch.minimum(gain, clipped)
     loss = -gain
-    if "reference_log_probs" in batch:
-        kl = kl_estimate(log_probs, batch["reference_log_probs"])
+    if "reference_log_probs" in tokens:
+        kl = kl_estimate(log_probs, tokens["reference_log_probs"])
         metrics["kl"] = (kl * sampled).sum()
         loss = loss + rl.kl * ratio * kl
     return (loss * sampled).sum(), metrics
@@ -86,29 +98,71 @@ def kl_estimate(log_probs: Tensor, reference: Tensor) -> Tensor:
     return log_ratio.exp() - log_ratio - 1
 
 
+@torch.no_grad()
 def completion_log_probs(
     model: torch.nn.Module, batch: dict[str, Tensor], temperature: float
-) -> tuple[Tensor, Tensor]:
-    """Compute the log-probabilities of the targets at the sampling temperature, and entropies:
-    (B, K) as `shift_labels`. Where these are -100 the values mean nothing.
+) -> Tensor:
+    """Compute the log-probabilities (B, K) of the targets at the sampling temperature, without a
+    gradient. Where `shift_labels` are -100 the values mean nothing.
     """
-    return chosen_log_probs(completion_logits(model, batch), batch["shift_labels"], temperature)
+    found = []
+
+    def keep(_: slice, logits: Tensor, tokens: dict[str, Tensor]) -> tuple[Tensor, Metrics]:
+        found.append(chosen_log_probs(logits, tokens["shift_labels"], temperature)[0])
+        return logits.new_zeros(()), {}
+
+    completion_loss(model, batch, keep)
+    return torch.cat(found).view_as(batch["shift_labels"])
 
 
-def completion_logits(model: torch.nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Compute the logits (B, K, V) of the last K positions of `input_ids`, whose targets are
-    `shift_labels`. Sequences are padded at their end, which needs no mask.
+def completion_loss(
+    model: torch.nn.Module, batch: dict[str, Tensor], token_loss: TokenLoss
+) -> tuple[Tensor, Metrics]:
+    """Sum a loss and its metrics over the tokens of completions, a chunk of these at a time.
+
+    `shift_labels` (B, K) are the targets of the last K positions of `input_ids`: prompts have no
+    logits. Sequences are padded at their end, which needs no mask.
     """
-    # Logits of the last K positions only: prompts have none.
-    positions = batch["shift_labels"].shape[1]
-    return model(
-        input_ids=batch["input_ids"], use_cache=False, logits_to_keep=positions
-    ).logits.float()
+    row_loss = _SummedTokens(batch, token_loss)
+    loss = model(
+        input_ids=batch["input_ids"],
+        shift_labels=batch["shift_labels"],
+        row_loss=row_loss,
+        num_items_in_batch=1,
+        skip_logits=True,
+        use_cache=False,
+    ).loss
+    return loss, row_loss.metrics
+
+
+class _SummedTokens:
+    """A `TokenLoss` that a model calls for each chunk of its B · K rows, in place of its
+    cross-entropy. `metrics` are the sums so far.
+    """
+
+    def __init__(self, batch: dict[str, Tensor], token_loss: TokenLoss):
+        shape = batch["shift_labels"].shape
+        # A value of a row of the batch, such as an advantage, is one of each of its tokens.
+        self.tokens = {
+            name: (values if values.dim() == 2 else values[:, None].expand(shape)).flatten()
+            for name, values in batch.items()
+            if name != "input_ids"
+        }
+        self.token_loss = token_loss
+        self.metrics: Metrics = {}
+
+    def __call__(self, chunk: slice, logits: Tensor, targets: Tensor) -> Tensor:
+        tokens = {name: values[chunk] for name, values in self.tokens.items()}
+        # Sums of exponentials over a vocabulary need float32, whatever the model computes in.
+        loss, metrics = self.token_loss(chunk, logits.float(), tokens)
+        for name, value in metrics.items():
+            self.metrics[name] = self.metrics.get(name, 0) + value.detach()
+        return loss
 
 
 def chosen_log_probs(logits: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Compute from logits (B, K, V) the log-probabilities (B, K) of the labels at a temperature,
-    and the entropies (B, K).
+    """Compute from logits (R, V) the log-probabilities (R,) of the labels at a temperature, and the
+    entropies (R,).
     """
     log_probs = (logits / (temperature or 1.0)).log_softmax(-1)
     # Position 0 of the vocabulary stands in for ignored targets, which gather would refuse.

@@ -185,7 +185,7 @@ class Rollouts(Blocks):
             indices = rows[batches.micro_batch_number(index)]
             batch: Any = send_to_device(sequence_batch(self._answers, indices), accelerator.device)
             with eval_mode(model), accelerator.autocast():
-                found = completion_log_probs(model, batch, self.config.rl.temperature)[0]
+                found = completion_log_probs(model, batch, self.config.rl.temperature)
             scored[tuple(indices)] = found.where(batch["shift_labels"] != -100, 0.0).cpu()
         self._log_probs[name] = scored
 

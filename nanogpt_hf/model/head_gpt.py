@@ -127,9 +127,12 @@ class SummedLoss(PreTrainedModel if TYPE_CHECKING else object):
             return head(hidden, targets, size, row_loss)
         return recomputed_loss(head, hidden, targets, size, self.softcap, row_loss)
 
-    def logits_of_rows(self, **inputs):
-        """A function that computes the logits (R, V) of some of the B · T rows."""
-        hidden = self.base_model(**inputs, use_cache=False).last_hidden_state.flatten(0, 1)
+    def logits_of_rows(self, logits_to_keep=0, **inputs):
+        """A function that computes the logits (R, V) of some of the B · T rows, or of the B · K
+        rows of the last K = `logits_to_keep` positions.
+        """
+        hidden = self.base_model(**inputs, use_cache=False).last_hidden_state
+        hidden = hidden[:, -logits_to_keep:].flatten(0, 1)
         head: Any = self.get_output_embeddings()
         size = self.config.vocab_size
         return lambda rows: cap_logits(head(hidden[rows]), self.softcap)[:, :size]
@@ -145,7 +148,8 @@ class SummedLoss(PreTrainedModel if TYPE_CHECKING else object):
         """Make the model's output: the loss if there are labels, and logits.
 
         The loss is the mean over the labels that are counted, or their sum divided by
-        `num_items_in_batch`; `row_loss` replaces the cross-entropy. `skip_logits` (default: when
+        `num_items_in_batch`; `row_loss` replaces the cross-entropy. Fewer labels than positions,
+        (B, K), are the labels of the last K positions. `skip_logits` (default: when
         training on labels) omits the logits to save memory.
         """
         hidden = out.last_hidden_state  # (B, T, C)
@@ -155,7 +159,10 @@ class SummedLoss(PreTrainedModel if TYPE_CHECKING else object):
             skip_logits = self.training and shift_labels is not None
         if shift_labels is not None:
             targets = shift_labels.reshape(-1).to(hidden.device)  # (N,)
-            loss = self.summed_loss(hidden.reshape(len(targets), -1), targets, row_loss)
+            labeled = hidden
+            if shift_labels.shape[-1] < hidden.shape[1]:
+                labeled = hidden[:, -shift_labels.shape[-1] :]
+            loss = self.summed_loss(labeled.reshape(len(targets), -1), targets, row_loss)
             loss = loss_per_item(loss, targets, num_items_in_batch)
         if not skip_logits:
             # A number of last positions, or a tensor that lists positions.

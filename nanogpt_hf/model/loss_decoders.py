@@ -8,7 +8,7 @@ from the model's own logits, which are then all in memory.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -77,11 +77,12 @@ class _WithSummedLoss(SummedLoss, PreTrainedModel):
         ]
         return torch.stack(losses)
 
-    def logits_of_rows(self, **inputs):
+    def logits_of_rows(self, logits_to_keep=0, **inputs):
         with _no_search_for_packing(inputs.get("position_ids")):
             if self._is_linear:
-                return super().logits_of_rows(**inputs)
-            logits = self(**inputs, use_cache=False).logits.flatten(0, 1)
+                return super().logits_of_rows(logits_to_keep, **inputs)
+            out = self(**inputs, use_cache=False, logits_to_keep=logits_to_keep)
+            logits = out.logits.flatten(0, 1)
             return lambda rows: logits[rows]
 
     @can_return_tuple
@@ -108,7 +109,11 @@ class _WithSummedLoss(SummedLoss, PreTrainedModel):
             out.logits = out.logits[..., : self.config.vocab_size]
             return out
         # The model without its head if we can compute the loss from the hidden states.
-        compute = self.base_model if self._is_linear else super().forward
+        # Labels of the last positions need no other logits.
+        kept = shift_labels.shape[-1]
+        compute = self.base_model
+        if not self._is_linear:
+            compute = partial(super().forward, logits_to_keep=kept)
         routes = self.training and self.has_experts
         if routes:
             kwargs["output_router_logits"] = True
@@ -127,9 +132,11 @@ class _WithSummedLoss(SummedLoss, PreTrainedModel):
         return self._with_routing(out, out, shift_labels) if routes else out
 
     def _with_routing(self, result, out, shift_labels):
-        """Output with `routing`, if all routers show their logits."""
+        """Output with `routing`, if all routers show logits, and all positions have labels."""
         logits = getattr(out, "router_logits", None)
         if not logits or len(logits) != len(experts_of(self)):
+            return result
+        if logits[0].shape[:-1].numel() != shift_labels.numel():
             return result
         routing = routing_of(self, logits, shift_labels != IGNORED)
         return _RoutedOutput(loss=result.loss, logits=result.logits, routing=routing)

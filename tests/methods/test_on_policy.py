@@ -19,12 +19,13 @@ from nanogpt_hf.generate import Completions
 from nanogpt_hf.methods.distillation import TaughtData, divergence
 from nanogpt_hf.methods.finetuning import finetune_config
 from nanogpt_hf.methods.on_policy import (
-    batch_divergence,
     is_on_policy,
     taught_policy_objective,
+    token_divergence,
 )
-from nanogpt_hf.methods.policy_loss import advantages, completion_logits
+from nanogpt_hf.methods.policy_loss import advantages, completion_loss
 from nanogpt_hf.methods.rollouts import sequence_batch
+from nanogpt_hf.model import loss_gpt
 from nanogpt_hf.model.architecture import architecture_of
 from nanogpt_hf.training.start import prepare_run
 from nanogpt_hf.training.step import take_step
@@ -157,17 +158,20 @@ def test_process_with_few_rows_or_none_adds_its_own_divergence(rows):
     batch = pad_batch(sequence_batch(answers, range(rows)), 4)
     assert batch["input_ids"].shape[0] == batch["shift_labels"].shape[0] == 4
     assert rows or batch["shift_labels"].shape[1] == 1
-    found = batch_divergence(config, data, model, batch, completion_logits(model, batch))
+    found, _ = completion_loss(model, batch, token_divergence(config, data, model, batch))
     expected = 0.0
     for row in range(rows):
         alone = sequence_batch(answers, [row])
-        logits = completion_logits(model, alone)
-        expected += batch_divergence(config, data, model, alone, logits).item()
+        divergence_of = token_divergence(config, data, model, alone)
+        expected += completion_loss(model, alone, divergence_of)[0].item()
     assert found.item() == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.parametrize("chunked", [False, True])
 @pytest.mark.parametrize("weight", [0.0, 0.3, 1.0])
-def test_objective_and_gradients_equal_bare_pytorch(batch, weight):
+def test_objective_and_gradients_equal_bare_pytorch(batch, weight, chunked, monkeypatch):
+    if chunked:
+        monkeypatch.setattr(loss_gpt, "LOGITS_PER_CHUNK", VOCAB * 7)
     config = recipe(weight=weight, beta=1.0, temperature=1.4)
     model, teacher = build(1), build(2, layers=3).eval().requires_grad_(False)
     data = TaughtData(*[None] * 4, teacher=teacher)  # pyright: ignore

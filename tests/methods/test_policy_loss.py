@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from allocations import peak_allocation
 from nanogpt_hf.config.schema import RlSection
 from nanogpt_hf.evaluation.answers import Answers
 from nanogpt_hf.generate import Completions
-from nanogpt_hf.methods.policy_loss import advantages, policy_objective
+from nanogpt_hf.methods.policy_loss import advantages, completion_log_probs, policy_objective
 from nanogpt_hf.methods.rollouts import sequence_batch
-from nanogpt_hf.model import GPTConfig, GPTForCausalLM
+from nanogpt_hf.model import GPTConfig, GPTForCausalLM, loss_gpt
 
 PROMPTS = [[3, 4, 5, 6], [7, 8]]  # four completions each
 LENGTHS = [5, 1, 3, 2, 4, 5, 2, 1]
@@ -77,8 +78,11 @@ def full_batch(answers, rl, old, reference) -> dict[str, torch.Tensor]:
     return batch
 
 
+@pytest.mark.parametrize("chunked", [False, True])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_objective_and_gradients_equal_bare_pytorch(answers, variant):
+def test_objective_and_gradients_equal_bare_pytorch(answers, variant, chunked, monkeypatch):
+    if chunked:
+        monkeypatch.setattr(loss_gpt, "LOGITS_PER_CHUNK", 257 * 7)
     rl = RlSection(**VARIANTS[variant])
     model, old, reference = map(build_model, (1, 2, 3))
     loss, metrics = policy_objective(rl)(model, full_batch(answers, rl, old, reference))
@@ -106,13 +110,39 @@ def test_objective_and_gradients_equal_bare_pytorch(answers, variant):
             )
             expected = expected + rl.kl * (ratio * (log_ratio.exp() - log_ratio - 1)).sum()
     expected.backward()
-    torch.testing.assert_close(loss, expected, atol=1e-6, rtol=0)
+    torch.testing.assert_close(loss.double(), expected, atol=1e-6, rtol=0)
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(ours[name], parameter.grad, atol=1e-6, rtol=1e-5)
     assert all(gradient.abs().max() > 0 for name, gradient in ours.items() if "wpe" not in name)
     assert 0 < metrics["entropy"] / sum(LENGTHS) < torch.tensor(257.0).log()
     if rl.clip:
         assert 0 < metrics["clipped"] < sum(LENGTHS)
+
+
+def test_logits_of_a_chunk_alone_are_in_memory(monkeypatch):
+    """512 tokens with 20,000 logits each, 41 MB; a chunk has 52 tokens."""
+    monkeypatch.setattr(loss_gpt, "LOGITS_PER_CHUNK", 2**20)
+    config = GPTConfig(vocab_size=20_000, n_positions=64, n_embd=16, n_layer=1, n_head=1)
+    model = GPTForCausalLM(config)
+    ids = torch.randint(20_000, (8, 64))
+    batch = {"input_ids": ids, "shift_labels": ids, "advantages": torch.ones(8)}
+
+    def train():
+        loss, metrics = policy_objective(RlSection())(model, batch)
+        assert metrics["entropy"] > 0
+        loss.backward()
+
+    logits = ids.numel() * 20_000 * 4
+    assert peak_allocation(train) < logits / 2
+    assert peak_allocation(lambda: completion_log_probs(model, batch, 1.0)) < logits / 2
+
+
+def test_log_probs_of_chunks_equal_bare_pytorch(answers, monkeypatch):
+    monkeypatch.setattr(loss_gpt, "LOGITS_PER_CHUNK", 257 * 7)
+    model, batch = build_model(1), sequence_batch(answers, range(8))
+    found = completion_log_probs(model, batch, 0.7)[batch["shift_labels"] != -100]
+    expected = [plain_log_probs(model, answers, row, 0.7) for row in range(8)]
+    torch.testing.assert_close(found.double(), torch.cat(expected), atol=1e-6, rtol=0)
 
 
 @pytest.mark.slow
