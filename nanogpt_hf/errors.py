@@ -16,20 +16,32 @@ EXIT_USER_ERROR = 2
 EXIT_STOPPED = 75  # EX_TEMPFAIL in sysexits.h: start again with --resume to continue
 
 
+# A value or a file's name may have them: ends of lines, and what a terminal obeys.
+_CONTROLS = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+
+
+def _without_controls(text: str) -> str:
+    """`5m<newline>` -> `5m\\n`: a text in one line, with escapes for its control characters."""
+    return _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
 class UserError(Exception):
     """An error that the user can correct.
 
     The message is one line with the remedy; `main` exits with status 2.
     """
 
+    def __init__(self, message: object = ""):
+        super().__init__(_without_controls(str(message)))
+
 
 class ConfigError(UserError):
     """All problems of a recipe and its overrides, one line each."""
 
     def __init__(self, problems: Iterable[str]):
-        self.problems = list(problems)
+        self.problems = [_without_controls(problem) for problem in problems]
         end = f"{plural(len(self.problems), 'problem')}; nothing was started."
-        super().__init__("\n".join([*self.problems, end]))
+        Exception.__init__(self, "\n".join([*self.problems, end]))
 
 
 class DataError(UserError):

@@ -10,7 +10,7 @@ from safetensors import safe_open
 from nanogpt_hf.commands import COMMANDS
 from nanogpt_hf.config.aliases import ALIASES, suggestion
 from nanogpt_hf.config.schema import KNOBS, SECTIONS
-from nanogpt_hf.errors import UserError, did_you_mean, explain, is_out_of_memory
+from nanogpt_hf.errors import ConfigError, UserError, did_you_mean, explain, is_out_of_memory
 
 
 def raised(action) -> Exception:
@@ -30,6 +30,24 @@ def test_os_errors_name_file_and_reason(tmp_path):
     assert explain(OSError("a library's\n   own words")) == "a library's own words"
     httpx = pytest.importorskip("httpx", reason="huggingface_hub brings httpx, or httpx2")
     assert explain(httpx.ConnectError("no route")) == "the network: no route"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("5m\n", r"5m\n"),
+        ("a\r\nb", r"a\r\nb"),
+        ("\x1b[31mred", r"\x1b[31mred"),
+        ("a\0b", r"a\x00b"),
+        ("a\x85b\u2028c", r"a\x85b\u2028c"),
+        ("café 💥 \\n", "café 💥 \\n"),
+    ],
+)
+def test_error_is_one_line_whatever_value_it_names(text, shown):
+    assert str(UserError(f"knob: {text}: no")) == f"knob: {shown}: no"
+    error = ConfigError([f"knob: {text}", "other"])
+    assert error.problems == [f"knob: {shown}", "other"]
+    assert str(error) == f"knob: {shown}\nother\n2 problems; nothing was started."
 
 
 def test_damaged_weights_are_explained(tmp_path):

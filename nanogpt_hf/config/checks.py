@@ -140,7 +140,8 @@ def _schedule_rules(config: Config) -> Rules:
     )
     yield (
         f"optim.warmup_steps {end}",
-        warmup_steps > last,
+        # With train.budget the steps are known when the run starts, and are compared there.
+        train.budget is None and warmup_steps > last,
         f"{warmup_steps} is more than {end} {last}; below 1 it is a share of the steps, such as "
         "0.05",
     )

@@ -207,8 +207,8 @@ def recipe_settings(config: Config) -> Settings:
     for key, knob in KNOBS.items():
         value = get_value(config, key)
         shown = str(value).lower() if isinstance(value, bool) else str(value)
-        # A list may be as long as a file.
-        words = f"{key} {shown[:80] if isinstance(value, list) else shown}"
+        # A value may be as long as a file.
+        words = f"{key} {shown:.80}"
         if isinstance(value, str):
             settings[KnobSetting(key, value)] = words
         if value != knob.default:

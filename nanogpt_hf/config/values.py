@@ -161,7 +161,8 @@ def _number(value: Any) -> float:
 
 
 def _text(value: Any) -> str:
-    if not isinstance(value, str):
+    # No recipe could hold these.
+    if not isinstance(value, str) or "\0" in value or not is_utf8(value):
         raise ValueError
     return value
 

@@ -9,7 +9,7 @@ from nanogpt_hf.config.load import Overrides
 from nanogpt_hf.config.schema import KNOBS, Config, get_value
 from nanogpt_hf.config.sources import learns_parts
 from nanogpt_hf.config.values import convert
-from nanogpt_hf.data.manifest import MANIFEST
+from nanogpt_hf.data.manifest import Manifest, read_manifest
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.evaluation.base import Evaluation, Measure, Option
 from nanogpt_hf.evaluation.core import CoreScore
@@ -82,7 +82,10 @@ def asked_for(
     wanted = [evaluation for evaluation in EVALUATIONS if evaluation.wanted(arguments)]
     if not wanted:
         ways = ", ".join(row.asked_by for row in EVALUATIONS if row.options)
-        raise UserError(f"{program()} evaluate: give something to measure: {ways}")
+        raise UserError(
+            f"{program()} evaluate: {_without_own_text(arguments.model)}; give something to "
+            f"measure: {ways}"
+        )
     # An option of an evaluation that was not asked for would have no effect.
     for option in _options():
         rows = [row for row in EVALUATIONS if option in row.options]
@@ -117,5 +120,40 @@ def _own_text(model: str) -> str | None:
     if not run.recipe.is_file():
         return None
     data = read_recipe(run).data
-    is_there = (Path(os.path.expanduser(data.dir)) / MANIFEST).is_file()
-    return data.dir if is_there and not learns_parts(data) else None
+    manifest = read_manifest(Path(os.path.expanduser(data.dir)))
+    if manifest is None or learns_parts(data):
+        return None
+    _check_own(run, manifest, data.dir)
+    return data.dir
+
+
+def _without_own_text(model: str) -> str:
+    """Why a model is not measured on its own text."""
+    run = RunFolder(os.path.expanduser(model))
+    if not run.path.exists():
+        return f"{model}: no such folder here"
+    if not run.recipe.is_file():
+        return f"{model}: no run folder, and only a run knows its text"
+    folder = read_recipe(run).data.dir
+    return f"{model}: {folder} holds no text of its recipe, or one of which a part is learned"
+
+
+def _check_own(run: RunFolder, manifest: Manifest, folder: str) -> None:
+    """Raises UserError if prepared data is not what the run has learned: its validation split may
+    hold what the run was trained on.
+    """
+    from nanogpt_hf.runs.provenance import read_starts
+
+    recorded = [start["data"] for start in read_starts(run) if isinstance(start.get("data"), dict)]
+    learned = recorded[-1] if recorded else {}
+    now = manifest.content()
+    # Tokens that other programs made have no digest, and the revision is that of their files.
+    keys = ("tokenizer_hash", "validation tokens", "validation sha256", "train sha256")
+    keys += () if now["train sha256"] else ("revision",)
+    changed = [key for key in keys if key in learned and learned[key] != now[key]]
+    if changed:
+        raise UserError(
+            f"{run.path}: {folder} was prepared again since the run has learned it: another "
+            f"{', '.join(changed)}; name a text by --data, or prepare the run's own in another "
+            "folder"
+        )

@@ -220,8 +220,8 @@ def _with_known_steps(config: Config, steps: int | None) -> Config:
     if config.train.budget is None:
         return config
     logger.info(
-        f"train.budget {config.train.budget}: was timed when the run began; it keeps its "
-        f"train.max_steps {steps}"
+        f"train.budget {config.train.budget}: times a run when it begins; this one keeps its "
+        f"train.max_steps {steps}, which --train.max_steps changes"
     )
     assert steps is not None, "a run that was timed has recorded its steps"
     return with_known_steps(config, steps)

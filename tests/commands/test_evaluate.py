@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 
@@ -9,6 +11,7 @@ import core_bundle
 from arguments import argv
 from nanogpt_hf.commands import main
 from nanogpt_hf.config.load import load_config
+from nanogpt_hf.config.schema import replace_knobs
 from nanogpt_hf.data.prepare import prepare
 from nanogpt_hf.training import loop
 from nanogpt_hf.training.start import prepare_run
@@ -70,6 +73,24 @@ def test_evaluate_run_on_prepared_data_equals_training(
     assert figures["loss"] == pytest.approx(state.best_loss, abs=1e-6)
     assert figures["bits_per_byte"] == pytest.approx(state.evaluation.bits_per_byte, rel=1e-6)
     assert figures["data"].endswith("(validation)")
+
+
+@pytest.mark.long
+def test_run_is_not_measured_on_data_that_was_prepared_again(
+    write_recipe, tmp_path, forget_accelerate, refused
+):
+    config = load_config(write_recipe())
+    loop.train(prepare_run(config, tmp_path / "run"))
+    forget_accelerate()
+    folder = Path(config.data.dir)
+    # The new validation split has text that the run was trained on.
+    shutil.rmtree(folder)
+    prepare(replace_knobs(config, {"data.validation_fraction": 0.4}))
+    line = refused("evaluate", tmp_path / "run")
+    assert f"{folder} was prepared again" in line
+    assert "validation sha256" in line
+    shutil.rmtree(folder)
+    assert f"{folder} holds no text of its recipe" in refused("evaluate", tmp_path / "run")
 
 
 @pytest.mark.long

@@ -46,6 +46,31 @@ def test_command_line_beats_recipe_beats_defaults(recipe):
     assert config.optim.weight_decay == Config().optim.weight_decay
 
 
+@pytest.mark.parametrize("text", ["a\0b", "\ud800", "\0"])
+@pytest.mark.parametrize("knob", ["data.dir", "data.source", "tracking.trackers"])
+def test_text_that_no_recipe_could_hold_is_refused(knob, text):
+    overrides = {"data.source": "x"} | {knob: [text] if knob == "tracking.trackers" else text}
+    with pytest.raises(ConfigError, match=knob):
+        load_config(None, overrides, name="x")
+
+
+@pytest.mark.parametrize("other", [{"align.loss": "dpo"}, {"train.stages": "[{at: 3}]"}])
+def test_problem_with_a_long_value_is_short(other):
+    values = {"data.source": "x", "train.budget": "5" * 10_000} | other
+    with pytest.raises(ConfigError) as raised:
+        load_config(None, values, name="x")
+    assert max(map(len, raised.value.problems)) < 400
+
+
+def test_warmup_of_a_budget_is_compared_with_steps_when_they_are_known():
+    # A small model takes more steps in a long time than train.max_steps has by default.
+    values = {"data.source": "x", "optim.warmup_steps": 700_000}
+    config = load_config(None, values | {"train.budget": "99h"}, name="x")
+    assert config.optim.warmup_steps == 700_000
+    with pytest.raises(ConfigError, match="700000 is more than"):
+        load_config(None, values, name="x")
+
+
 NOTATIONS = {
     "train.seed": {
         "491520": 491_520,

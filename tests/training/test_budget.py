@@ -150,7 +150,7 @@ def test_resume_does_not_time_again(pretrain, interrupted, timed, lost, caplog):
     resumed = pretrain("--auto-resume", *BUDGET)
     assert resumed.status == 0, resumed.err
     assert timed == []
-    assert "was timed when the run began; it keeps its train.max_steps 16" in caplog.text
+    assert "times a run when it begins; this one keeps its train.max_steps 16" in caplog.text
     assert "changed since" not in caplog.text
     assert numbers(resumed.run) == numbers(whole)
     assert tensor_files(resumed.run, 16) == tensor_files(whole, 16)
