@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
+from nanogpt_hf.errors import UserError, one_line
+
 # Modules in these folders come with Python or were installed.
 _INSTALLED = ("site-packages", "dist-packages")
 _STANDARD = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")]
@@ -17,12 +19,19 @@ def code_digest(path: Path) -> str:
     """Return the sha256 of a file, and of each of its `own_modules` by its name.
 
     Call it after the file has run, which may have added its folder to the places of modules.
+    Raises UserError if a file can no longer be read.
     """
-    sources = {"": path} | own_modules(path)
-    digests = [
-        f"{module} sha256:{hashlib.sha256(source.read_bytes()).hexdigest()}".strip()
-        for module, source in sources.items()
-    ]
+    try:
+        sources = {"": path} | own_modules(path)
+        digests = [
+            f"{module} sha256:{hashlib.sha256(source.read_bytes()).hexdigest()}".strip()
+            for module, source in sources.items()
+        ]
+    except OSError as error:
+        raise UserError(
+            f"{error.filename or path}: was run, and then could not be read: "
+            f"{error.strerror or one_line(error)}; keep the file where it is"
+        ) from None
     return ", ".join(digests)
 
 

@@ -12,6 +12,7 @@ from nanogpt_hf.data.call_format import call_of
 from nanogpt_hf.data.chat_template import ChatFormat
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.tasks.calculator import calculator
+from nanogpt_hf.tasks.own_modules import code_digest
 from nanogpt_hf.tasks.tools import load_tools
 from nanogpt_hf.tasks.turns import build_turns
 
@@ -346,3 +347,18 @@ def test_templates_without_a_place_for_tools_are_refused():
         chat = ChatFormat(SHAPES[name])
         line = refusal(build_turns, chat, tools, 3, "rl.tools", error=UserError)
         assert "writes no calls of tools" in line
+
+
+def test_tools_file_that_deletes_itself_is_refused(tmp_path):
+    path = tmp_path / "gone.py"
+    path.write_text(
+        "import os\n\nos.remove(__file__)\n\n\n"
+        'def one() -> int:\n    """Return one."""\n    return 1\n'
+    )
+    with pytest.raises(UserError, match=r"gone\.py: was run, and then could not be read: No such"):
+        load_tools([str(path)], 5)
+
+
+def test_file_that_became_a_folder_has_no_digest(tmp_path):
+    with pytest.raises(UserError, match="could not be read: Is a directory; keep the file"):
+        code_digest(tmp_path)
