@@ -104,7 +104,7 @@ SUGGESTED = [
     ("train.steps", KNOBS, "train.max_steps?"),
     ("eval.steps", KNOBS, "eval.every?"),
     ("eval.interval", KNOBS, "eval.every?"),
-    ("train.num_epochs", KNOBS, "train.max_steps?"),
+    ("train.num_epochs", KNOBS, "train.epochs?"),
     ("train.batch_size", KNOBS, "train.micro_batch_size?"),
     ("data.path", KNOBS, "data.source?"),
     ("data.seq_len", KNOBS, "data.block_size?"),
