@@ -27,6 +27,7 @@ PLACES = {
     "MODEL": lambda fixture, folder: fixture("letter_model"),
     "BASE": lambda fixture, folder: fixture("tiny_base"),
     "RUN": lambda fixture, folder: write_run(folder / "run", fixture("write_recipe")()),
+    "PLOTTED": lambda fixture, folder: write_plotted(folder, fixture("write_recipe")()),
     "MACHINES": lambda fixture, folder: fixture("root") / "accelerate_configs",
     "BAD": lambda fixture, folder: write_model(folder / "bad", attention_dropout=-1.0),
     "NAN": lambda fixture, folder: write_model(folder / "nan", rms_norm_eps=math.nan),
@@ -88,6 +89,12 @@ def write_run(folder, recipe):
     (folder / "recipe.yaml").write_text(config_to_yaml(load_config(recipe)))
     (folder / "metrics.jsonl").write_text(json.dumps({"step": 6, "val/loss": 1.0}) + "\n")
     return folder
+
+
+def write_plotted(folder, recipe):
+    """A run folder, next to a plot of the user's own program."""
+    (folder / "compare.png").write_bytes(b"\x89PNG\r\n\x1a\n")
+    return write_run(folder / "run", recipe)
 
 
 COMMANDS, RECIPES, MACHINES = (

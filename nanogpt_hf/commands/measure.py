@@ -18,6 +18,7 @@ from nanogpt_hf.errors import UserError
 from nanogpt_hf.evaluation import table
 from nanogpt_hf.evaluation.base import Evaluation, Loaded, Request, Subject
 from nanogpt_hf.formatting import align, shows_bars
+from nanogpt_hf.program import program
 from nanogpt_hf.runs.files import output_target, write_json
 from nanogpt_hf.runs.find import find_model, find_run
 from nanogpt_hf.runs.folder import RunFolder
@@ -27,13 +28,15 @@ if TYPE_CHECKING:
     from nanogpt_hf.reports.reference import Reference, Verdict
     from nanogpt_hf.runs.metrics import Event
 
+_DEFAULT_PLOT = Path("compare.png")
+
 
 def add_compare_arguments(parser: ArgumentParser) -> None:
     add_option(parser, "runs RUN", "run folders", nargs="+")
     add_option(
         parser, "--by", "x axis of the plot", choices=("step", "tokens", "time"), default="step"
     )
-    add_output(parser, "--output", "write the plot to FILE (default compare.png)")
+    add_output(parser, "--output", f"write the plot to FILE (default {_DEFAULT_PLOT})")
     made = "write a reference from these runs, which may differ only in their seed, and exit"
     add_output(parser, "--make-reference", made)
     add_output(parser, "--json", "also write the tables and the verdicts to FILE")
@@ -57,6 +60,7 @@ def run_compare(arguments: Namespace) -> None:
     if arguments.make_reference:
         _make_reference(folders, arguments.make_reference)
         return
+    output = arguments.output or _default_plot()
     # By the folder's path as it was typed: the names in the tables and in the plot.
     configs = {}
     events = {}
@@ -88,13 +92,26 @@ def run_compare(arguments: Namespace) -> None:
     names = {reference and reference.name for reference in references.values()}
     band = next(iter(references.values())) if len(names) == 1 else None
     by = "seconds" if arguments.by == "time" else arguments.by
-    output = arguments.output or Path("compare.png")
     with output_target(output) as target:
         # Held-out pass@1 fits on the axis of training's rewards, both are from 0 to 1.
         shown = "val/pass@1" if metric == REWARD else metric
         drawn = draw_curves(events, target, shown, by, band)
     if drawn:
         show(f"\nplot: {output}")
+
+
+def _default_plot() -> Path:
+    """The plot of a call without --output. Raises UserError if another program's file has its name,
+    which nobody asked to replace.
+    """
+    from nanogpt_hf.reports.plot_file import is_own_plot
+
+    if _DEFAULT_PLOT.exists() and not is_own_plot(_DEFAULT_PLOT):
+        raise UserError(
+            f"{_DEFAULT_PLOT}: exists, and has no mark of a plot of {program()}; choose the file "
+            "of the plot: --output FILE"
+        )
+    return _DEFAULT_PLOT
 
 
 def _make_reference(folders: list[RunFolder], output: Path) -> None:

@@ -10,8 +10,8 @@ import numpy as np
 
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.config.stages import stages_of
+from nanogpt_hf.reports.plot_file import save_plot
 from nanogpt_hf.reports.reference import Curve, Reference, find_reference
-from nanogpt_hf.runs.files import written_whole
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.metrics import Event, column, names, smooth
 
@@ -121,8 +121,7 @@ def draw_curves(
     axes.legend(frameon=False, loc="upper right", fontsize=9)
     axes.set_title(_plain(title), loc="left", fontweight="bold")
     axes.set_title(note, loc="right", color=_GRAY, fontsize=9)
-    with written_whole(path) as partial:
-        figure.savefig(partial, format="png")
+    save_plot(figure, path)
     return True
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from nanogpt_hf.formatting import align, format_number
 from nanogpt_hf.reports.curves import RUN_COLORS
-from nanogpt_hf.runs.files import written_whole
+from nanogpt_hf.reports.plot_file import save_plot
 
 SEED = "train.seed"
 Row = dict[str, Any]
@@ -107,6 +107,5 @@ def draw_settings(settings: Sequence[Row], path: Path) -> bool:
         axes.spines[["top", "right"]].set_visible(False)
         if any(lines):
             axes.legend(frameon=False, fontsize=9)
-    with written_whole(path) as partial:
-        figure.savefig(partial, format="png")
+    save_plot(figure, path)
     return True

@@ -1,10 +1,12 @@
 """The `compare` command: table, differences of recipes, plot, verdict, references."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 from matplotlib import image
+from matplotlib.figure import Figure
 
 from nanogpt_hf.commands import main
 from nanogpt_hf.reports import reference
@@ -141,6 +143,43 @@ def test_damaged_manifest_is_one_warning(write_run, tmp_path, capsys, content):
     assert main(["compare", run, run, "--make-reference", str(tmp_path / "tiny.json")]) == 2
     assert "manifest.json: not a manifest" in capsys.readouterr().err
     assert not (tmp_path / "tiny.json").exists()
+
+
+def foreign_plot(path):
+    Figure().savefig(path, format="png")
+
+
+# What may have the default name of the plot, which a call without --output does not replace.
+FOREIGN = {
+    "plot": foreign_plot,
+    "text": lambda path: path.write_text("tEXtSoftware\0nanogpt_hf"),
+    "empty": lambda path: path.touch(),
+    "folder": lambda path: path.mkdir(),
+    "pipe": os.mkfifo,
+    "link": lambda path: (foreign_plot(path.with_name("own.png")), path.symlink_to("own.png")),
+}
+
+
+@pytest.mark.parametrize("write", FOREIGN.values(), ids=FOREIGN)
+def test_default_plot_replaces_no_file_of_the_user(write_run, refused, tmp_path, write):
+    run = write_run("one")
+    write(tmp_path / "compare.png")
+    line = refused("compare", run)
+    assert line.startswith("compare.png: exists")
+    assert "--output FILE" in line
+
+
+def test_default_plot_replaces_a_plot_of_this_program(write_run, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    runs = write_run("one"), write_run("other", level=1.2)
+    plot = tmp_path / "compare.png"
+    foreign_plot(plot)
+    # A named file is replaced, whatever it was.
+    assert main(["compare", *runs, "--output", "compare.png"]) == 0
+    two = plot.read_bytes()
+    assert main(["compare", runs[0]]) == 0
+    assert plot.read_bytes() != two
+    assert "plot: compare.png" in capsys.readouterr().out
 
 
 @pytest.mark.long

@@ -4,6 +4,7 @@ import math
 
 import pytest
 
+from nanogpt_hf.reports.plot_file import is_own_plot
 from nanogpt_hf.reports.settings import draw_settings, settings_of, settings_table
 
 RUNS = [
@@ -54,6 +55,7 @@ def test_plot_is_of_knobs_with_several_numbers(tmp_path):
     path = tmp_path / "settings.png"
     assert draw_settings(settings_of(RUNS), path)
     assert path.read_bytes().startswith(b"\x89PNG")
+    assert is_own_plot(path)
     named = [({"optim.name": name}, 1.0) for name in ("adamw", "muon")]
     other = tmp_path / "other.png"
     assert not draw_settings(settings_of(named), other)
