@@ -6,7 +6,7 @@ import gc
 import logging
 import os
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import SUPPRESS, ArgumentParser, Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -19,6 +19,7 @@ from nanogpt_hf.commands.arguments import (
     add_option,
     add_output,
     add_recipe_argument,
+    check_from_scratch,
     check_steps_known,
     list_knobs,
     load_text_recipe,
@@ -320,6 +321,9 @@ def _dry_run(config: Config, arguments: Namespace, base: "PreTrainedConfig | Non
 def add_sweep_arguments(parser: ArgumentParser) -> None:
     add_recipe_argument(parser)
     add_knobs(parser, "depth")
+    # The help does not list it: it is accepted so that `check_from_scratch` can name the command
+    # that starts from a model.
+    add_option(parser, "--from MODEL", SUPPRESS, dest="finetune.model")
     add_option(parser, "--sweep-dir DIR", "folder of the runs (default runs/<recipe name>-<knobs>)")
     machine = "an accelerate config, with which `launch` starts each run (default: one process)"
     add_option(parser, "--config_file F", machine)
@@ -339,6 +343,8 @@ def run_sweep(arguments: Namespace, overrides: Overrides) -> int:
 
     Values with commas are quoted as in YAML: --data.text_column '"a,b", c'. A list is one value.
     """
+    check_from_scratch("sweep", arguments.recipe, overrides)
+
     from nanogpt_hf.reports.settings import settings_table
     from nanogpt_hf.training import sweep as grid
 

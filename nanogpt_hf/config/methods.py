@@ -76,6 +76,15 @@ def recipe_method_of(value_of: Callable[[str], Any]) -> RecipeMethod:
     return next(chosen, NEXT_TOKEN)
 
 
+def start_knob_of(value_of: Callable[[str], Any]) -> str | None:
+    """The knob by which a recipe trains a model further; None if it trains from scratch.
+
+    `value_of` is a function that gives the values of its knobs.
+    """
+    knob = recipe_method_of(value_of).knob or "finetune.model"
+    return knob if value_of(knob) else None
+
+
 def objective_rules(
     methods: Iterable[RecipeMethod], terms: Mapping[str, tuple[Setting, ...]]
 ) -> list[Rule]:

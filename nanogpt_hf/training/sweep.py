@@ -101,8 +101,8 @@ def build_grid(recipe: str, overrides: Texts) -> list[GridRun]:
     runs = {}
     for texts in _combinations(recipe, axes):
         run = _grid_run(recipe, texts, [key for key in swept if key in texts])
-        if run.config.finetune.model or run.config.hub.push:
-            raise UserError(f"{program()} sweep: leave out finetune.model and hub.push")
+        if run.config.hub.push:
+            raise UserError(f"{program()} sweep: leave out hub.push")
         if run.name in runs:
             raise UserError(f"{program()} sweep: two runs named {run.name}; give different values")
         runs[run.name] = run

@@ -169,6 +169,37 @@ def test_all_runs_are_checked_before_the_first(
     assert in_process == []
 
 
+RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
+# The other recipes train from scratch, or leave the model to the command line (`--from`).
+FURTHER = {
+    "arithmetic_align": "align",
+    "arithmetic_rl": "rl",
+    "finetune_lora": "finetune",
+    "finetune_shakespeare": "finetune",
+    "finetune_smollm2": "finetune",
+    "gsm8k_rl": "rl",
+}
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
+@pytest.mark.parametrize("start", ["", "--from runs/base"])
+def test_recipe_that_trains_a_model_further_is_refused(refused, monkeypatch, recipe, start):
+    seen = []
+    monkeypatch.setattr(sweep, "build_grid", lambda *arguments: seen.append(arguments) or 1 / 0)
+    words = argv(f"sweep {{}} --train.seed 1,2 --dry-run {start}", recipe)
+    command = FURTHER.get(recipe.stem, "finetune" if start else None)
+    if command is None:
+        # It goes on to the grid.
+        with pytest.raises(ZeroDivisionError):
+            main(words)
+        assert len(seen) == 1
+        return
+    line = refused(*words)
+    assert "sweep: trains from scratch" in line
+    assert f"start each run with `nanogpt-hf {command} {recipe} ...`" in line
+    assert seen == []
+
+
 @pytest.mark.parametrize("name", ["recipe.yaml", "checkpoints/step_00000001/state.json"])
 def test_folder_of_a_run_is_no_folder_of_a_sweep(refused, write_recipe, tmp_path, in_process, name):
     (tmp_path / "run" / name).parent.mkdir(parents=True)
