@@ -100,15 +100,15 @@ def prepare_run(
     try:
         # 1. Each process prepares or opens the data; all must have found the same.
         data, facts = prepare_on_all_ranks(mesh, prepare)
-        config = with_steps_of_epochs(config, data)
+        known = with_steps_of_epochs(config, data)
         with (
             one_line_for_a_lost_process(folder),
-            one_line_for_too_little_memory(config, data.vocab_size, launch.mesh),
+            one_line_for_too_little_memory(known, data.vocab_size, launch.mesh),
         ):
             # 2. From here on processes know each other.
             accelerator = build_accelerator(launch, folder, trackers)
             # 3. Model and optimizer, with the weights of a checkpoint if the run resumes.
-            return _start_or_resume(config, accelerator, folder, data, facts)
+            return _start_or_resume(known, accelerator, folder, data, facts)
     except BaseException:
         folder.unlock()
         raise
@@ -157,8 +157,7 @@ def _lock(config: Config, folder: RunFolder, options: dict[str, bool]) -> bool:
     folder.lock()
     if resumes := folder.check(**options):
         # It raises if the recipe is another experiment.
-        for change in changed_knobs(folder, config):
-            logger.info(f"changed since the run began: {change}")
+        changed_knobs(folder, config)
     if config.hub.push and config.hub.repo and (problem := check_login(config.hub.repo)):
         logger.warning(problem)
     return resumes
@@ -176,6 +175,10 @@ def _start_or_resume(
     origin = facts["origin"]
     if facts["resumes"]:
         config = _with_known_steps(config, facts.get("max_steps"))
+        if accelerator.is_main_process:
+            # Only now: steps that follow from the data are known, and with them a warm-up.
+            for change in changed_knobs(folder, config):
+                logger.info(f"changed since the run began: {change}")
         origin = needed_at_resume(config, origin)
     run_facts = run_identity(config, data.manifest, origin)
     checkpoint = None
@@ -231,7 +234,7 @@ def _check_end(config: Config, folder: RunFolder, checkpoint: Checkpoint) -> Non
     if checkpoint.state.step > config.train.max_steps:
         raise UserError(
             f"{folder.path}: its step {checkpoint.state.step:,} is past train.max_steps "
-            f"{config.train.max_steps:,}; set --train.max_steps above it"
+            f"{config.train.max_steps:,}; set --train.max_steps, or --train.epochs, above it"
         )
 
 
@@ -254,11 +257,12 @@ def check_resume(
     if not folder.check(resume=resume, overwrite=False, auto_resume=auto_resume):
         return [f"{folder.path}: starts at step 0"]
     # The checks of a resume, in its order, without a lock: nothing is written.
-    lines = [f"changed since the run began: {change}" for change in changed_knobs(folder, config)]
+    changed_knobs(folder, config)
     checkpoint = newest_checkpoint(folder)
     method = method_of(config)
     if config.train.budget:
         config = _with_known_steps(config, _known_steps(folder))
+    lines = [f"changed since the run began: {change}" for change in changed_knobs(folder, config)]
     _check_end(config, folder, checkpoint)
     if method.uses_prepared_data and find_manifest(config.data) is None:
         lines.append(f"not compared with the run: {config.data.dir} is not prepared yet")

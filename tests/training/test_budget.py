@@ -162,6 +162,18 @@ def test_resume_does_not_time_again(pretrain, interrupted, timed, lost, caplog):
 
 
 @pytest.mark.long
+def test_resume_logs_a_changed_share_of_warm_up(pretrain, interrupted, caplog):
+    interrupted()
+    caplog.set_level("INFO")
+    options = ("--resume", *BUDGET, "--optim.warmup_steps", "0.5")
+    dry = pretrain(*options, "--dry-run")
+    assert "changed since the run began: optim.warmup_steps: 2 -> 8" in dry.out
+    assert pretrain(*options).status == 0
+    changes = [text for text in caplog.messages if text.startswith("changed since")]
+    assert changes == ["changed since the run began: optim.warmup_steps: 2 -> 8"]
+
+
+@pytest.mark.long
 def test_branch_has_steps_and_no_budget(interrupted, capsys, tmp_path):
     run = interrupted().path
     words = ["branch", run, "--at", "8", "--run-dir", tmp_path / "branch"]

@@ -158,13 +158,22 @@ def test_resume_keeps_the_steps_and_more_epochs_are_more_steps(pretrain, caplog)
     assert numbers(resumed.run) == numbers(whole)
     assert tensor_files(resumed.run, last) == tensor_files(whole, last)
     assert resumed.run.recipe.read_bytes() == whole.recipe.read_bytes()
-    longer = pretrain("--resume", "--train.epochs", "0.04")
+    # More steps, and another number of steps of the warm-up that is a share of them.
+    longer = pretrain("--resume", "--train.epochs", "0.05")
     assert longer.status == 0, longer.err
     more = load_config(longer.run.recipe).train.max_steps
-    assert more == expected_steps(longer.run.recipe, 0.04) > last
+    assert more == expected_steps(longer.run.recipe, 0.05) > last
+    warmups = [round(0.125 * steps) for steps in (last, more)]
+    for knob, before, now in (
+        ("train.max_steps", last, more),
+        ("optim.warmup_steps", warmups[0], warmups[1]),
+    ):
+        assert before != now
+        assert f"changed since the run began: {knob}: {before} -> {now}" in caplog.text
     shorter = pretrain("--resume", "--train.epochs", "0.01")
     assert shorter.status == 2
     assert f"step {more} is past train.max_steps" in shorter.line
+    assert "--train.epochs" in shorter.line
 
 
 def test_dry_run_names_the_steps_of_prepared_data(pretrain, prepared, write_recipe):
