@@ -51,7 +51,7 @@ COMMANDS = {
     "prepare": Command("train", "tokenize a text into shards of tokens", True),
     "pretrain": Command("train", "train a model from scratch", True),
     "sweep": Command(
-        "train", "train a grid of runs: learning rates, depths, seeds; one table and plot"
+        "sweep", "train a grid of runs: learning rates, depths, seeds; one table and plot"
     ),
     "finetune": Command("train", "train a model further on your text or conversations", True),
     "rl": Command("train", "train a model further by rewards of its answers to questions", True),

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from nanogpt_hf.config.load import Overrides, load_config, stated_knobs
-from nanogpt_hf.config.methods import NEXT_TOKEN, recipe_method_of, start_knob_of
+from nanogpt_hf.config.methods import NEXT_TOKEN, recipe_method_of
 from nanogpt_hf.config.schema import KNOBS, SECTIONS, Config, knob_lines, section_lines
 from nanogpt_hf.console import show
 from nanogpt_hf.errors import UserError, did_you_mean
@@ -112,18 +112,6 @@ def load_text_recipe(command: str, recipe: str, overrides: Overrides) -> Config:
             f"`{program()} {method.command}`"
         )
     return load_config(recipe, overrides)
-
-
-def check_from_scratch(command: str, recipe: str, overrides: Overrides) -> None:
-    """Raises UserError if a recipe trains a model further, by any method."""
-    value_of = stated_knobs(recipe, overrides).get
-    if knob := start_knob_of(value_of):
-        own_command = recipe_method_of(value_of).command
-        raise UserError(
-            f"{program()} {command}: trains from scratch, and a run with {knob} "
-            f"{value_of(knob)!s:.80} starts from a model; start each run with "
-            f"`{program()} {own_command} {recipe} ...`"
-        )
 
 
 def check_steps_known(command: str, values: Mapping[str, Any]) -> None:

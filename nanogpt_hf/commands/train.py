@@ -1,26 +1,21 @@
-"""The commands that train, and prepare the text: prepare, pretrain, finetune, rl, align, resume,
-sweep.
-"""
+"""The commands that train, and prepare the text: prepare, pretrain, finetune, rl, align, resume."""
 
 import gc
 import logging
 import os
 import sys
-from argparse import SUPPRESS, ArgumentParser, Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nanogpt_hf.commands.arguments import (
     add_flag,
     add_knobs,
     add_option,
-    add_output,
     add_recipe_argument,
-    check_from_scratch,
-    check_steps_known,
     list_knobs,
     load_text_recipe,
 )
@@ -34,16 +29,14 @@ from nanogpt_hf.config.methods import (
     recipe_method_of,
 )
 from nanogpt_hf.config.names import folder_or_hub_id
-from nanogpt_hf.config.schema import Config, get_value, knob_values
+from nanogpt_hf.config.schema import Config, get_value
 from nanogpt_hf.config.stages import planned_tokens, stage_lines
 from nanogpt_hf.console import show
 from nanogpt_hf.data.manifest import find_manifest
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import DataError, UserError
-from nanogpt_hf.formatting import plural
-from nanogpt_hf.methods.finetuning import check_tokenizer, finetune_config
+from nanogpt_hf.methods.resolve import resolve_from_model
 from nanogpt_hf.program import program
-from nanogpt_hf.runs.files import write_json
 from nanogpt_hf.runs.find import find_run
 from nanogpt_hf.runs.recipe import read_recipe
 
@@ -227,16 +220,7 @@ def _run_from_model(
     arguments: Namespace, overrides: Overrides, method: RecipeMethod = NEXT_TOKEN
 ) -> None:
     """Train a model further, on text or by a method."""
-    config, base = finetune_config(arguments.recipe, overrides, method)
-    vocabulary = check_tokenizer(config, base)
-    # The ids in data that was prepared with another tokenizer mean other tokens to this model.
-    # Other methods prepare data of their own.
-    manifest = find_manifest(config.data) if method is NEXT_TOKEN else None
-    if manifest and manifest.tokenizer_hash != vocabulary:
-        raise DataError(
-            f"{config.data.dir}: prepared with another tokenizer than {config.data.tokenizer}; "
-            "prepare it again"
-        )
+    config, base = resolve_from_model(arguments.recipe, overrides, method)
     _run(config, arguments, base)
 
 
@@ -316,74 +300,3 @@ def _dry_run(config: Config, arguments: Namespace, base: "PreTrainedConfig | Non
         options = {name: getattr(arguments, name) for name in ("resume", "auto_resume")}
         sizes += check_resume(config, arguments.run_dir, **options)
     show(*dial_lines(config), *stage_lines(config), *sizes, "nothing was started", sep="\n")
-
-
-def add_sweep_arguments(parser: ArgumentParser) -> None:
-    add_recipe_argument(parser)
-    add_knobs(parser, "depth")
-    # The help does not list it: it is accepted so that `check_from_scratch` can name the command
-    # that starts from a model.
-    add_option(parser, "--from MODEL", SUPPRESS, dest="finetune.model")
-    add_option(parser, "--sweep-dir DIR", "folder of the runs (default runs/<recipe name>-<knobs>)")
-    machine = "an accelerate config, with which `launch` starts each run (default: one process)"
-    add_option(parser, "--config_file F", machine)
-    add_flag(parser, "--overwrite", "remove the runs that are in the folder, and start again")
-    add_flag(parser, "--dry-run", "list the runs with their sizes, and stop")
-    add_output(parser, "--json", "also write the table to FILE")
-
-
-def run_sweep(arguments: Namespace, overrides: Overrides) -> int:
-    """Train a grid of runs: a knob with several values, such as --train.seed 1,2,3, is swept.
-
-    Every combination of values is an ordinary run folder below the sweep's. Run the same command
-    again to continue: what is done is skipped, what was interrupted resumes, what failed is tried
-    again. A failed run does not stop the others. At the end there are a table (sweep.json), the
-    curves (sweep.png) and the loss over each knob (settings.png), with means over the seeds where
-    train.seed is swept, and with --depth 2,3,4 a fitted scaling law.
-
-    Values with commas are quoted as in YAML: --data.text_column '"a,b", c'. A list is one value.
-    """
-    check_from_scratch("sweep", arguments.recipe, overrides)
-
-    from nanogpt_hf.reports.settings import settings_table
-    from nanogpt_hf.training import sweep as grid
-
-    # The knobs with several values name the folder: another grid gets another one.
-    runs = grid.build_grid(arguments.recipe, overrides)
-    for run in runs:
-        check_steps_known("sweep", knob_values(run.config))
-    swept = dict.fromkeys(key for run in runs for key in run.values)
-    knobs = "-".join(key.rpartition(".")[2] for key in swept)
-    folder = Path(arguments.sweep_dir or Path("runs") / f"{runs[0].config.name}-{knobs}")
-    sweep = grid.Sweep(
-        arguments.recipe,
-        runs,
-        folder,
-        arguments.config_file,
-        overwrite=arguments.overwrite,
-        log_level=arguments.log_level,
-    )
-    exit_status = 0
-    # All runs are checked before the first one is trained, which may take hours.
-    grid.check_runs(sweep)
-    if arguments.dry_run:
-        rows = sweep.planned()
-        tree: dict[str, Any] = {"sweep": str(folder), "runs": rows}
-        lines = [f"{plural(len(runs), 'run')} below {folder}", "", grid.table(rows)]
-        lines += ["", "nothing was started"]
-    else:
-        with grid.locked(sweep):
-            statuses, exit_status = grid.train_runs(sweep)
-            tree = grid.write_results(sweep, statuses)
-        lines = [grid.table(tree["runs"]), ""]
-        if law := tree["fit"]:
-            lines.append(
-                f"scaling over depths: loss = {law['coefficient']:.4g} × "
-                f"FLOPs^{law['exponent']:.4f} ± {law['standard_error']:.4f}"
-            )
-        if len(tree["settings"]) < len(runs):
-            lines += ["means over the seeds, best first:", settings_table(tree["settings"]), ""]
-        lines.append(f"{folder}: sweep.png, settings.png, sweep.json")
-    show("\n".join(lines))
-    write_json(arguments.json, tree)
-    return exit_status

@@ -179,9 +179,15 @@ def check_knobs(recipe: Path | str | None, overrides: Sequence[tuple[str, str]])
         raise ConfigError(problems)
 
 
-def unread_overrides(recipe: Path | str | None, overrides: Sequence[tuple[str, str]]) -> set[str]:
-    """The keys of `overrides` whose knobs nothing reads, whatever their values are."""
-    stated = _read(recipe, overrides, {}, "")
+def unread_overrides(
+    recipe: Path | str | None,
+    overrides: Sequence[tuple[str, str]],
+    defaults: dict[str, Any] | None = None,
+) -> set[str]:
+    """The keys of `overrides` whose knobs nothing reads, whatever their values are. Unstated knobs
+    have `defaults`, or the schema's.
+    """
+    stated = _read(recipe, overrides, defaults or {}, "")
     config = stated.config
     if stated.problems or stage_problem(config):
         return set()

@@ -3,6 +3,7 @@ fine-tuning's defaults.
 """
 
 import os
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nanogpt_hf.config.compatibility import check_settings, recipe_settings
@@ -41,25 +42,16 @@ def finetune_config(
     Raises UserError if there is no such model, and ConfigError if recipe or command line are wrong
     or contradict the model.
     """
-    stated = stated_knobs(recipe, overrides)
-    task = _check_stated(stated, method)
-    name = str(stated["finetune.model"])
-    # The Hub may take long to answer. A folder does not, so all its mistakes are reported at once.
-    if not os.path.exists(os.path.expanduser(name)):
-        check_knobs(recipe, overrides)
-    start = find_model(name)
-    revision = stated.get("finetune.revision")
-    generated = is_generated(task)
-
     from nanogpt_hf.model.architecture import architecture_of
     from nanogpt_hf.model.checks import check_balance
-    from nanogpt_hf.model.load import load_base_config
 
-    base, commit = load_base_config(start, revision)
-    source = task if generated else _stated_value(stated, "data.source") or ""
-    defaults = _defaults(stated, start, base, method)
-    config = load_config(recipe, overrides, defaults, f"{short_name(start)}-{text_name(source)}")
-    if wrong := _contradictions(config, start, base):
+    start = _find_start(recipe, overrides, method)
+    stated, name, base = start.stated, start.model, start.base
+    generated = is_generated(start.task)
+    source = start.task if generated else _stated_value(stated, "data.source") or ""
+    defaults = _defaults(start, method)
+    config = load_config(recipe, overrides, defaults, f"{short_name(name)}-{text_name(source)}")
+    if wrong := _contradictions(config, name, base):
         raise ConfigError(wrong)
     # An adapter is opened with the positions of its base, so LoRA does not combine with others.
     grows = config.model.n_positions > base.max_position_embeddings
@@ -68,9 +60,9 @@ def finetune_config(
         check_settings(recipe_settings(config) | other)
     check_balance(config, base)
     # The recipe of the run folder names the exact commit, so that a resume starts from the same.
-    resolved = {"finetune.model": start, "finetune.revision": revision or commit}
+    resolved = {"finetune.model": name, "finetune.revision": start.revision}
     if generated:
-        resolved["data.source"] = task
+        resolved["data.source"] = start.task
     # Learned positions beyond a block would not be trained.
     sizes = architecture_of(base).recipe_knobs(base)
     learned_positions = sizes.get("model.architecture", "gpt2") == "gpt2"
@@ -81,13 +73,47 @@ def finetune_config(
     return replace_knobs(config, resolved), base
 
 
-def _defaults(
-    stated: dict[str, Any], start: str, base: "PreTrainedConfig", method: RecipeMethod
+def start_defaults(
+    recipe: str | None, overrides: Overrides, method: RecipeMethod
 ) -> dict[str, Any]:
-    """Collect the defaults of a run from the model `start`, with its sizes and its tokenizer."""
+    """The defaults of a run that `finetune_config` resolves. Raises UserError without its model."""
+    return _defaults(_find_start(recipe, overrides, method), method)
+
+
+@dataclass(frozen=True)
+class _Start:
+    """What recipe and command line state, and the model that they start from."""
+
+    stated: dict[str, Any]
+    # The task of reinforcement learning, or ''.
+    task: str
+    # A model folder or Hub id, its commit (None for a folder) and its configuration.
+    model: str
+    revision: str | None
+    base: "PreTrainedConfig"
+
+
+def _find_start(recipe: str | None, overrides: Overrides, method: RecipeMethod) -> _Start:
+    from nanogpt_hf.model.load import load_base_config
+
+    stated = stated_knobs(recipe, overrides)
+    task = _check_stated(stated, method)
+    name = str(stated["finetune.model"])
+    # The Hub may take long to answer. A folder does not, so all its mistakes are reported at once.
+    if not os.path.exists(os.path.expanduser(name)):
+        check_knobs(recipe, overrides)
+    model = find_model(name)
+    revision = stated.get("finetune.revision")
+    base, commit = load_base_config(model, revision)
+    return _Start(stated, task, model, revision or commit, base)
+
+
+def _defaults(found: _Start, method: RecipeMethod) -> dict[str, Any]:
+    """Collect the defaults of a run from a model, with its sizes and its tokenizer."""
     from nanogpt_hf.model.adapter_targets import lora_targets
     from nanogpt_hf.model.architecture import architecture_of
 
+    stated, start, base = found.stated, found.model, found.base
     architecture = architecture_of(base)
     positions = base.max_position_embeddings
     # A recipe that states more positions than the model has wants blocks that long.

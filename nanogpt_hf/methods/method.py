@@ -9,7 +9,10 @@ from nanogpt_hf.data.prepared import PreparedData
 from nanogpt_hf.methods.run import Evaluated, Run
 from nanogpt_hf.model.architecture import Objective
 from nanogpt_hf.runs.folder import RunFolder
+from nanogpt_hf.runs.metrics import Score
 from nanogpt_hf.runs.state import TrainState
+
+VALIDATION_LOSS = Score("val/loss", "val loss", "validation loss")
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,11 @@ class Method:
     evaluate: Callable[[Run, Callable[[], bool]], Evaluated | None]
     # The score of the best model in words.
     describe_best: Callable[[float], str]
+    # By what a sweep ranks its runs: the figure that chooses best/. The scores of runs that differ
+    # in one of the knobs `scored_by` do not compare: these runs are ranked by `score_across`.
+    score: Score = VALIDATION_LOSS
+    scored_by: tuple[str, ...] = ()
+    score_across: Score | None = None
     # What has to be there before a step is taken, such as sampled answers. Returns figures to log,
     # the same on all processes.
     begin_step: Callable[[Run, int], dict[str, float]] = lambda run, step: {}

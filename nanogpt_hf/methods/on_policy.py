@@ -38,7 +38,7 @@ from nanogpt_hf.methods.distillation import (
     place_teacher,
 )
 from nanogpt_hf.methods.pairs import encode_answer
-from nanogpt_hf.methods.policy import POLICY, answer_held_out, evaluated_answers
+from nanogpt_hf.methods.policy import POLICY, REWARD, answer_held_out, evaluated_answers
 from nanogpt_hf.methods.policy_loss import (
     TokenLoss,
     advantages,
@@ -49,6 +49,7 @@ from nanogpt_hf.methods.rollouts import Rollouts, load_questions, sequence_batch
 from nanogpt_hf.methods.run import Evaluated, Run
 from nanogpt_hf.model.architecture import Metrics, Objective
 from nanogpt_hf.model.loss_gpt import IGNORED
+from nanogpt_hf.runs.metrics import Score
 from nanogpt_hf.tasks.task import Question, is_generated
 
 logger = logging.getLogger(__name__)
@@ -326,4 +327,7 @@ ON_POLICY = dataclasses.replace(
     name="on-policy distillation",
     is_meant=learns_teacher_alone,
     describe_best=lambda score: f"best divergence from the teacher {format_number(score, 4)}",
+    score=Score("val/divergence", "divergence", "divergence on held-out questions"),
+    scored_by=("distill.teacher", "distill.temperature", "distill.beta", "data.tokenizer"),
+    score_across=REWARD,
 )

@@ -9,10 +9,12 @@ from nanogpt_hf.methods.method import Method
 from nanogpt_hf.methods.policy_loss import policy_objective
 from nanogpt_hf.methods.rollouts import Rollouts, load_questions
 from nanogpt_hf.methods.run import Evaluated, Run, start_model_of
+from nanogpt_hf.runs.metrics import Score
 from nanogpt_hf.tasks.task import Question
 
 # Held-out questions whose first answer is logged.
 _EXAMPLES = 4
+REWARD = Score("val/reward", "reward", "mean reward on held-out questions", is_reward=True)
 
 
 def rollouts_of(run: Run) -> Rollouts:
@@ -91,6 +93,7 @@ POLICY = Method(
     objective=lambda config, _: policy_objective(config.rl),
     evaluate=evaluate_policy,
     describe_best=lambda score: f"best mean reward {-score:.4f}",
+    score=REWARD,
     begin_step=draw_rollouts,
     updates=lambda config: config.rl.updates,
 )

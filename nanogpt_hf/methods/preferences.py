@@ -5,13 +5,14 @@ A step's loss is the mean over its pairs or answers.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from nanogpt_hf.config import methods as recipes
+from nanogpt_hf.config.schema import AlignSection
 from nanogpt_hf.data.blocks import Blocks
 from nanogpt_hf.distributed.accelerator import sum_over_ranks
 from nanogpt_hf.evaluation.loss import eval_mode, evaluation_indices
@@ -26,6 +27,7 @@ from nanogpt_hf.methods.preference_losses import (
 from nanogpt_hf.methods.reference import batches_of, fill_reference, lost_reference
 from nanogpt_hf.methods.run import Evaluated, Run
 from nanogpt_hf.model.architecture import Metrics
+from nanogpt_hf.runs.metrics import Score
 
 
 def begin_pairs(run: Run, step: int) -> dict[str, float]:
@@ -129,6 +131,7 @@ def divergence(run: Run, blocks: LabeledAnswers, indices: np.ndarray) -> float:
     return max(0.0, sum_over_ranks(run.accelerator, total).item() / len(indices))
 
 
+_ACCURACY = Score("val/accuracy", "accuracy", "accuracy on held-out pairs", is_reward=True)
 PREFERENCES = Method(
     "preference training",
     recipe=recipes.PREFERENCES,
@@ -136,6 +139,10 @@ PREFERENCES = Method(
     objective=lambda config, _: preference_objective(config.align),
     evaluate=evaluate_pairs,
     describe_best=lambda score: f"best loss on held-out pairs {format_number(score, 4)}",
+    score=Score("val/loss", "val loss", "loss on held-out pairs"),
+    # Each loss has its own scale, which beta and the other weights change.
+    scored_by=(*(f"align.{field.name}" for field in fields(AlignSection)), "data.tokenizer"),
+    score_across=_ACCURACY,
     begin_step=begin_pairs,
     resume_problem=lost_reference,
 )
@@ -148,5 +155,7 @@ KTO = replace(
     objective=lambda config, _: kto_objective(config.align),
     evaluate=evaluate_answers,
     describe_best=lambda score: f"best loss on held-out answers {format_number(score, 4)}",
+    score=Score("val/loss", "val loss", "loss on held-out answers"),
+    score_across=Score("val/accuracy", "accuracy", "accuracy on held-out answers", is_reward=True),
     begin_step=begin_answers,
 )

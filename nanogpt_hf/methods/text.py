@@ -16,6 +16,7 @@ from nanogpt_hf.methods.distillation import load_with_teacher
 from nanogpt_hf.methods.method import Method
 from nanogpt_hf.methods.run import Evaluated, Run
 from nanogpt_hf.methods.terms import text_objective
+from nanogpt_hf.runs.metrics import Score
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +77,9 @@ TEXT = Method(
     objective=text_objective,
     evaluate=evaluate_validation,
     describe_best=lambda score: f"best validation loss {format_number(score, 4)}",
+    # Losses per token do not compare between tokenizers or texts; bits per byte do.
+    scored_by=("data.tokenizer", "data.source"),
+    score_across=Score("val/bits_per_byte", "bits per byte", "validation bits per byte"),
     uses_prepared_data=True,
 )
 # The teacher is a term of the same objective; it has to be loaded with the data.

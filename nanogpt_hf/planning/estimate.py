@@ -184,6 +184,15 @@ def _trainable(model: PreTrainedModel, padding: int) -> int:
     return trainable - padding if embedding.requires_grad else trainable
 
 
+def planned_parameters(config: Config, base: PreTrainedConfig) -> tuple[int, int]:
+    """Count the parameters of a run from the model of `base`, all and the trainable ones of its
+    last step.
+    """
+    model = meta_model(config, base, step=config.train.max_steps - 1)
+    padding = padding_rows(model.config) * model.config.hidden_size
+    return model.num_parameters() - padding, _trainable(model, padding)
+
+
 def _parameters_by_part(model: PreTrainedModel, padding: int) -> dict[str, int]:
     """Numbers of parameters by the part of the model that they are in, without padding."""
     by_part = Counter[str]()

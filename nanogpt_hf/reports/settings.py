@@ -1,5 +1,5 @@
 """Settings of a sweep: runs that differ in their seed alone, with mean and standard error of their
-losses, as a table and as a plot of the loss over a knob.
+scores, as a table and as a plot of the score over a knob.
 """
 
 import itertools
@@ -12,26 +12,27 @@ from typing import Any
 from nanogpt_hf.formatting import align, format_number
 from nanogpt_hf.reports.curves import RUN_COLORS
 from nanogpt_hf.reports.plot_file import save_plot
+from nanogpt_hf.runs.metrics import Score
 
 SEED = "train.seed"
 Row = dict[str, Any]
 
 
-def settings_of(runs: Sequence[tuple[Mapping[str, Any], float | None]]) -> list[Row]:
+def settings_of(runs: Sequence[tuple[Mapping[str, Any], float | None]], score: Score) -> list[Row]:
     """Group runs by all their swept knobs but the seed, best setting first.
 
-    A run is its values of the swept knobs and its loss, None if it has none. Each setting has
-    its knobs, the number of runs with a loss, their mean, and its standard error: the standard
+    A run is its values of the swept knobs and its score, None if it has none. Each setting has
+    its knobs, the number of runs with a score, their mean, and its standard error: the standard
     deviation over √n, None for a single run.
     """
-    losses: dict[tuple[tuple[str, Any], ...], list[float]] = {}
-    for values, loss in runs:
+    scores: dict[tuple[tuple[str, Any], ...], list[float]] = {}
+    for values, value in runs:
         knobs = tuple((key, value) for key, value in values.items() if key != SEED)
-        found = losses.setdefault(knobs, [])
-        if loss is not None and math.isfinite(loss):
-            found.append(loss)
+        found = scores.setdefault(knobs, [])
+        if value is not None and math.isfinite(value):
+            found.append(value)
     settings = []
-    for knobs, found in losses.items():
+    for knobs, found in scores.items():
         error = stdev(found) / math.sqrt(len(found)) if len(found) > 1 else None
         settings.append(
             {
@@ -41,14 +42,15 @@ def settings_of(runs: Sequence[tuple[Mapping[str, Any], float | None]]) -> list[
                 "standard_error": error,
             }
         )
-    # A setting without a loss comes last.
-    return sorted(settings, key=lambda row: math.inf if row["mean"] is None else row["mean"])
+    # A setting without a score comes last.
+    sign = -1 if score.is_reward else 1
+    return sorted(settings, key=lambda row: math.inf if row["mean"] is None else sign * row["mean"])
 
 
-def settings_table(settings: Sequence[Row]) -> str:
+def settings_table(settings: Sequence[Row], score: Score) -> str:
     """The settings as aligned text: a column for each swept knob, runs, mean and standard error."""
     keys = list(dict.fromkeys(key for row in settings for key in row["knobs"]))
-    lines = [[*keys, "runs", "val loss", "± s.e."]]
+    lines = [[*keys, "runs", score.words, "± s.e."]]
     for row in settings:
         # A knob that this setting does not read has no value.
         values = [str(row["knobs"].get(key, "–")) for key in keys]
@@ -61,8 +63,8 @@ def settings_table(settings: Sequence[Row]) -> str:
     return align(lines, right=range(len(keys), len(keys) + 3))
 
 
-def draw_settings(settings: Sequence[Row], path: Path) -> bool:
-    """Draw the mean loss over each swept knob of numbers, a line for each setting of the others.
+def draw_settings(settings: Sequence[Row], path: Path, score: Score) -> bool:
+    """Draw the mean score over each swept knob of numbers, a line for each setting of the others.
 
     Standard errors are bars. Returns whether there was anything to draw: a knob with at least two
     numbers.
@@ -102,7 +104,7 @@ def draw_settings(settings: Sequence[Row], path: Path) -> bool:
         if min(values[key]) > 0 and max(values[key]) >= 4 * min(values[key]):
             axes.set_xscale("log")
         axes.set_xlabel(key)
-        axes.set_ylabel("validation loss, mean and standard error")
+        axes.set_ylabel(f"{score.label}, mean and standard error")
         axes.grid(alpha=0.2)
         axes.spines[["top", "right"]].set_visible(False)
         if any(lines):

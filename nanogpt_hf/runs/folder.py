@@ -19,7 +19,8 @@ _STEP = re.compile(r"step_(\d{8,})")
 # A file in checkpoints/ until the first one is written. If neither is there, a volume may be
 # missing.
 _NONE_YET = ".no_checkpoint_yet"
-_MODEL_FILES = {"config.json", "adapter_config.json"}
+# A model folder has one of them.
+MODEL_FILES = {"config.json", "adapter_config.json"}
 
 
 def step_of(checkpoint: Path) -> int:
@@ -113,7 +114,7 @@ class RunFolder:
                     "its volume, or move it away"
                 )
             names = set(os.listdir(folder)) if folder.is_symlink() else set()
-            if folder in (self.best, self.final) and names and not names & _MODEL_FILES:
+            if folder in (self.best, self.final) and names and not names & MODEL_FILES:
                 raise RunFolderError(
                     f"{folder}: is a link to {target}, which is not a model folder; link an "
                     "empty folder"

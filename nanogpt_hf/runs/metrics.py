@@ -1,6 +1,7 @@
 """Read metrics.jsonl (one event per line), also while a run is still writing it."""
 
 import sys
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,27 @@ from nanogpt_hf.runs.folder import RunFolder
 Event = dict[str, Any]
 # The x axes of plots. None of them ever decreases during a run.
 AXES = ("step", "tokens", "seconds")
+
+
+@dataclass(frozen=True)
+class Score:
+    """A figure of evaluations by which runs are ranked."""
+
+    metric: str
+    # In tables and plots: a short name, and the label of an axis.
+    words: str
+    label: str
+    # Whether the highest is the best.
+    is_reward: bool = False
+
+    @property
+    def column(self) -> str:
+        """Its name in sweep.json."""
+        return self.metric.replace("/", "_")
+
+    @property
+    def extreme(self) -> str:
+        return "highest" if self.is_reward else "lowest"
 
 
 def read_metrics(run: RunFolder) -> list[Event]:

@@ -18,25 +18,11 @@ from nanogpt_hf.commands import main
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.errors import ConfigError
 from nanogpt_hf.runs.folder import RunFolder
-from nanogpt_hf.training import sweep
+from nanogpt_hf.training.sweep_grid import Sweep, build_grid
+from nanogpt_hf.training.sweep_results import fit_scaling, planned, table, write_results
 
 ROOT = Path(__file__).parents[2]
 RATES = ["--optim.learning_rate", "1e-2,2e-2"]
-
-
-@pytest.fixture
-def in_process(monkeypatch, forget_accelerate):
-    """Train runs in this process; return the run folders' names, in order."""
-    started = []
-
-    def run(command, stop):
-        arguments = command[command.index("pretrain") :]
-        started.append(Path(arguments[arguments.index("--run-dir") + 1]).name)
-        forget_accelerate()
-        return main(arguments)
-
-    monkeypatch.setattr(sweep, "run_process", run)
-    return started
 
 
 @pytest.fixture
@@ -169,37 +155,6 @@ def test_all_runs_are_checked_before_the_first(
     assert in_process == []
 
 
-RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
-# The other recipes train from scratch, or leave the model to the command line (`--from`).
-FURTHER = {
-    "arithmetic_align": "align",
-    "arithmetic_rl": "rl",
-    "finetune_lora": "finetune",
-    "finetune_shakespeare": "finetune",
-    "finetune_smollm2": "finetune",
-    "gsm8k_rl": "rl",
-}
-
-
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
-@pytest.mark.parametrize("start", ["", "--from runs/base"])
-def test_recipe_that_trains_a_model_further_is_refused(refused, monkeypatch, recipe, start):
-    seen = []
-    monkeypatch.setattr(sweep, "build_grid", lambda *arguments: seen.append(arguments) or 1 / 0)
-    words = argv(f"sweep {{}} --train.seed 1,2 --dry-run {start}", recipe)
-    command = FURTHER.get(recipe.stem, "finetune" if start else None)
-    if command is None:
-        # It goes on to the grid.
-        with pytest.raises(ZeroDivisionError):
-            main(words)
-        assert len(seen) == 1
-        return
-    line = refused(*words)
-    assert "sweep: trains from scratch" in line
-    assert f"start each run with `nanogpt-hf {command} {recipe} ...`" in line
-    assert seen == []
-
-
 @pytest.mark.parametrize("name", ["recipe.yaml", "checkpoints/step_00000001/state.json"])
 def test_folder_of_a_run_is_no_folder_of_a_sweep(refused, write_recipe, tmp_path, in_process, name):
     (tmp_path / "run" / name).parent.mkdir(parents=True)
@@ -238,7 +193,7 @@ def test_settings_that_are_not_estimated_keep_no_sweep_from_running(write_recipe
 @pytest.fixture
 def grid(write_recipe):
     recipe = str(write_recipe())
-    return lambda *overrides: sweep.build_grid(recipe, overrides)
+    return lambda *overrides: build_grid(recipe, overrides)
 
 
 def test_grid_has_every_combination_in_order(grid):
@@ -300,23 +255,23 @@ def test_knob_that_some_runs_do_not_read_is_left_out_of_them(grid):
 
 def test_table_json_and_law_have_the_results(tmp_path, grid):
     runs = grid(("model.depth", "1,2,4"), ("model.aspect_ratio", "8"), ("train.seed", "1"))
-    sizes = sweep.Sweep("tiny", runs, tmp_path / "si$zes")
-    for row in sizes.planned():
+    sizes = Sweep("tiny", runs, tmp_path / "si$zes")
+    for row in planned(sizes):
         folder = sizes.folder / row["run"]
         folder.mkdir(parents=True)
         loss = 9 * row["flops"] ** -0.1
         end = {"step": row["steps"], "tokens": row["tokens"], "seconds": 1.5, "val/loss": loss}
         (folder / "metrics.jsonl").write_text(json.dumps(end))
     done = {run.name: "done" for run in runs}
-    tree = sweep.write_results(sizes, done)
+    tree = write_results(sizes, done)
     assert (sizes.folder / "sweep.png").read_bytes().startswith(b"\x89PNG")
     assert json.loads((sizes.folder / "sweep.json").read_text()) == tree
-    assert all(f"{row['val_loss']:.4f}" in sweep.table(tree["runs"]) for row in tree["runs"])
+    assert all(f"{row['val_loss']:.4f}" in table(tree["runs"], sizes.score) for row in tree["runs"])
     law = tree["fit"]
     assert (law["coefficient"], law["exponent"]) == (pytest.approx(9), pytest.approx(-0.1))
     worse = tree["runs"][1] | {"val_loss": 99.0}
-    assert sweep.fit_scaling([worse, *tree["runs"]]) == pytest.approx(law)
-    assert sweep.write_results(sizes, done | {runs[2].name: "interrupted"})["fit"] is None
+    assert fit_scaling([worse, *tree["runs"]]) == pytest.approx(law)
+    assert write_results(sizes, done | {runs[2].name: "interrupted"})["fit"] is None
 
 
 # --- processes

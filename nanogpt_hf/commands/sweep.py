@@ -1,0 +1,107 @@
+"""The command that trains a grid of runs: sweep."""
+
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+from typing import Any
+
+from nanogpt_hf.commands.arguments import (
+    add_flag,
+    add_knobs,
+    add_option,
+    add_output,
+    add_recipe_argument,
+    check_steps_known,
+)
+from nanogpt_hf.config.load import Overrides
+from nanogpt_hf.config.schema import knob_values
+from nanogpt_hf.console import show
+from nanogpt_hf.errors import UserError
+from nanogpt_hf.formatting import plural
+from nanogpt_hf.program import program
+from nanogpt_hf.runs.files import write_json
+from nanogpt_hf.training.sweep_grid import Sweep, build_grid
+
+
+def add_sweep_arguments(parser: ArgumentParser) -> None:
+    add_recipe_argument(parser, "a recipe, for example recipes/quickstart.yaml", nargs="?")
+    add_knobs(parser, "depth", "from", "data", "lora")
+    add_option(parser, "--sweep-dir DIR", "folder of the runs (default runs/<recipe name>-<knobs>)")
+    machine = "an accelerate config, with which `launch` starts each run (default: one process)"
+    add_option(parser, "--config_file F", machine)
+    add_flag(parser, "--overwrite", "remove the runs that are in the folder, and start again")
+    add_flag(parser, "--dry-run", "list the runs with their sizes, and stop")
+    add_output(parser, "--json", "also write the table to FILE")
+
+
+def run_sweep(arguments: Namespace, overrides: Overrides) -> int:
+    """Train a grid of runs: a knob with several values, such as --train.seed 1,2,3, is swept.
+
+    The recipe and its knobs decide how: from scratch as `pretrain` does, or from a model as
+    `finetune` does, which needs no recipe: --from gpt2 --data my.txt --lora 4,8.
+
+    Every combination of values is an ordinary run folder below the sweep's. Run the same command
+    again to continue: what is done is skipped, what was interrupted resumes, what failed is tried
+    again. A failed run does not stop the others. At the end there are a table (sweep.json), the
+    curves (sweep.png) and the score over each knob (settings.png), with means over the seeds where
+    train.seed is swept, and with --depth 2,3,4 a fitted scaling law.
+
+    Values with commas are quoted as in YAML: --data.text_column '"a,b", c'. A list is one value.
+    """
+    if not arguments.recipe and "finetune.model" not in dict(overrides):
+        raise UserError(
+            f"{program()} sweep: needs a recipe, or a model to start from: --from gpt2, a model "
+            "folder or a run folder"
+        )
+
+    # The knobs with several values name the folder: another grid gets another one.
+    runs = build_grid(arguments.recipe, overrides)
+    for run in runs:
+        check_steps_known("sweep", knob_values(run.config))
+    # The imports take seconds; mistakes above should not wait for them.
+    from nanogpt_hf.reports.settings import settings_table
+    from nanogpt_hf.training import sweep as sweeps
+    from nanogpt_hf.training.sweep_results import best_lines, planned, table, write_results
+
+    swept = dict.fromkeys(key for run in runs for key in run.values)
+    knobs = "-".join(key.rpartition(".")[2] for key in swept)
+    # Without a recipe, the name of a run has its model and its text, which may be swept.
+    names = {run.config.name for run in runs}
+    name = names.pop() if len(names) == 1 else runs[0].command
+    folder = Path(arguments.sweep_dir or Path("runs") / f"{name}-{knobs}")
+    sweep = Sweep(
+        arguments.recipe,
+        runs,
+        folder,
+        arguments.config_file,
+        overwrite=arguments.overwrite,
+        log_level=arguments.log_level,
+    )
+    exit_status = 0
+    # All runs are checked before the first one is trained, which may take hours.
+    sweeps.check_runs(sweep)
+    if arguments.dry_run:
+        rows = planned(sweep)
+        tree: dict[str, Any] = {"sweep": str(folder), "runs": rows}
+        lines = [f"{plural(len(runs), 'run')} below {folder}", "", table(rows, sweep.score)]
+        lines += ["", "nothing was started"]
+    else:
+        with sweeps.locked(sweep):
+            statuses, exit_status = sweeps.train_runs(sweep)
+            tree = write_results(sweep, statuses)
+        lines = [table(tree["runs"], sweep.score), ""]
+        if law := tree["fit"]:
+            lines.append(
+                f"scaling over depths: loss = {law['coefficient']:.4g} × "
+                f"FLOPs^{law['exponent']:.4f} ± {law['standard_error']:.4f}"
+            )
+        if len(tree["settings"]) < len(runs):
+            lines += [
+                "means over the seeds, best first:",
+                settings_table(tree["settings"], sweep.score),
+                "",
+            ]
+        lines += best_lines(tree, sweep.score)
+        lines.append(f"{folder}: sweep.png, settings.png, sweep.json")
+    show("\n".join(lines))
+    write_json(arguments.json, tree)
+    return exit_status

@@ -1,0 +1,70 @@
+"""Resolve a recipe as the command that trains it does: from scratch, from a model, by a method."""
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from nanogpt_hf.config.load import Overrides, load_config, stated_knobs
+from nanogpt_hf.config.methods import (
+    NEXT_TOKEN,
+    RecipeMethod,
+    recipe_method_of,
+    start_knob_of,
+)
+from nanogpt_hf.config.schema import Config
+from nanogpt_hf.data.manifest import find_manifest
+from nanogpt_hf.errors import DataError
+from nanogpt_hf.methods.finetuning import check_tokenizer, finetune_config, start_defaults
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+
+class Resolved(NamedTuple):
+    """A resolved recipe, and the command that trains it."""
+
+    command: str
+    config: Config
+    # The configuration of the model to start from; None from scratch.
+    base: "PreTrainedConfig | None" = None
+
+
+def resolve(recipe: str | None, overrides: Overrides) -> Resolved:
+    """Resolve a recipe for the command that its knobs choose. Raises what that command raises."""
+    method = _method_from_a_model(recipe, overrides)
+    if method is None:
+        return Resolved("pretrain", load_config(recipe, overrides))
+    return Resolved(method.command, *resolve_from_model(recipe, overrides, method))
+
+
+def defaults_of(recipe: str | None, overrides: Overrides) -> dict[str, Any]:
+    """The defaults of the knobs that recipe and overrides do not state, where they differ from the
+    schema's: those of fine-tuning or of a method. Raises UserError without the model.
+    """
+    method = _method_from_a_model(recipe, overrides)
+    return start_defaults(recipe, overrides, method) if method else {}
+
+
+def resolve_from_model(
+    recipe: str | None, overrides: Overrides, method: RecipeMethod = NEXT_TOKEN
+) -> tuple[Config, "PreTrainedConfig"]:
+    """Resolve the recipe of a run that starts from a model, and check that tokenizer and prepared
+    data are the model's; return it with the configuration of the model.
+    """
+    config, base = finetune_config(recipe, overrides, method)
+    vocabulary = check_tokenizer(config, base)
+    # The ids in data that was prepared with another tokenizer mean other tokens to this model.
+    # Other methods prepare data of their own.
+    manifest = find_manifest(config.data) if method is NEXT_TOKEN else None
+    if manifest and manifest.tokenizer_hash != vocabulary:
+        raise DataError(
+            f"{config.data.dir}: prepared with another tokenizer than {config.data.tokenizer}; "
+            "prepare it again"
+        )
+    return config, base
+
+
+def _method_from_a_model(recipe: str | None, overrides: Overrides) -> RecipeMethod | None:
+    """The method by which the stated knobs train a model further; None if they train from
+    scratch.
+    """
+    value_of = stated_knobs(recipe, overrides).get
+    return recipe_method_of(value_of) if start_knob_of(value_of) else None

@@ -1,0 +1,146 @@
+"""Sweeps of runs that start from a model: each run equals its single command, and the table ranks
+by the score of the model that it hands on.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from arguments import argv
+from nanogpt_hf.commands import main
+from nanogpt_hf.runs.folder import RunFolder
+from nanogpt_hf.runs.metrics import read_metrics
+from nanogpt_hf.training.sweep_grid import build_grid
+
+RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
+KNOBS = (
+    "--data.block_size 16 --train.tokens_per_step 64 --train.micro_batch_size 2 "
+    "--train.max_steps 4 --eval.every 1 --eval.tokens 256 --optim.warmup_steps 0"
+)
+
+
+@pytest.fixture
+def text(text_file, tmp_path, monkeypatch):
+    """The command line of a run on a short text, in the test's folder."""
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text(text_file.read_text()[:4000])
+    return f"--data text.txt {KNOBS}"
+
+
+def rows_of(folder):
+    return json.loads((Path(folder) / "sweep.json").read_text())["runs"]
+
+
+def facts(folder):
+    """What a run has measured, without times, and its last weights."""
+    events = [
+        {name: value for name, value in event.items() if "second" not in name}
+        for event in read_metrics(RunFolder(folder))
+    ]
+    assert len(events) > 4
+    (weights,) = (Path(folder) / "final").glob("*.safetensors")
+    return events, weights.read_bytes()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "options", ["--lora.rank null,2", "--finetune.freeze_layers 1,2 --data.dir data"]
+)
+def test_run_of_a_sweep_equals_its_single_command(
+    text, tiny_base, in_process, forget_accelerate, capsys, options
+):
+    knob, values, *more = options.split()
+    words = f"--from {tiny_base} {text} {' '.join(more)}"
+    assert main(argv(f"sweep {words} {options} --sweep-dir sweep")) == 0
+    name = knob.rpartition(".")[2]
+    first, second = values.split(",")
+    assert in_process == [f"{name}={'None' if first == 'null' else first}", f"{name}={second}"]
+    for value, folder in zip((first, second), in_process, strict=True):
+        forget_accelerate()
+        single = f"finetune {words} {knob} {value} --run-dir single-{value}"
+        assert main(argv(single)) == 0
+        assert facts(f"single-{value}") == facts(f"sweep/{folder}")
+        # The recorded recipes are equal, too.
+        assert Path(f"single-{value}/recipe.yaml").read_text() == (
+            Path("sweep", folder, "recipe.yaml").read_text()
+        )
+
+
+@pytest.mark.long
+def test_runs_are_ranked_by_their_best_model_and_are_done_when_out_of_patience(
+    text, tiny_base, in_process, capsys
+):
+    # The second rate ruins the model in one step.
+    command = f"sweep --from {tiny_base} {text} --eval.patience 2 --train.max_steps 6"
+    words = argv(f"{command} --optim.learning_rate 1e-2,30")
+    assert main(words) == 0
+    folder = Path("runs/tiny-gpt2-text-learning_rate")
+    good, ruined = rows_of(folder)
+    assert (good["steps"], good["best_step"], good["best"]) == (6, 6, good["val_loss"])
+    assert (ruined["steps"], ruined["best_step"], ruined["status"]) == (2, 0, "done")
+    assert ruined["best"] < ruined["val_loss"]
+    tree = json.loads((folder / "sweep.json").read_text())
+    assert [row["mean"] for row in tree["settings"]] == [good["best"], ruined["best"]]
+    out = capsys.readouterr().out
+    assert f"lowest val loss: {good['best']:.4f}, with optim.learning_rate 0.01" in out
+    assert "learning_rate=30.0: no evaluation was better than that of its start" in out
+    assert "flops" not in good
+    assert good["trainable"] == good["parameters"] > 10_000
+    started = [*in_process]
+    assert main(words) == 0
+    assert in_process == started
+
+
+def test_grid_has_the_defaults_of_the_method(text, tiny_base):
+    overrides = [
+        ("finetune.model", str(tiny_base)),
+        ("data.source", "text.txt"),
+        ("lora.rank", "null,2"),
+        ("lora.alpha", "4,8"),
+    ]
+    runs = build_grid(None, overrides)
+    assert [run.name for run in runs] == ["rank=None", "rank=2_alpha=4.0", "rank=2_alpha=8.0"]
+    assert {run.command for run in runs} == {"finetune"}
+    assert [run.config.optim.learning_rate for run in runs] == [6e-5, 6e-4, 6e-4]
+    assert {run.config.model.n_embd for run in runs} == {16}
+
+
+def test_models_with_other_tokens_have_data_of_their_own(text, tiny_base, save_chat_model):
+    save_chat_model(Path("chat"))
+    overrides = [("finetune.model", f"{tiny_base},chat"), ("data.source", "text.txt")]
+    for more in ([], [("data.dir", "data")]):
+        runs = build_grid(None, [*overrides, *more])
+        assert len({run.config.data.dir for run in runs}) == 2
+    same = [*overrides, ("finetune.model", f"{tiny_base},{tiny_base}/../tiny-gpt2")]
+    runs = build_grid(None, [*same, ("data.dir", "data"), ("data.tokenizer", str(tiny_base))])
+    assert {run.config.data.dir for run in runs} == {"data"}
+
+
+# Recipes that train a model further; the other recipes train from scratch.
+FURTHER = {
+    "arithmetic_align": "align",
+    "arithmetic_rl": "rl",
+    "arithmetic_sft": "finetune",
+    "finetune_lora": "finetune",
+    "finetune_shakespeare": "finetune",
+    "finetune_smollm2": "finetune",
+    "gsm8k_rl": "rl",
+    "sft_instructions": "finetune",
+    "sft_mixture": "finetune",
+}
+WITHOUT_A_MODEL = FURTHER.keys() - {"finetune_lora", "finetune_shakespeare", "finetune_smollm2"}
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
+def test_recipe_that_leaves_the_model_to_the_command_line_is_not_trained_from_scratch(
+    refused, in_process, recipe
+):
+    words = argv("sweep {} --optim.learning_rate 1e-4,2e-4 --train.seed 1", recipe)
+    if recipe.stem in WITHOUT_A_MODEL:
+        assert "start from: --from gpt2, a model folder or a run folder" in refused(*words)
+    elif recipe.stem not in FURTHER:
+        assert {run.command for run in build_grid(str(recipe), [("train.seed", "1,2")])} == {
+            "pretrain"
+        }
+    assert in_process == []
