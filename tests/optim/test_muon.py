@@ -81,6 +81,27 @@ def test_ten_steps_equal_torch_optim_muon(scale, rank):
         )
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("scale", "growth"), [("original", 1.0), ("match_rms_adamw", 2.0)])
+def test_update_changes_a_layers_output_at_any_width_alike(scale, growth, shape):
+    """Between widths 64 and 256 the change of a layer's output by a step is constant, so that a
+    rate fits any width; with match_rms_adamw it grows as the root of the width.
+    """
+    changes = {}
+    for width in (64, 256):
+        torch.manual_seed(0)
+        rows, columns = (width * size // 16 for size in SHAPES[shape])
+        weight = torch.nn.Parameter(torch.zeros(rows, columns))
+        rest = [{"params": [torch.nn.Parameter(torch.zeros(1))]}]
+        groups = [{"params": [weight], "weight_decay": 0.0}]
+        muon = Muon(groups, rest, lr=0.02, momentum=0.0, scale=scale, betas=(0.9, 0.95))
+        inputs = torch.randn(4 * columns, columns)
+        weight.grad = torch.randn(rows, columns)
+        muon.step()
+        changes[width] = (inputs @ weight.detach().T).square().mean().sqrt()
+    assert changes[256] / changes[64] == pytest.approx(growth, rel=0.1)
+
+
 def test_muon_updates_block_matrices_and_adamw_the_rest():
     model = tiny_model(bias=True)
     optim = OptimSection(
