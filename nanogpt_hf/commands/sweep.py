@@ -24,7 +24,7 @@ from nanogpt_hf.training.sweep_grid import Sweep, build_grid
 
 def add_sweep_arguments(parser: ArgumentParser) -> None:
     add_recipe_argument(parser, "a recipe, for example recipes/quickstart.yaml", nargs="?")
-    add_knobs(parser, "depth", "from", "data", "lora")
+    add_knobs(parser, "depth", "from", "data", "lora", "loss")
     add_option(parser, "--sweep-dir DIR", "folder of the runs (default runs/<recipe name>-<knobs>)")
     machine = "an accelerate config, with which `launch` starts each run (default: one process)"
     add_option(parser, "--config_file F", machine)
@@ -36,8 +36,8 @@ def add_sweep_arguments(parser: ArgumentParser) -> None:
 def run_sweep(arguments: Namespace, overrides: Overrides) -> int:
     """Train a grid of runs: a knob with several values, such as --train.seed 1,2,3, is swept.
 
-    The recipe and its knobs decide how: from scratch as `pretrain` does, or from a model as
-    `finetune` does, which needs no recipe: --from gpt2 --data my.txt --lora 4,8.
+    The recipe and its knobs decide how each run is trained: from scratch as by `pretrain`, or from
+    a model as by `finetune` or `align`, which needs no recipe: --from gpt2 --data my.txt --lora 4,8
 
     Every combination of values is an ordinary run folder below the sweep's. Run the same command
     again to continue: what is done is skipped, what was interrupted resumes, what failed is tried
@@ -101,7 +101,10 @@ def run_sweep(arguments: Namespace, overrides: Overrides) -> int:
                 "",
             ]
         lines += best_lines(tree, sweep.score)
-        lines.append(f"{folder}: sweep.png, settings.png, sweep.json")
+        # No run may have been evaluated, and no knob may have two numbers.
+        written = ("sweep.png", "settings.png", "sweep.json")
+        names = ", ".join(name for name in written if (folder / name).is_file())
+        lines.append(f"{folder}: {names}")
     show("\n".join(lines))
     write_json(arguments.json, tree)
     return exit_status

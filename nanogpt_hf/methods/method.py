@@ -12,7 +12,7 @@ from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.metrics import Score
 from nanogpt_hf.runs.state import TrainState
 
-VALIDATION_LOSS = Score("val/loss", "val loss", "validation loss")
+VALIDATION_LOSS = Score("val/loss", "val loss", "validation loss (nats per token)")
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,9 @@ Points = tuple[np.ndarray, np.ndarray]
 _AXES = {
     "val/loss": ("train/loss", "train/learning_rate", "loss (nats per token)"),
     "val/bits_per_byte": ("", "train/learning_rate", "validation bits per byte"),
+    "val/accuracy": ("train/accuracy", "train/learning_rate", "accuracy"),
+    "val/divergence": ("train/divergence", "train/learning_rate", "divergence from the teacher"),
+    "val/reward": ("train/reward", "train/entropy", "mean reward"),
     "val/pass@1": ("train/reward", "train/entropy", "reward; share of held-out questions"),
 }
 
@@ -56,6 +59,8 @@ def draw_run(run: RunFolder, config: Config, events: list[Event]) -> None:
         reference=find_reference(config),
         # The first stage begins with the run, where a line would say nothing.
         stages={stage.first: stage.name for stage in stages_of(config)[1:]},
+        # A preference loss is that of a pair.
+        label=f"loss ({config.align.loss})" if config.align.loss else "",
     )
 
 
@@ -66,6 +71,7 @@ def draw_curves(
     by: str = "step",
     reference: Reference | None = None,
     stages: Mapping[int, str] = MappingProxyType({}),
+    label: str = "",
 ) -> bool:
     """Draw a validation metric of runs (name -> events), with the smoothed training loss as a thin
     line. A single run also gets its raw loss, its best evaluation, the learning rate below, and a
@@ -74,11 +80,12 @@ def draw_curves(
     The training loss of a run with a teacher or another term is drawn without it: the cross-entropy
     alone compares with val/loss.
 
-    `metric` is val/loss, val/bits_per_byte if the tokenizers differ, or val/pass@1 together with
-    the reward and the entropy of reinforcement learning; `by`, the x axis, is step, tokens or
-    seconds. Returns whether there was anything to draw.
+    `metric` is val/loss, val/bits_per_byte if the tokenizers differ, val/pass@1 together with the
+    reward and the entropy of reinforcement learning, or another of `_AXES`; `by`, the x axis, is
+    step, tokens or seconds; `label` replaces the label of the y axis. Returns whether there was
+    anything to draw.
     """
-    training, lower, label = _AXES[metric]
+    training, lower, usual_label = _AXES[metric]
     is_one = len(runs) == 1
     # The small plot below, of the learning rate, would be too crowded for several runs.
     figure, (axes, *below) = _new_figure(1 + is_one)
@@ -103,7 +110,7 @@ def draw_curves(
         if reference and by == "step":
             _draw_band(axes, reference.curve, last)
         _crop_start(axes, curves)
-    axes.set_ylabel(label)
+    axes.set_ylabel(label or usual_label)
     title = f"{len(runs)} runs"
     note = "thin: training, smoothed"
     if is_one:

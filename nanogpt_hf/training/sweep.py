@@ -17,7 +17,7 @@ from nanogpt_hf.config.schema import Config
 from nanogpt_hf.config.sources import sources_of
 from nanogpt_hf.config.stages import naming, stages_of
 from nanogpt_hf.data.manifest import read_manifest
-from nanogpt_hf.data.source import check_source
+from nanogpt_hf.data.source import check_source, local_files
 from nanogpt_hf.distributed.accelerate_config import check_launch, check_recipe
 from nanogpt_hf.distributed.launch import Launch
 from nanogpt_hf.distributed.layout import check_layout
@@ -31,6 +31,7 @@ from nanogpt_hf.reports.comparison import diverged_at
 from nanogpt_hf.runs.folder import MODEL_FILES, RunFolder
 from nanogpt_hf.runs.metrics import read_metrics
 from nanogpt_hf.runs.recipe import read_recipe, recipe_differences
+from nanogpt_hf.tasks.task import is_generated
 from nanogpt_hf.training.start import check_before_the_data
 from nanogpt_hf.training.sweep_grid import GridRun, Sweep
 from nanogpt_hf.training.sweep_results import write_results
@@ -65,15 +66,22 @@ def check_runs(sweep: Sweep) -> None:
         try:
             check_machine(run.config)
             check_before_the_data(run.config, RunFolder(sweep.folder / run.name))
-            # Other methods make their data of what need be no text.
-            is_text = method_of(run.config).uses_prepared_data
-            for source in sources_of(run.config.data) if is_text else ():
-                prepared = Path(source.data.dir).resolve()
-                if read_manifest(prepared) is None:
-                    check_source(source.data, prepared)
+            _check_sources(run.config)
         except UserError as error:
             reason = _of_sweep(error)
             raise UserError(f"{run.name}: {reason}; no run was started") from None
+
+
+def _check_sources(config: Config) -> None:
+    """Raises UserError if the files are missing from which a run makes its data."""
+    if is_generated(config.rl.task or ""):
+        return
+    for source in sources_of(config.data):
+        prepared = Path(source.data.dir).resolve()
+        if not method_of(config).uses_prepared_data:
+            local_files(source.data)
+        elif read_manifest(prepared) is None:
+            check_source(source.data, prepared)
 
 
 def _of_sweep(error: UserError) -> str:

@@ -4,11 +4,13 @@ import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanogpt_hf.config.formats import FORMATS
 from nanogpt_hf.config.load import Overrides, stated_knobs, unread_overrides
+from nanogpt_hf.config.methods import NEXT_TOKEN, recipe_method_of
 from nanogpt_hf.config.schema import KNOBS, Config, get_value
 from nanogpt_hf.config.sources import knob_text, sources_of
 from nanogpt_hf.config.values import convert, parse_flow_list
@@ -82,7 +84,7 @@ def build_grid(recipe: str | None, overrides: Overrides) -> list[GridRun]:
             f"{program()} sweep: its runs are of {' and '.join(commands)}, whose results do not "
             "compare; sweep each by itself"
         )
-    if run.command not in ("pretrain", "finetune"):
+    if run.command == "rl":
         raise UserError(
             f"{program()} sweep: not for `{run.command}` yet; start each run by that command"
         )
@@ -155,13 +157,14 @@ def _grid_run(recipe: str | None, texts: dict[str, str], swept: list[str]) -> Gr
         knob, _, name = key.rpartition(".")
         is_knob = key in KNOBS
         values[key] = convert(KNOBS[key], texts[key]) if is_knob else get_value(config, knob)[name]
-    # Runs with other tokens need prepared data of their own.
+    # Runs on text with other tokens need prepared data of their own.
+    is_text = recipe_method_of(partial(get_value, config)) is NEXT_TOKEN
     tokens = [key for key in swept if key in _PREPARED_BY]
     # A folder that is not stated is named after the model's tokenizer.
     stated = stated_knobs(recipe, overrides)
     if "finetune.model" in swept and "data.dir" in stated and "data.tokenizer" not in stated:
         tokens.append("finetune.model")
-    if tokens and "data.dir" not in swept:
+    if is_text and tokens and "data.dir" not in swept:
         overrides += [("data.dir", f"{config.data.dir}-{_label(values, tokens)}")]
         resolved = resolve(recipe, overrides)
     _check_model(recipe, stated, resolved)

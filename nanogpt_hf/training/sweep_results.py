@@ -73,7 +73,7 @@ def write_results(sweep: Sweep, statuses: dict[str, str]) -> dict[str, Any]:
     tree["settings"] = settings_of(list(zip(values, scores, strict=True)), score)
     sweep.folder.mkdir(parents=True, exist_ok=True)
     write_json(sweep.folder / "sweep.json", tree)
-    draw_curves(events_of, sweep.folder / "sweep.png", score.metric, "tokens")
+    draw_curves(events_of, sweep.folder / "sweep.png", score.metric, "tokens", label=score.label)
     draw_settings(tree["settings"], sweep.folder / "settings.png", score)
     return tree
 

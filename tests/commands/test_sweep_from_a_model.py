@@ -11,21 +11,38 @@ from arguments import argv
 from nanogpt_hf.commands import main
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.metrics import read_metrics
-from nanogpt_hf.training.sweep_grid import build_grid
+from nanogpt_hf.training.sweep_grid import Sweep, build_grid
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
 KNOBS = (
-    "--data.block_size 16 --train.tokens_per_step 64 --train.micro_batch_size 2 "
+    "--data.block_size 64 --train.tokens_per_step 128 --train.micro_batch_size 2 "
     "--train.max_steps 4 --eval.every 1 --eval.tokens 256 --optim.warmup_steps 0"
 )
 
 
-@pytest.fixture
-def text(text_file, tmp_path, monkeypatch):
-    """The command line of a run on a short text, in the test's folder."""
+@pytest.fixture(scope="module")
+def base(tmp_path_factory, save_chat_model):
+    """A chat model of bytes, of random weights."""
+    folder = tmp_path_factory.mktemp("start") / "base"
+    save_chat_model(folder, dropout=0.0)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def files(text_file, tmp_path, monkeypatch):
+    """Data of each method, in the test's folder."""
     monkeypatch.chdir(tmp_path)
-    Path("text.txt").write_text(text_file.read_text()[:4000])
-    return f"--data text.txt {KNOBS}"
+    Path("text.txt").write_text(text_file.read_text()[:2000])
+    rows = {
+        "pairs": [
+            {"prompt": "a", "chosen": f"b{n % 7}", "rejected": f"c{n % 5}"} for n in range(40)
+        ],
+        "labels": [
+            {"prompt": "a", "completion": f"b{n % 7}", "label": n % 3 > 0} for n in range(40)
+        ],
+    }
+    for name, lines in rows.items():
+        Path(f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in lines))
 
 
 def rows_of(folder):
@@ -45,20 +62,26 @@ def facts(folder):
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "options", ["--lora.rank null,2", "--finetune.freeze_layers 1,2 --data.dir data"]
+    ("command", "options"),
+    [
+        ("finetune", "--lora.rank null,2 --data text.txt"),
+        ("finetune", "--finetune.freeze_layers 1,2 --data text.txt --data.dir data"),
+        ("align", "--align.beta 0.1,0.5 --data pairs.jsonl --loss dpo"),
+        ("align", "--data.validation_fraction 0.2,0.3 --data labels.jsonl --loss kto"),
+    ],
 )
 def test_run_of_a_sweep_equals_its_single_command(
-    text, tiny_base, in_process, forget_accelerate, capsys, options
+    base, in_process, forget_accelerate, command, options
 ):
     knob, values, *more = options.split()
-    words = f"--from {tiny_base} {text} {' '.join(more)}"
-    assert main(argv(f"sweep {words} {options} --sweep-dir sweep")) == 0
+    words = f"--from {base} {KNOBS} {' '.join(more)}"
+    assert main(argv(f"sweep {words} {knob} {values} --sweep-dir sweep")) == 0
     name = knob.rpartition(".")[2]
     first, second = values.split(",")
     assert in_process == [f"{name}={'None' if first == 'null' else first}", f"{name}={second}"]
     for value, folder in zip((first, second), in_process, strict=True):
         forget_accelerate()
-        single = f"finetune {words} {knob} {value} --run-dir single-{value}"
+        single = f"{command} {words} {knob} {value} --run-dir single-{value}"
         assert main(argv(single)) == 0
         assert facts(f"single-{value}") == facts(f"sweep/{folder}")
         # The recorded recipes are equal, too.
@@ -69,13 +92,13 @@ def test_run_of_a_sweep_equals_its_single_command(
 
 @pytest.mark.long
 def test_runs_are_ranked_by_their_best_model_and_are_done_when_out_of_patience(
-    text, tiny_base, in_process, capsys
+    base, in_process, capsys
 ):
     # The second rate ruins the model in one step.
-    command = f"sweep --from {tiny_base} {text} --eval.patience 2 --train.max_steps 6"
+    command = f"sweep --from {base} --data text.txt {KNOBS} --eval.patience 2 --train.max_steps 6"
     words = argv(f"{command} --optim.learning_rate 1e-2,30")
     assert main(words) == 0
-    folder = Path("runs/tiny-gpt2-text-learning_rate")
+    folder = Path("runs/base-text-learning_rate")
     good, ruined = rows_of(folder)
     assert (good["steps"], good["best_step"], good["best"]) == (6, 6, good["val_loss"])
     assert (ruined["steps"], ruined["best_step"], ruined["status"]) == (2, 0, "done")
@@ -92,7 +115,45 @@ def test_runs_are_ranked_by_their_best_model_and_are_done_when_out_of_patience(
     assert in_process == started
 
 
-def test_grid_has_the_defaults_of_the_method(text, tiny_base):
+@pytest.mark.long
+def test_losses_of_other_scales_are_ranked_by_the_accuracy(base, in_process, capsys):
+    """Each run chooses its best model by its own loss; the grid ranks these models by accuracy."""
+    words = f"sweep --from {base} {KNOBS} --data pairs.jsonl --loss dpo,orpo --align.beta 0.1,1"
+    assert main(argv(f"{words} --optim.learning_rate 1e-3 --sweep-dir sweep")) == 0
+    tree = json.loads(Path("sweep/sweep.json").read_text())
+    assert tree["score"] == "val/accuracy"
+    for row in tree["runs"]:
+        events = [e for e in read_metrics(RunFolder(f"sweep/{row['run']}")) if "val/loss" in e]
+        best = min(events, key=lambda event: event["val/loss"])
+        assert (row["best"], row["best_step"]) == (best["val/accuracy"], best["step"])
+        assert row["val_loss"] == events[-1]["val/loss"]
+    means = [row["mean"] for row in tree["settings"]]
+    assert means == sorted(means, reverse=True)
+    assert "highest accuracy" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "metric"),
+    [
+        ("--optim.learning_rate 1e-4,1e-3 --loss dpo", "val/loss"),
+        ("--align.beta 0.1,0.2 --loss ipo", "val/accuracy"),
+        ("--align.margin 0.1,0.2 --loss simpo", "val/accuracy"),
+        ("--align.desirable_weight 1,2 --loss kto", "val/accuracy"),
+        ("--from {base},{other} --loss dpo", "val/accuracy"),
+        ("--from {base},{other}", "val/bits_per_byte"),
+        ("--optim.learning_rate 1e-4,1e-3", "val/loss"),
+    ],
+)
+def test_score_follows_from_what_the_runs_differ_in(base, tiny_base, options, metric):
+    words = argv(f"--data pairs.jsonl --from {base} {options.format(base=base, other=tiny_base)}")
+    names = {"--loss": "align.loss", "--data": "data.source", "--from": "finetune.model"}
+    pairs = zip(words[::2], words[1::2], strict=True)
+    runs = build_grid(None, [(names.get(key, key.removeprefix("--")), text) for key, text in pairs])
+    assert len(runs) == 2
+    assert Sweep(None, runs, Path("sweep")).score.metric == metric
+
+
+def test_grid_has_the_defaults_of_the_method(tiny_base):
     overrides = [
         ("finetune.model", str(tiny_base)),
         ("data.source", "text.txt"),
@@ -106,9 +167,8 @@ def test_grid_has_the_defaults_of_the_method(text, tiny_base):
     assert {run.config.model.n_embd for run in runs} == {16}
 
 
-def test_models_with_other_tokens_have_data_of_their_own(text, tiny_base, save_chat_model):
-    save_chat_model(Path("chat"))
-    overrides = [("finetune.model", f"{tiny_base},chat"), ("data.source", "text.txt")]
+def test_models_with_other_tokens_have_data_of_their_own(tiny_base, base):
+    overrides = [("finetune.model", f"{tiny_base},{base}"), ("data.source", "text.txt")]
     for more in ([], [("data.dir", "data")]):
         runs = build_grid(None, [*overrides, *more])
         assert len({run.config.data.dir for run in runs}) == 2
