@@ -4,17 +4,20 @@ import contextlib
 import os
 import re
 from argparse import Action, ArgumentError, ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from nanogpt_hf.config.load import Overrides, load_config, stated_knobs
 from nanogpt_hf.config.methods import NEXT_TOKEN, recipe_method_of
 from nanogpt_hf.config.schema import KNOBS, SECTIONS, Config, knob_lines, section_lines
+from nanogpt_hf.config.values import bounded
 from nanogpt_hf.console import show
 from nanogpt_hf.errors import UserError, did_you_mean
 from nanogpt_hf.program import program
 from nanogpt_hf.runs.files import STDOUT
+from nanogpt_hf.runs.find import find_checkpoint, find_model
+from nanogpt_hf.runs.folder import RunFolder
 
 # metavars of files, folders and models
 _PATHS = ("CKPT", "DIR", "F", "FILE", "MODEL", "OUT", "PATH", "RECIPE", "RUN")
@@ -134,6 +137,47 @@ def load_optional_recipe(command: str, recipe: str | None, overrides: Overrides)
             f"{program()} {command}: --{key}: a knob of a recipe, but no RECIPE is given"
         )
     return None
+
+
+def add_model_argument(
+    parser: ArgumentParser,
+    meaning: str = "a run folder (its best model), a model folder, or a Hub id",
+) -> None:
+    """Add MODEL, and the step of a run folder's model."""
+    add_option(parser, "model MODEL", meaning)
+    add_option(
+        parser,
+        "--step N",
+        "of a run folder: the model that it had after N steps, of which it has a checkpoint",
+        type=bounded(int, 0),
+    )
+
+
+class Found(NamedTuple):
+    """A model that a command reads."""
+
+    folder: str  # the model folder, or the Hub id
+    name: str  # what messages and results call it
+    run: RunFolder | None = None  # the run, if the model is of a step of one
+
+
+@contextlib.contextmanager
+def found_model(name: str, step: int | None = None) -> Iterator[Found]:
+    """Find MODEL; for a step of a run, yield a temporary folder, which is removed at the end.
+
+    Raises UserError if there is none.
+    """
+    if step is None:
+        folder = find_model(name)
+        yield Found(folder, folder)
+        return
+    # Mistakes are reported before torch is imported, which takes seconds.
+    run, checkpoint = find_checkpoint(name, step, "--step")
+
+    from nanogpt_hf.checkpoint.step_model import model_of_step
+
+    with model_of_step(run, checkpoint) as folder:
+        yield Found(str(folder), str(checkpoint), run)
 
 
 def _output(text: str) -> Path:

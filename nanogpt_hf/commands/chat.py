@@ -87,7 +87,7 @@ def run_chat(arguments: Namespace) -> None:
     tools = None
     if arguments.tools is not None:
         tools = load_tools(arguments.tools.split(","), _SECONDS, "--tools")
-    model, tokenizer = open_model(arguments.model)
+    model, tokenizer = open_model(arguments.model, arguments.step)
     if not tokenizer.chat_template:
         raise UserError(
             f"{arguments.model}: its tokenizer has no chat template, so it was not trained to "

@@ -6,13 +6,12 @@ from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from pathlib import Path
 from typing import Any
 
-from nanogpt_hf.commands.arguments import add_flag, add_option
+from nanogpt_hf.commands.arguments import add_flag, add_model_argument, add_option, found_model
 from nanogpt_hf.config.checks import REPO_ID
 from nanogpt_hf.console import show
 from nanogpt_hf.errors import RunFolderError, UserError
 from nanogpt_hf.formatting import shows_bars
 from nanogpt_hf.program import program
-from nanogpt_hf.runs.find import find_model
 
 # The type in which weights are read for each --dtype; q8_0 is rounded from float32.
 _DTYPES = {"float32": "float32", "bf16": "bfloat16", "fp16": "float16", "q8_0": "float32"}
@@ -24,7 +23,7 @@ _READERS = {"safetensors": "transformers", "gguf": "transformers", "onnx": "onnx
 
 
 def add_export_arguments(parser: ArgumentParser) -> None:
-    add_option(parser, "model MODEL", "a run folder (its best model), a model folder, or a Hub id")
+    add_model_argument(parser)
     add_option(parser, "out OUT", "the folder to write, which must be missing or empty")
     formats = ("safetensors", *_NEEDS)
     add_option(parser, "--format", "format of the files", choices=formats, default="safetensors")
@@ -69,13 +68,12 @@ def run_export(arguments: Namespace) -> None:
     from nanogpt_hf.model.load import load_model
 
     logging.disable_progress_bar()
-    source = find_model(arguments.model)
     out = Path(arguments.out)
     dtype = getattr(torch, _DTYPES[arguments.dtype])
-    with new_folder(out) as folder:
-        model: Any = load_model(source)
-        tokenizer = load_tokenizer(source)
-        card = _card(source, model, library="transformers" if kind == "safetensors" else kind)
+    with found_model(arguments.model, arguments.step) as found, new_folder(out) as folder:
+        model: Any = load_model(found.folder)
+        tokenizer = load_tokenizer(found.folder)
+        card = _card(found.folder, model, library="transformers" if kind == "safetensors" else kind)
         lines = []
         if kind == "gguf":
             difference, lines = _write_gguf(folder, model, tokenizer, arguments)
@@ -89,7 +87,7 @@ def run_export(arguments: Namespace) -> None:
         # A difference says something only next to the size of the logits.
         largest = logits_of(model).abs().max().item()
     form = f"plain {architecture_of(model).title}" if kind == "safetensors" else kind.upper()
-    show(f"{out}: {source} as {form}, {arguments.quantize or arguments.dtype}")
+    show(f"{out}: {found.name} as {form}, {arguments.quantize or arguments.dtype}")
     if difference is not None:
         show(
             f"  opened again with {_READERS[kind]}: logits up to {largest:.3g} differ by at most "
@@ -273,7 +271,7 @@ def _repo_id(text: str) -> str:
 
 def add_push_arguments(parser: ArgumentParser) -> None:
     folder = "a run folder (its best model), its best/ or final/, a model or adapter folder"
-    add_option(parser, "model MODEL", folder)
+    add_model_argument(parser, folder)
     add_option(parser, "repo_id REPO_ID", "user/name; created if it does not exist", type=_repo_id)
     add_flag(parser, "--private", "create a private repository")
     branch = "a branch to push to, created if it does not exist"
@@ -293,8 +291,6 @@ def run_push(arguments: Namespace) -> None:
         raise UserError(
             f"{arguments.model}: no such folder; push takes a run, model or adapter folder"
         )
-    # A run folder stands for its best model.
-    folder = Path(find_model(arguments.model))
 
     from huggingface_hub.utils import disable_progress_bars
 
@@ -303,12 +299,15 @@ def run_push(arguments: Namespace) -> None:
     # huggingface_hub would show its bars in the log of a job, too.
     if not shows_bars():
         disable_progress_bars()
-    url = push(
-        folder,
-        arguments.repo_id,
-        private=arguments.private,
-        revision=arguments.revision,
-        message=arguments.message,
-        results=arguments.results,
-    )
-    show(f"{folder} -> {url}")
+    # A run folder stands for its best model.
+    with found_model(arguments.model, arguments.step) as found:
+        url = push(
+            Path(found.folder),
+            arguments.repo_id,
+            private=arguments.private,
+            revision=arguments.revision,
+            message=arguments.message,
+            results=arguments.results,
+            run=found.run,
+        )
+    show(f"{found.name} -> {url}")

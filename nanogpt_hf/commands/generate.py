@@ -7,11 +7,10 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanogpt_hf.commands.arguments import add_option
+from nanogpt_hf.commands.arguments import add_model_argument, add_option, found_model
 from nanogpt_hf.config.values import bounded
 from nanogpt_hf.console import show_text
 from nanogpt_hf.errors import UserError
-from nanogpt_hf.runs.find import find_model
 
 if TYPE_CHECKING:
     import torch
@@ -22,13 +21,9 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
-def _add_model_argument(parser: ArgumentParser) -> None:
-    add_option(parser, "model MODEL", "a run folder (its best model), a model folder, or a Hub id")
-
-
 def add_sampling_arguments(parser: ArgumentParser, max_new_tokens: int) -> None:
     """Add the model, and the options of sampling from it."""
-    _add_model_argument(parser)
+    add_model_argument(parser)
     longest = "maximum number of tokens that are generated"
     add_option(parser, "--max-new-tokens N", longest, type=bounded(int, 1), default=max_new_tokens)
     greedy = "temperature of sampling; 0 takes the likeliest token"
@@ -56,8 +51,10 @@ def autocast(accelerator: "Accelerator") -> "torch.autocast":
     )
 
 
-def open_model(name: str) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
-    """Load MODEL, in evaluation mode, and its tokenizer.
+def open_model(
+    name: str, step: int | None = None
+) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
+    """Load MODEL, or a run's model after `step` steps, in evaluation mode, and its tokenizer.
 
     Raises UserError if one is missing or they do not fit.
     """
@@ -68,10 +65,10 @@ def open_model(name: str) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
 
     # Loading a model takes a second: a bar would only flicker.
     disable_progress_bar()
-    folder = find_model(name)
-    model = load_model(folder).eval()
-    tokenizer = load_tokenizer(folder)
-    check_vocabulary(folder, len(tokenizer), model.config.vocab_size)
+    with found_model(name, step) as found:
+        model = load_model(found.folder).eval()
+        tokenizer = load_tokenizer(found.folder)
+        check_vocabulary(found.name, len(tokenizer), model.config.vocab_size)
     return model, tokenizer
 
 
@@ -93,7 +90,7 @@ def run_sample(arguments: Namespace) -> None:
     from nanogpt_hf.generate import TextStream, generate_tokens
 
     accelerator = build_evaluation_accelerator(arguments.mesh)
-    model, tokenizer = open_model(arguments.model)
+    model, tokenizer = open_model(arguments.model, arguments.step)
     model.to(accelerator.device)
     # A model without a start token was not trained to predict a first token. After a line break it
     # writes a line from its beginning.
@@ -135,7 +132,7 @@ def run_sample(arguments: Namespace) -> None:
 
 
 def add_serve_arguments(parser: ArgumentParser) -> None:
-    _add_model_argument(parser)
+    add_model_argument(parser)
     add_option(parser, "--host", "address to listen on", default="127.0.0.1")
     add_option(
         parser,
@@ -170,11 +167,13 @@ def run_serve(arguments: Namespace) -> None:
         return
     # The port is taken before the model is loaded: a port in use is reported at once.
     with listen(arguments.host, arguments.port) as listener:
-        model, tokenizer = open_model(arguments.model)
+        model, tokenizer = open_model(arguments.model, arguments.step)
         precision = functools.partial(autocast, accelerator)
-        # Clients name the model in their requests: a folder by its last part, a Hub id as it is.
+        # Clients name the model in their requests: a folder by its last part, a Hub id as it is,
+        # the model of a step as RUN@400.
         path = Path(arguments.model)
         name = path.resolve().name if path.is_dir() else arguments.model
+        name += f"@{arguments.step}" if arguments.step is not None else ""
         served = Served(name, model.to(accelerator.device), tokenizer, precision)
         server = Server(served, arguments.host)
         host, port = listener.getsockname()[:2]

@@ -7,7 +7,12 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanogpt_hf.commands.arguments import add_option, add_output
+from nanogpt_hf.commands.arguments import (
+    add_model_argument,
+    add_option,
+    add_output,
+    found_model,
+)
 from nanogpt_hf.config.load import Overrides
 from nanogpt_hf.config.names import MADE_TOKENIZERS
 from nanogpt_hf.config.schema import Config
@@ -20,7 +25,7 @@ from nanogpt_hf.evaluation.base import Evaluation, Loaded, Request, Subject
 from nanogpt_hf.formatting import align, shows_bars
 from nanogpt_hf.program import program
 from nanogpt_hf.runs.files import output_target, write_json
-from nanogpt_hf.runs.find import find_model, find_run
+from nanogpt_hf.runs.find import find_run
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.recipe import read_recipe
 
@@ -177,7 +182,7 @@ def run_report(arguments: Namespace) -> None:
 
 
 def add_evaluate_arguments(parser: ArgumentParser) -> None:
-    add_option(parser, "model MODEL", "a run folder (its best model), a model folder, or a Hub id")
+    add_model_argument(parser)
     table.add_options(parser)
     texts = "texts in one forward pass"
     add_option(parser, "--batch-size N", texts, type=bounded(int, 1), default=8)
@@ -202,17 +207,16 @@ def run_evaluate(arguments: Namespace, overrides: Overrides) -> None:
     # Libraries would show bars of their own, for every file that they read.
     logging.disable_progress_bar()
     datasets.disable_progress_bars()
-    folder = find_model(arguments.model)
 
     # Every process loads the model and the data, and all compare the facts of what they have read,
     # before any of them waits for another in a forward pass.
-    load = partial(_load_evaluations, arguments, knobs, folder, wanted)
+    load = partial(_load_evaluations, arguments, knobs, wanted)
     (request, loaded), facts = prepare_on_all_ranks(arguments.mesh, load)
     with one_line_for_a_lost_process():
         accelerator = build_evaluation_accelerator(arguments.mesh)
         is_main = accelerator.is_main_process
         subject = Subject(
-            name=folder,
+            name=facts["model"]["name"],
             model=request.model.to(accelerator.device),
             tokenizer=request.tokenizer.hf,
             accelerator=accelerator,
@@ -233,7 +237,7 @@ def run_evaluate(arguments: Namespace, overrides: Overrides) -> None:
 
 
 def _load_evaluations(
-    arguments: Namespace, knobs: dict[str, Any], folder: str, wanted: list[Evaluation]
+    arguments: Namespace, knobs: dict[str, Any], wanted: list[Evaluation]
 ) -> tuple[tuple[Request, list[Loaded]], dict[str, Any]]:
     """Load a model and what its evaluations need; return them, and facts that all processes must
     share.
@@ -243,14 +247,15 @@ def _load_evaluations(
     from nanogpt_hf.data.tokenizer import build_tokenizer
     from nanogpt_hf.model.load import load_model
 
-    model = load_model(folder)
-    tokenizer = build_tokenizer(folder, ())
-    check_vocabulary(folder, tokenizer.vocab_size, model.config.vocab_size)
+    with found_model(arguments.model, arguments.step) as found:
+        model = load_model(found.folder)
+        tokenizer = build_tokenizer(found.folder, ())
+        check_vocabulary(found.name, tokenizer.vocab_size, model.config.vocab_size)
+        # The digest records which weights were measured. A model on the Hub has no folder.
+        weights = sorted(Path(found.folder).glob("model*.safetensors"))
+        digest = file_digest(weights) if weights else None
     request = Request(arguments, knobs, model, tokenizer)
-    # The digest records which weights were measured. A model on the Hub has no folder.
-    weights = sorted(Path(folder).glob("model*.safetensors"))
-    digest = file_digest(weights) if weights else None
-    facts: dict[str, Any] = {"model": {"name": folder, "sha256": digest}}
+    facts: dict[str, Any] = {"model": {"name": found.name, "sha256": digest}}
     loaded = [evaluation.load(request) for evaluation in wanted]
     for evaluation in loaded:
         facts |= evaluation.facts

@@ -19,7 +19,7 @@ from nanogpt_hf.errors import DataError, RunFolderError, UserError
 from nanogpt_hf.formatting import format_duration, plural
 from nanogpt_hf.program import program
 from nanogpt_hf.runs.files import write_json
-from nanogpt_hf.runs.find import find_run
+from nanogpt_hf.runs.find import find_checkpoint, find_run
 from nanogpt_hf.runs.folder import RunFolder, step_of
 from nanogpt_hf.runs.recipe import read_recipe, recipe_differences
 from nanogpt_hf.runs.state import is_fixed, knobs_at
@@ -219,20 +219,15 @@ def run_branch(arguments: Namespace, overrides: Overrides) -> None:
     a run of its recipe would see.
     """
     check_steps_known("branch", stated_knobs(None, overrides))
-    old = find_run(arguments.run)
-    new = RunFolder(arguments.run_dir)
     step = arguments.at
-    kept = [step_of(folder) for folder in old.checkpoint_folders()]
-    if step not in kept:
-        raise UserError(
-            f"--at {step}: {old.path} has checkpoints of the steps {', '.join(map(str, kept))}"
-        )
+    old, folder = find_checkpoint(arguments.run, step, "--at")
+    new = RunFolder(arguments.run_dir)
 
     from nanogpt_hf.checkpoint.reader import read_checkpoint
     from nanogpt_hf.replay.branch import make_branch
 
     # The branch has the knobs with which the step was taken, then the ones on the command line.
-    checkpoint = read_checkpoint(old.checkpoint(step))
+    checkpoint = read_checkpoint(folder)
     held = as_overrides(knobs_at(checkpoint.state.history, step - 1))
     config = read_recipe(old, [*held, *overrides])
     changes = recipe_differences(read_recipe(old, held), config)

@@ -166,6 +166,54 @@ def card_of_export(card: str, library: str) -> str:
     return changed if count else f"{card.rstrip()}\n\n{section}"
 
 
+def card_of_step(card: str, config: Config, state: TrainState) -> str:
+    """Turn the card of a run's best or last model into the card of its model at the step of
+    `state`.
+    """
+    rows = {
+        "tokens seen": _tokens_seen(card, state),
+        "steps": f"{state.step:,} of {config.train.max_steps:,}",
+        "time": f"{timedelta(seconds=round(state.seconds))} (h:mm:ss) of training and evaluation",
+    }
+    # An evaluation of an earlier step says nothing about these weights.
+    is_measured = state.evaluated_step == state.step
+    score = _score(config, state)
+    if is_measured and score["value"] is not None:
+        held_out = score["noun"].split()[-1]
+        rows[score["score"]] = (
+            f"{format_number(score['value'], 4)} on held-out {held_out} (step {state.step:,})"
+        )
+    elif is_measured and (loss := state.evaluation):
+        rows |= {
+            "validation loss": f"{format_number(loss.loss, 4)} nats per token",
+            "perplexity": f"{format_number(loss.perplexity, 2)} per token",
+            "bits per byte": format_number(loss.bits_per_byte, 4),
+            "measured at step": f"{state.step:,}",
+        }
+        card = re.sub(r"(?m)^\| measured on \| [\d,]+", f"| measured on | {loss.tokens:,}", card)
+    for name, value in rows.items():
+        line = f"| {name} | {value} |"
+        card = re.sub(rf"(?m)^\| {name} \| .*$", lambda _, line=line: line, card, count=1)
+    head, title, rest = card.partition("\n## Evaluation\n\n")
+    section, limits, rest = rest.partition("\n## Limits\n")
+    # Sentences before the table are about other weights.
+    table = "Not measured.\n"
+    if is_measured and "| | |" in section:
+        table = section[section.find("| | |") :]
+    return f"{head}{title}{table}{limits}{rest}" if limits else card
+
+
+def _tokens_seen(card: str, state: TrainState) -> str:
+    """The row of a card with the tokens that were seen, as the card has it."""
+    seen = f"{state.tokens:,}"
+    if re.search(r"(?m)^\| tokens seen \| [\d,]+, padding included \|$", card):
+        return f"{seen}, padding included"
+    if split := re.search(r"(?m)^\| training split \| .* ([\d,]+) tokens \|$", card):
+        times = state.tokens / max(1, int(split[1].replace(",", "")))
+        return f"{seen} ({format_number(times, 2)} times the training split)"
+    return seen
+
+
 def _score(config: Config, state: TrainState) -> dict[str, Any]:
     """Name the documents of a method, and give the score of the weights. For text the card has the
     evaluation instead.

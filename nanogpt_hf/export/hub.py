@@ -69,11 +69,13 @@ def push(
     revision: str | None = None,
     message: str | None = None,
     results: Path | None = None,
+    run: RunFolder | None = None,
 ) -> str:
     """Push a model folder to the model repository `repo_id` (user/name), and return the commit's
     URL.
 
-    For best/ or final/, the recipe, the metrics and the loss plot of the run are pushed, too. A
+    The recipe, the metrics and the loss plot of `run` are pushed, too; of best/ and final/ it is
+    the folder that they are in. A
     missing repository or branch `revision` is created; nothing is ever deleted. The card shows the
     figures of `results`, a file that `evaluate --json` has written. Raises UserError; for a file
     that holds a secret, or is a link out of the folder, before anything is sent.
@@ -87,7 +89,7 @@ def push(
         token = _login(repo_id)
         with tempfile.TemporaryDirectory(prefix=".push-", dir=beside) as links:
             place = f'"{repo_id}"' + (f", revision={json.dumps(revision)}" if revision else "")
-            contents = _contents(folder, Path(links), place)
+            contents = _contents(folder, run or _run_of(folder), Path(links), place)
             if results is not None:
                 card = folder / "README.md"
                 contents[card] = _card_with_results(contents[card], repo_id, results)
@@ -143,15 +145,21 @@ def _reason(error: Exception) -> str:
     return explain(error) or one_line(error) or type(error).__name__
 
 
-def _contents(folder: Path, links: Path, place: str) -> dict[Path, bytes | Path]:
+def _run_of(folder: Path) -> RunFolder | None:
+    """The run whose best/ or final/ a folder is."""
+    run = RunFolder(folder.parent)
+    return run if folder in (run.best, run.final) and run.recipe.is_file() else None
+
+
+def _contents(
+    folder: Path, run: RunFolder | None, links: Path, place: str
+) -> dict[Path, bytes | Path]:
     """Files to push: their content, or for weights a link or copy in `links`.
 
     Raises RunFolderError if a training run replaces the folder meanwhile: all files are of one
     model.
     """
-    run = RunFolder(folder.parent)
-    of_run = folder in (run.best, run.final) and run.recipe.is_file()
-    extra = [run.recipe, run.metrics, run.loss_plot] if of_run else []
+    extra = [run.recipe, run.metrics, run.loss_plot] if run else []
     # Training replaces a folder by renaming another one into its place, which has another inode.
     inode = folder.stat().st_ino
     paths = [path for path in sorted(folder.iterdir()) if _MODEL_FILE.fullmatch(path.name)]

@@ -150,6 +150,13 @@ def save_adapter(
     )
     folder.mkdir(parents=True, exist_ok=True)
     config.save_pretrained(str(folder))
+    save_adapter_weights(folder, layers_on_disk, weights)
+
+
+def save_adapter_weights(
+    folder: Path, layers_on_disk: dict[str, tuple[str, ...]], weights: dict[str, torch.Tensor]
+) -> None:
+    """Write the adapters among `weights` (our names) in peft's format, without a configuration."""
     save_file(
         standard_adapters(layers_on_disk, weights),
         folder / "adapter_model.safetensors",
