@@ -18,7 +18,7 @@ from nanogpt_hf.errors import DataError
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.metrics import read_metrics
 from nanogpt_hf.runs.state import TrainState
-from nanogpt_hf.training import loop
+from nanogpt_hf.training import step as step_file
 from nanogpt_hf.training.step import take_step
 
 # Knobs of a recipe whose runs `assert_same_experiment` compares.
@@ -87,8 +87,8 @@ def held_by_ranks(run: RunFolder) -> list[dict]:
 
 
 def replace_step(monkeypatch, step: Callable) -> None:
-    """Take `step(run, data step, learning rate)` for each step that the loop takes."""
-    monkeypatch.setattr(loop, "take_step", step)
+    """Take `step(run, data step, learning rate)` for each step that a run takes."""
+    monkeypatch.setattr(step_file, "take_step", step)
 
 
 def at_step(monkeypatch, number: int, action: Callable[[], object]) -> None:

@@ -20,7 +20,7 @@ from nanogpt_hf.checkpoint.reader import DamagedError, identity_of, read_checkpo
 from nanogpt_hf.checkpoint.writer import CheckpointWriter
 from nanogpt_hf.config.checks import accumulation_steps
 from nanogpt_hf.config.schema import KNOBS, Config, replace_knobs
-from nanogpt_hf.config.stages import config_at, next_stage
+from nanogpt_hf.config.stages import config_at
 from nanogpt_hf.distributed.accelerate_config import requested_precision
 from nanogpt_hf.distributed.accelerator import is_deterministic, precision_of, sum_over_ranks
 from nanogpt_hf.distributed.mesh import Mesh
@@ -29,17 +29,17 @@ from nanogpt_hf.errors import RunFolderError, Stopped, UserError
 from nanogpt_hf.formatting import plural, shows_bars
 from nanogpt_hf.methods.run import Run
 from nanogpt_hf.methods.table import method_of
-from nanogpt_hf.optim.optimizer import learning_rate_at
 from nanogpt_hf.place import Interrupted, raise_on_signals
 from nanogpt_hf.replay.difference import tensor_differences, value_differences
 from nanogpt_hf.runs.folder import RunFolder, step_of
 from nanogpt_hf.runs.metrics import read_metrics
 from nanogpt_hf.runs.provenance import branched_at, continue_on, read_starts
 from nanogpt_hf.runs.recipe import read_recipe
-from nanogpt_hf.runs.state import knobs_at
+from nanogpt_hf.runs.state import KnobChange, TrainState, knobs_at
 from nanogpt_hf.training.build import start_again
+from nanogpt_hf.training.loop import Action, next_action, record_evaluation
 from nanogpt_hf.training.start import prepare_run
-from nanogpt_hf.training.step import take_step
+from nanogpt_hf.training.step import next_step
 
 logger = logging.getLogger(__name__)
 
@@ -191,6 +191,8 @@ def run_at(folder: RunFolder, config: Config, first: int, mesh: Mesh) -> Iterato
             copy.checkpoints.mkdir(parents=True)
             copy.recipe.write_bytes(folder.recipe.read_bytes())
             copy.checkpoint(first).symlink_to(folder.checkpoint(first).resolve())
+            # A resume forgets the best loss, and evaluates again, if best/ was removed.
+            copy.best.mkdir()
         try:
             with _without_lines():
                 run = prepare_run(config, copy.path, resume=first > 0, mesh=mesh)
@@ -217,7 +219,8 @@ def _without_lines() -> Iterator[None]:
 
 def _start_again(run: Run) -> None:
     """Start the run again from a checkpoint in its temporary folder, as training does."""
-    run.folder.checkpoints.mkdir(exist_ok=True)
+    for folder in (run.folder.checkpoints, run.folder.best):
+        folder.mkdir(exist_ok=True)
     with CheckpointWriter(run.accelerator, run.folder, keep=2) as checkpoints:
         checkpoints.save(run.model, run.optimizer, run.state)
     run.saved = replace(run.state)
@@ -242,71 +245,108 @@ def first_difference(
     recorded by more than `bound`, and what differs. All processes call it, and get the same.
     """
     first = run.state.step
-    recorded = {}
-    method = method_of(run.config)
+    built_at = first
+    recorded = _metrics_by_step(folder)
+    # Resumes with other knobs. The ones at the first step hold already.
     history = read_checkpoint(folder.checkpoint(last)).state.history
+    resumes = [entry for entry in history if entry["step"] > first]
+    # What differs at the current step: metrics, and tensors of its checkpoint.
+    lines: list[str] = []
+    tensors: list[str] = []
+    hides_bar = not (run.mesh.is_main and shows_bars())
+    with tqdm(total=last - first, unit="step", disable=hides_bar) as bar:
+        while True:
+            step = run.state.step
+            resumed = [entry for entry in resumes if _is_next(entry, run.state)]
+            stopping = bool(resumed) or (step == last and _was_stopped(folder, recorded, step))
+            match next_action(
+                run.config, run.state, run.saved, built_at=built_at, stopping=stopping
+            ):
+                case Action.EVALUATE:
+                    metrics = _evaluate(run)
+                    lines += value_differences(metrics, recorded.get(step, {}), bound)
+                case Action.SAVE:
+                    # Its tensors are compared already. It is written if the run starts again.
+                    run.saved = replace(run.state)
+                case Action.START_AGAIN:
+                    _start_again(run)
+                    built_at = step
+                case Action.STOP if resumed:
+                    resumes = [entry for entry in resumes if entry not in resumed]
+                    _change_knobs(run, resumed)
+                    built_at = step
+                    # The checkpoint may have been saved again since, with optimizer state of
+                    # another precision.
+                    tensors = tensors and _compare_tensors(run, folder, bound)
+                # Also where the run had ended before it was continued.
+                case Action.STEP | Action.STOP | Action.FINISH:
+                    if lines or tensors:
+                        return step, lines + tensors
+                    if step == last:
+                        return None
+                    metrics = _repeat_step(run)
+                    lines = value_differences(metrics, recorded.get(step + 1, {}), bound)
+                    tensors = _compare_tensors(run, folder, bound)
+                    bar.update()
+
+
+def _metrics_by_step(folder: RunFolder) -> dict[int, dict[str, Any]]:
+    """The recorded metrics of each step. After a rollback the last ones count."""
+    recorded: dict[int, dict[str, Any]] = {}
     for event in read_metrics(folder):
         recorded.setdefault(event["step"], {}).update(event)
-    hides_bar = not (run.mesh.is_main and shows_bars())
-    for step in tqdm(range(first, last + 1), unit="step", disable=hides_bar):
-        # 1. Take the step, and note what the run would log.
-        ours: dict[str, float] = {}
-        if step > first:
-            ours = _repeat_step(run, step)
-        elif step:
-            # The segment begins at this checkpoint, which was written after its evaluation.
-            continue
-        # 2. Compare the tensors, if this step was saved.
-        path = folder.checkpoint(step)
-        theirs = recorded.get(step, {})
-        saved = read_checkpoint(path) if path.is_dir() else None
-        # A run that was stopped before the evaluation has saved without it.
-        stopped = saved and saved.state.evaluated_step < step and "val/loss" not in theirs
-        tensors = tensor_differences(run, saved, bound) if saved else []
-        # 3. Resume with other knobs if the run did so here before its evaluation.
-        resumed = [entry for entry in history if entry["step"] == step > first]
-        for entry in resumed:
-            if entry["evaluated_step"] < step:
-                _change_knobs(run, entry["knobs"])
-                # The checkpoint may have been saved again since, with optimizer state of another
-                # precision.
-                tensors = tensors and tensor_differences(run, saved, bound)
-        # 4. Evaluate, and compare the metrics.
-        due = step % run.config.eval.every == 0 or step == run.config.train.max_steps
-        if due and not stopped:
-            evaluated = method.evaluate(run, lambda: False)
-            ours |= evaluated.metrics if evaluated else {}
-        lines = value_differences(ours, theirs, bound) + tensors
-        if saved:
-            # A rollback to this checkpoint has skipped data since, and saved it again.
-            run.state.skipped_steps = saved.state.skipped_steps
-        if lines:
-            return step, lines
-        # 5. Resume with other knobs if the run did so after its evaluation.
-        for entry in resumed:
-            if entry["evaluated_step"] >= step and step < last:
-                _change_knobs(run, entry["knobs"])
-    return None
+    return recorded
 
 
-def _repeat_step(run: Run, step: int) -> dict[str, float]:
-    """Take a step; return the metrics that the run has logged for it."""
-    config = run.config
-    learning_rate = learning_rate_at(step - 1, config.optim, config.train.max_steps)
-    result = take_step(run, step - 1 + run.state.skipped_steps, learning_rate)
-    run.state.step = step
-    metrics = {}
-    if step % config.tracking.every == 0:
-        metrics["train/loss"] = sum_over_ranks(run.accelerator, result.loss).item()
-        metrics["train/grad_norm"] = result.grad_norm.item()
-        metrics["train/learning_rate"] = learning_rate
-    if step == next_stage(config, step - 1):
-        _start_again(run)
-    return metrics
+def _is_next(entry: KnobChange, state: TrainState) -> bool:
+    """Whether the run resumed with other knobs here: at this step, and before or after its
+    evaluation, as the state is.
+    """
+    is_evaluated = state.evaluated_step >= state.step
+    return entry["step"] == state.step and (entry["evaluated_step"] >= state.step) == is_evaluated
 
 
-def _change_knobs(run: Run, knobs: dict[str, Any]) -> None:
+def _was_stopped(folder: RunFolder, recorded: dict[int, dict[str, Any]], step: int) -> bool:
+    """Whether the run was stopped at a step before its evaluation, and has saved without it."""
+    saved = read_checkpoint(folder.checkpoint(step))
+    return saved.state.evaluated_step < step and "val/loss" not in recorded.get(step, {})
+
+
+def _compare_tensors(run: Run, folder: RunFolder, bound: float) -> list[str]:
+    """Compare with the checkpoint of this step, if it is kept; return differences as lines."""
+    path = folder.checkpoint(run.state.step)
+    if not path.is_dir():
+        return []
+    saved = read_checkpoint(path)
+    # A rollback to this checkpoint has skipped data since, and saved it again.
+    run.state.skipped_steps = saved.state.skipped_steps
+    return tensor_differences(run, saved, bound)
+
+
+def _evaluate(run: Run) -> dict[str, float]:
+    """Evaluate; return the metrics that the run has logged for it."""
+    evaluated = method_of(run.config).evaluate(run, lambda: False)
+    if evaluated is None:
+        return {}
+    record_evaluation(run, evaluated)
+    return evaluated.metrics
+
+
+def _repeat_step(run: Run) -> dict[str, float]:
+    """Take the next step; return the metrics that the run has logged for it."""
+    result, learning_rate = next_step(run)
+    if run.state.step % run.config.tracking.every:
+        return {}
+    return {
+        "train/loss": sum_over_ranks(run.accelerator, result.loss).item(),
+        "train/grad_norm": result.grad_norm.item(),
+        "train/learning_rate": learning_rate,
+    }
+
+
+def _change_knobs(run: Run, resumed: list[KnobChange]) -> None:
     """Continue with other knobs, as a resumed run does."""
+    knobs = {key: value for entry in resumed for key, value in entry["knobs"].items()}
     # A knob of another version may be unknown to this one.
     known = {key: value for key, value in knobs.items() if key in KNOBS}
     run.config = config_at(replace_knobs(run.config.recipe, known), run.state.step)

@@ -13,14 +13,13 @@ from nanogpt_hf.config.finetune import next_unfreezing
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.config.stages import next_stage
 from nanogpt_hf.errors import DivergedError, Stopped
-from nanogpt_hf.methods.run import Run, is_done
+from nanogpt_hf.methods.run import Evaluated, Run, is_done
 from nanogpt_hf.methods.table import method_of
-from nanogpt_hf.optim.optimizer import learning_rate_at
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.state import TrainState
 from nanogpt_hf.training.build import start_again
 from nanogpt_hf.training.report import Report, reporting
-from nanogpt_hf.training.step import take_step
+from nanogpt_hf.training.step import next_step
 
 
 class Action(Enum):
@@ -128,16 +127,9 @@ def train_steps(run: Run, report: Report) -> None:
 
 def step(run: Run, report: Report) -> bool:
     """Take the next step and report it; return whether its loss has spiked."""
-    state = run.state
-    # After a spike the data is some steps ahead: what has led to it is not read again.
-    data_step = state.step + state.skipped_steps
-    rate = learning_rate_at(state.step, run.config.optim, run.config.train.max_steps)
     with report.measured_step():
-        # Forward and backward pass of each micro-batch, clipping and update: training/step.py.
-        result = take_step(run, data_step, rate)
-    state.step += 1
-    state.tokens += run.config.train.tokens_per_step
-    spiked = report.step(result, rate)
+        result, learning_rate = next_step(run)
+    spiked = report.step(result, learning_rate)
     report.step_done()
     return spiked
 
@@ -146,21 +138,27 @@ def evaluate(run: Run, report: Report) -> bool:
     """Evaluate, record the score, and save the model if it is the best so far; False if a signal
     interrupted the evaluation.
     """
-    state = run.state
     evaluated = method_of(run.config).evaluate(run, report.stop_requested)
     if evaluated is not None:
-        # The state goes into the checkpoint, so a resumed run knows its best model and patience.
-        state.evaluation = evaluated.evaluation
-        state.evaluated_step = state.step
-        state.score = evaluated.score
-        best_before = math.inf if state.best_loss is None else state.best_loss
-        # The model that fine-tuning starts from is the best until another is better.
-        is_candidate = state.step > 0 or run.config.finetune.model is not None
-        is_best = is_candidate and evaluated.score < best_before
-        if is_best:
-            state.best_loss = evaluated.score
-            state.best_step = state.step
+        is_best = record_evaluation(run, evaluated)
         report.evaluation(evaluated, is_best=is_best)
     # An evaluation is no part of the training speed.
     report.restart_clock()
     return evaluated is not None
+
+
+def record_evaluation(run: Run, evaluated: Evaluated) -> bool:
+    """Record an evaluation in the state of the run; return whether its model is the best so far."""
+    state = run.state
+    # The state goes into the checkpoint, so a resumed run knows its best model and patience.
+    state.evaluation = evaluated.evaluation
+    state.evaluated_step = state.step
+    state.score = evaluated.score
+    best_before = math.inf if state.best_loss is None else state.best_loss
+    # The model that fine-tuning starts from is the best until another is better.
+    is_candidate = state.step > 0 or run.config.finetune.model is not None
+    is_best = is_candidate and evaluated.score < best_before
+    if is_best:
+        state.best_loss = evaluated.score
+        state.best_step = state.step
+    return is_best

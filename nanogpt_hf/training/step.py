@@ -11,7 +11,7 @@ from nanogpt_hf.methods.run import Run, StepResult
 from nanogpt_hf.methods.table import method_of
 from nanogpt_hf.model.architecture import Metrics
 from nanogpt_hf.model.experts import load_figures
-from nanogpt_hf.optim.optimizer import set_learning_rate
+from nanogpt_hf.optim.optimizer import learning_rate_at, set_learning_rate
 from nanogpt_hf.training.reducer import reducer_of
 
 
@@ -55,6 +55,19 @@ def train_step(run: Run, step: int, learning_rate: float) -> StepResult:
     grad_norm = reducer.clip(run.config.optim.max_grad_norm)
     run.updater.step()
     return StepResult(loss, grad_norm, metrics, {})
+
+
+def next_step(run: Run) -> tuple[StepResult, float]:
+    """Take the next step of a run and count it; return its result and its learning rate."""
+    state = run.state
+    # After a spike the data is some steps ahead: what has led to it is not read again.
+    data_step = state.step + state.skipped_steps
+    rate = learning_rate_at(state.step, run.config.optim, run.config.train.max_steps)
+    # Forward and backward pass of each micro-batch, clipping and update.
+    result = take_step(run, data_step, rate)
+    state.step += 1
+    state.tokens += run.config.train.tokens_per_step
+    return result, rate
 
 
 def take_step(run: Run, step: int, learning_rate: float) -> StepResult:

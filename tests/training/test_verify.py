@@ -13,10 +13,13 @@ from safetensors.torch import load_file, save_file
 from arguments import argv
 from assertions import at_step, file_contents, replace_step
 from nanogpt_hf.checkpoint.files import CHECKSUMS
+from nanogpt_hf.checkpoint.reader import read_checkpoint
 from nanogpt_hf.commands import main
 from nanogpt_hf.data.blocks import read_column
+from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.distributed.updates import Updater
 from nanogpt_hf.own_files import file_sha256
+from nanogpt_hf.replay.verify import first_difference, recipe_of, run_at
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.provenance import read_verifications
 from nanogpt_hf.training.step import train_step
@@ -237,3 +240,22 @@ def test_run_that_was_stopped_before_an_evaluation_is_equal(
         at_step(patch, 2, lambda: os.kill(os.getpid(), signal.SIGINT))
         assert main(argv("pretrain {} --run-dir {}", write_recipe(), run.path)) == 75
     assert verify(run)[1][1:] == ["steps 2 to 3: equal"]
+
+
+@pytest.mark.parametrize("first", [0, 4])
+def test_repeated_progress_is_the_recorded_one(run, first):
+    with run_at(run, recipe_of(run, first + 1), first, Mesh.from_environment()) as repeated:
+        assert first_difference(repeated, run, 8) is None
+    saved = read_checkpoint(run.checkpoint(8)).state
+    # Times are another machine's, and what the monitor counts for its log is not repeated.
+    for name in (
+        "step",
+        "tokens",
+        "evaluation",
+        "evaluated_step",
+        "score",
+        "best_loss",
+        "best_step",
+    ):
+        assert getattr(repeated.state, name) == getattr(saved, name), name
+    assert repeated.state.best_step
