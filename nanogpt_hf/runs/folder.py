@@ -87,7 +87,7 @@ class RunFolder:
                     f"{self.path}: holds a run; add --resume to continue, --overwrite to start "
                     "again, or choose another --run-dir"
                 )
-        elif not all(map(self._may_precede_a_run, self.path.iterdir())):
+        elif self.path.is_dir() and not all(map(self._may_precede_a_run, self.path.iterdir())):
             raise RunFolderError(
                 f"{self.path}: is not empty and holds no run; choose another --run-dir"
             )

@@ -84,8 +84,13 @@ def prepare_run(
     check_settings({Setting(flag): flag for flag in flags})
 
     def prepare() -> tuple[PreparedData, dict[str, Any]]:
+        decision: dict[str, Any] = {}
         # Only the main process decides: until another looks, it may have begun to write.
-        decision = _decide(config, folder, options) if mesh.is_main else {}
+        if mesh.is_main:
+            folder.lock()
+            decision = _decide(config, folder, options)
+            if config.hub.push and config.hub.repo and (problem := check_login(config.hub.repo)):
+                logger.warning(problem)
         data = method.load(config)
         for stage in stages_of(config)[1:]:
             with naming(stage):
@@ -115,10 +120,14 @@ def prepare_run(
 
 
 def _decide(config: Config, folder: RunFolder, options: dict[str, bool]) -> dict[str, Any]:
-    """Lock the folder, and decide whether the run resumes, with the steps that it has recorded."""
-    resumes = _lock(config, folder, options)
-    has_steps = config.train.budget and resumes
-    return {"resumes": resumes} | ({"max_steps": _known_steps(folder)} if has_steps else {})
+    """Decide whether the run resumes, with the steps that it has recorded. Raises RunFolderError if
+    it may not write to the folder, or if its recipe is another experiment.
+    """
+    if not folder.check(**options):
+        return {"resumes": False}
+    changed_knobs(folder, config)
+    steps = {"max_steps": _known_steps(folder)} if config.train.budget else {}
+    return {"resumes": True} | steps
 
 
 def check_folders(config: Config, folder: RunFolder) -> None:
@@ -152,17 +161,6 @@ def check_before_the_data(config: Config, folder: RunFolder) -> None:
             check_balance(stage.config, model_config)
 
 
-def _lock(config: Config, folder: RunFolder, options: dict[str, bool]) -> bool:
-    """Lock the run folder; return whether the run resumes. Only the main process calls it."""
-    folder.lock()
-    if resumes := folder.check(**options):
-        # It raises if the recipe is another experiment.
-        changed_knobs(folder, config)
-    if config.hub.push and config.hub.repo and (problem := check_login(config.hub.repo)):
-        logger.warning(problem)
-    return resumes
-
-
 def _start_or_resume(
     config: Config,
     accelerator: Accelerator,
@@ -177,8 +175,8 @@ def _start_or_resume(
         config = _with_known_steps(config, facts.get("max_steps"))
         if accelerator.is_main_process:
             # Only now: steps that follow from the data are known, and with them a warm-up.
-            for change in changed_knobs(folder, config):
-                logger.info(f"changed since the run began: {change}")
+            for line in _change_lines(folder, config):
+                logger.info(line)
         origin = needed_at_resume(config, origin)
     run_facts = run_identity(config, data.manifest, origin)
     checkpoint = None
@@ -230,6 +228,11 @@ def _with_known_steps(config: Config, steps: int | None) -> Config:
     return with_known_steps(config, steps)
 
 
+def _change_lines(folder: RunFolder, config: Config) -> list[str]:
+    """The knobs that a resume changes, in lines."""
+    return [f"changed since the run began: {change}" for change in changed_knobs(folder, config)]
+
+
 def _check_end(config: Config, folder: RunFolder, checkpoint: Checkpoint) -> None:
     if checkpoint.state.step > config.train.max_steps:
         raise UserError(
@@ -252,17 +255,15 @@ def check_resume(
     folder = RunFolder(Path(run_dir or Path("runs") / config.name))
     check_folders(config, folder)
     folder.check_unlocked()
-    if auto_resume and not folder.path.is_dir():
-        return [f"{folder.path}: starts at step 0"]
-    if not folder.check(resume=resume, overwrite=False, auto_resume=auto_resume):
-        return [f"{folder.path}: starts at step 0"]
     # The checks of a resume, in its order, without a lock: nothing is written.
-    changed_knobs(folder, config)
+    options = {"resume": resume, "overwrite": False, "auto_resume": auto_resume}
+    decision = _decide(config, folder, options)
+    if not decision["resumes"]:
+        return [f"{folder.path}: starts at step 0"]
+    config = _with_known_steps(config, decision.get("max_steps"))
+    lines = _change_lines(folder, config)
     checkpoint = newest_checkpoint(folder)
     method = method_of(config)
-    if config.train.budget:
-        config = _with_known_steps(config, _known_steps(folder))
-    lines = [f"changed since the run began: {change}" for change in changed_knobs(folder, config)]
     _check_end(config, folder, checkpoint)
     if method.uses_prepared_data and find_manifest(config.data) is None:
         lines.append(f"not compared with the run: {config.data.dir} is not prepared yet")
