@@ -24,7 +24,7 @@ from nanogpt_hf.training.sweep_grid import Sweep, build_grid
 
 def add_sweep_arguments(parser: ArgumentParser) -> None:
     add_recipe_argument(parser, "a recipe, for example recipes/quickstart.yaml", nargs="?")
-    add_knobs(parser, "depth", "from", "data", "lora", "loss")
+    add_knobs(parser, "depth", "from", "data", "lora", "loss", "task", "reward")
     add_option(parser, "--sweep-dir DIR", "folder of the runs (default runs/<recipe name>-<knobs>)")
     machine = "an accelerate config, with which `launch` starts each run (default: one process)"
     add_option(parser, "--config_file F", machine)
@@ -36,8 +36,8 @@ def add_sweep_arguments(parser: ArgumentParser) -> None:
 def run_sweep(arguments: Namespace, overrides: Overrides) -> int:
     """Train a grid of runs: a knob with several values, such as --train.seed 1,2,3, is swept.
 
-    The recipe and its knobs decide how each run is trained: from scratch as by `pretrain`, or from
-    a model as by `finetune` or `align`, which needs no recipe: --from gpt2 --data my.txt --lora 4,8
+    The recipe and its knobs decide which command trains each run: pretrain, finetune, align or rl.
+    From a model no recipe is needed: nanogpt-hf sweep --from gpt2 --data my.txt --lora 4,8
 
     Every combination of values is an ordinary run folder below the sweep's. Run the same command
     again to continue: what is done is skipped, what was interrupted resumes, what failed is tried

@@ -84,10 +84,6 @@ def build_grid(recipe: str | None, overrides: Overrides) -> list[GridRun]:
             f"{program()} sweep: its runs are of {' and '.join(commands)}, whose results do not "
             "compare; sweep each by itself"
         )
-    if run.command == "rl":
-        raise UserError(
-            f"{program()} sweep: not for `{run.command}` yet; start each run by that command"
-        )
     # It raises if they have no score in common.
     _score_of([*runs.values()])
     return list(runs.values())

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from arguments import argv
+from assertions import numbers
 from nanogpt_hf.commands import main
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.metrics import read_metrics
@@ -16,8 +17,13 @@ from nanogpt_hf.training.sweep_grid import Sweep, build_grid
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
 KNOBS = (
     "--data.block_size 64 --train.tokens_per_step 128 --train.micro_batch_size 2 "
-    "--train.max_steps 4 --eval.every 1 --eval.tokens 256 --optim.warmup_steps 0"
+    "--train.max_steps 4 --eval.every 1 --tracking.every 1 --optim.warmup_steps 0"
 )
+RL = (
+    "--task arithmetic --rl.max_new_tokens 4 --rl.samples 2 --rl.eval_questions 4 "
+    "--reward reward.py:score"
+)
+TAUGHT = f"{RL} --distill.teacher {{base}}"
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +39,10 @@ def files(text_file, tmp_path, monkeypatch):
     """Data of each method, in the test's folder."""
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_text(text_file.read_text()[:2000])
+    # A model of random weights writes no right answers.
+    Path("reward.py").write_text(
+        "def score(prompt, completion, answer):\n    return len(set(completion))\n"
+    )
     rows = {
         "pairs": [
             {"prompt": "a", "chosen": f"b{n % 7}", "rejected": f"c{n % 5}"} for n in range(40)
@@ -51,13 +61,8 @@ def rows_of(folder):
 
 def facts(folder):
     """What a run has measured, without times, and its last weights."""
-    events = [
-        {name: value for name, value in event.items() if "second" not in name}
-        for event in read_metrics(RunFolder(folder))
-    ]
-    assert len(events) > 4
     (weights,) = (Path(folder) / "final").glob("*.safetensors")
-    return events, weights.read_bytes()
+    return numbers(RunFolder(folder)), weights.read_bytes()
 
 
 @pytest.mark.long
@@ -68,6 +73,7 @@ def facts(folder):
         ("finetune", "--finetune.freeze_layers 1,2 --data text.txt --data.dir data"),
         ("align", "--align.beta 0.1,0.5 --data pairs.jsonl --loss dpo"),
         ("align", "--data.validation_fraction 0.2,0.3 --data labels.jsonl --loss kto"),
+        ("rl", f"--rl.kl 0.2,0.5 {RL} --optim.learning_rate 1e-2 --train.tokens_per_step 512"),
     ],
 )
 def test_run_of_a_sweep_equals_its_single_command(
@@ -76,10 +82,8 @@ def test_run_of_a_sweep_equals_its_single_command(
     knob, values, *more = options.split()
     words = f"--from {base} {KNOBS} {' '.join(more)}"
     assert main(argv(f"sweep {words} {knob} {values} --sweep-dir sweep")) == 0
-    name = knob.rpartition(".")[2]
-    first, second = values.split(",")
-    assert in_process == [f"{name}={'None' if first == 'null' else first}", f"{name}={second}"]
-    for value, folder in zip((first, second), in_process, strict=True):
+    assert len(in_process) == 2
+    for value, folder in zip(values.split(","), [*in_process], strict=True):
         forget_accelerate()
         single = f"{command} {words} {knob} {value} --run-dir single-{value}"
         assert main(argv(single)) == 0
@@ -88,6 +92,8 @@ def test_run_of_a_sweep_equals_its_single_command(
         assert Path(f"single-{value}/recipe.yaml").read_text() == (
             Path("sweep", folder, "recipe.yaml").read_text()
         )
+    # Runs with different values learn different weights.
+    assert len({facts(f"sweep/{folder}")[1] for folder in in_process}) == 2
 
 
 @pytest.mark.long
@@ -132,9 +138,31 @@ def test_losses_of_other_scales_are_ranked_by_the_accuracy(base, in_process, cap
     assert "highest accuracy" in capsys.readouterr().out
 
 
+@pytest.mark.long
+def test_runs_of_rewards_are_ranked_by_the_highest(base, in_process, capsys):
+    """The second rate ruins the model, which then writes nothing but what it is rewarded for."""
+    rates = "--optim.learning_rate 1e-9,3e-2 --sweep-dir sweep"
+    assert main(argv(f"sweep --from {base} {KNOBS} {RL} {rates}")) == 0
+    tree = json.loads(Path("sweep/sweep.json").read_text())
+    assert tree["score"] == "val/reward"
+    means = [row["mean"] for row in tree["settings"]]
+    assert means == sorted(means, reverse=True)
+    for row in tree["runs"]:
+        events = read_metrics(RunFolder(f"sweep/{row['run']}"))
+        assert row["best"] == max(e["val/reward"] for e in events if "val/reward" in e)
+    assert f"highest reward: {means[0]:.4f}" in capsys.readouterr().out
+    assert Path("sweep/sweep.png").is_file()
+
+
 @pytest.mark.parametrize(
     ("options", "metric"),
     [
+        (f"--optim.learning_rate 1e-4,1e-3 {RL}", "val/reward"),
+        (f"--rl.kl 0,0.1 {RL}", "val/reward"),
+        (f"--distill.weight 0.5,0.7 {TAUGHT}", "val/reward"),
+        (f"--distill.weight 0.5,1 {TAUGHT}", "val/reward"),
+        (f"--optim.learning_rate 1e-4,1e-3 --distill.weight 1 {TAUGHT}", "val/divergence"),
+        (f"--distill.beta 0,1 --distill.weight 1 {TAUGHT}", "val/reward"),
         ("--optim.learning_rate 1e-4,1e-3 --loss dpo", "val/loss"),
         ("--align.beta 0.1,0.2 --loss ipo", "val/accuracy"),
         ("--align.margin 0.1,0.2 --loss simpo", "val/accuracy"),
@@ -145,8 +173,10 @@ def test_losses_of_other_scales_are_ranked_by_the_accuracy(base, in_process, cap
     ],
 )
 def test_score_follows_from_what_the_runs_differ_in(base, tiny_base, options, metric):
-    words = argv(f"--data pairs.jsonl --from {base} {options.format(base=base, other=tiny_base)}")
+    data = "" if "--task" in options else "--data pairs.jsonl"
+    words = argv(f"{data} --from {base} {options.format(base=base, other=tiny_base)}")
     names = {"--loss": "align.loss", "--data": "data.source", "--from": "finetune.model"}
+    names |= {"--task": "rl.task", "--reward": "rl.reward"}
     pairs = zip(words[::2], words[1::2], strict=True)
     runs = build_grid(None, [(names.get(key, key.removeprefix("--")), text) for key, text in pairs])
     assert len(runs) == 2
