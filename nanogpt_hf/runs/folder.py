@@ -207,12 +207,14 @@ class RunFolder:
         """
         if not self._lock.is_locked:
             return
-        self._lock.release()
+        # Removed while it is locked: who waits for it then looks for the file again. After the
+        # release it could be the lock of another process, whose folder others would then enter.
         if self._made and not self.recipe.exists():
             with contextlib.suppress(OSError):
                 self._lock_file.unlink()
                 for folder in self._made:
                     folder.rmdir()
+        self._lock.release()
 
     def checkpoint_folders(self) -> list[Path]:
         """Complete checkpoints, oldest first."""

@@ -228,3 +228,21 @@ def test_recipe_that_was_cut_in_its_last_section_is_damaged(
     # An editor may leave the last newline out.
     kept = [end] if license else ["\n" + end, end]
     assert whole == ([*kept, "\n", ""] if end else kept)
+
+
+def test_waiting_process_keeps_its_lock_after_a_run_that_was_not_started(tmp_path, monkeypatch):
+    """The first removes its folder; the second, which has waited, locks a folder that is there."""
+    first, second = (RunFolder(tmp_path / "run") for _ in range(2))
+    first.lock()
+    release = first._lock.release
+
+    def release_to_the_second():
+        release()
+        second.lock()
+
+    monkeypatch.setattr(first._lock, "release", release_to_the_second)
+    first.unlock()
+    with pytest.raises(RunFolderError, match="another process is training in it"):
+        RunFolder(tmp_path / "run").lock()
+    second.unlock()
+    assert not (tmp_path / "run").exists()
