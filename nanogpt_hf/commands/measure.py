@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanogpt_hf.commands.arguments import (
+    Found,
     add_model_argument,
     add_option,
     add_output,
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from nanogpt_hf.runs.metrics import Event
 
 _DEFAULT_PLOT = Path("compare.png")
+# How often a model that a run replaces meanwhile is read.
+_READS = 3
 
 
 def add_compare_arguments(parser: ArgumentParser) -> None:
@@ -242,21 +245,36 @@ def _load_evaluations(
     """Load a model and what its evaluations need; return them, and facts that all processes must
     share.
     """
-    from nanogpt_hf.data.hf_tokenizer import check_vocabulary
-    from nanogpt_hf.data.manifest import file_digest
-    from nanogpt_hf.data.tokenizer import build_tokenizer
-    from nanogpt_hf.model.load import load_model
-
     with found_model(arguments.model, arguments.step) as found:
-        model = load_model(found.folder)
-        tokenizer = build_tokenizer(found.folder, ())
-        check_vocabulary(found.name, tokenizer.vocab_size, model.config.vocab_size)
-        # The digest records which weights were measured. A model on the Hub has no folder.
-        weights = sorted(Path(found.folder).glob("model*.safetensors"))
-        digest = file_digest(weights) if weights else None
+        model, tokenizer, digest = _read_model(found)
     request = Request(arguments, knobs, model, tokenizer)
     facts: dict[str, Any] = {"model": {"name": found.name, "sha256": digest}}
     loaded = [evaluation.load(request) for evaluation in wanted]
     for evaluation in loaded:
         facts |= evaluation.facts
     return (request, loaded), facts
+
+
+def _read_model(found: Found) -> tuple[Any, Any, str | None]:
+    """Load a model and its tokenizer; return them, and the digest of these weights, which a model
+    on the Hub has not.
+
+    Again if its run has replaced them meanwhile. Raises UserError if it does so each time.
+    """
+    from nanogpt_hf.data.hf_tokenizer import check_vocabulary
+    from nanogpt_hf.data.manifest import file_digest, file_state
+    from nanogpt_hf.data.tokenizer import build_tokenizer
+    from nanogpt_hf.model.load import load_model
+
+    for _ in range(_READS):
+        weights = sorted(Path(found.folder).glob("model*.safetensors"))
+        before = file_state(weights)
+        model = load_model(found.folder)
+        tokenizer = build_tokenizer(found.folder, ())
+        digest = file_digest(weights) if weights else None
+        if file_state(weights) == before:
+            check_vocabulary(found.name, tokenizer.vocab_size, model.config.vocab_size)
+            return model, tokenizer, digest
+    raise UserError(
+        f"{found.name}: was replaced whenever it was read; evaluate it when its run does not train"
+    )

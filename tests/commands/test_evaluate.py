@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 import core_bundle
 from arguments import argv
@@ -13,6 +14,9 @@ from nanogpt_hf.commands import main
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.schema import replace_knobs
 from nanogpt_hf.data.prepare import prepare
+from nanogpt_hf.model import load
+from nanogpt_hf.model.load import load_model
+from nanogpt_hf.place import replaced_folder
 from nanogpt_hf.training import loop
 from nanogpt_hf.training.start import prepare_run
 
@@ -51,6 +55,42 @@ def test_evaluate_text_prints_and_writes_figures(capsys, letter_model, text, tmp
     assert (figures["block_size"], figures["stride"]) == (32, 8)
     assert {"torch", "transformers", "nanogpt_hf"} <= results["versions"].keys()
     assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
+
+
+@pytest.mark.parametrize("replacements", [1, 3])
+def test_model_that_is_replaced_while_it_is_read(
+    capsys, letter_model, text, tmp_path, monkeypatch, replacements
+):
+    """As best/ by a run that trains: the digest is that of the weights that were measured."""
+    folder = tmp_path / "best"
+    shutil.copytree(letter_model, folder)
+    left = [0.5, 0.3, 0.1][:replacements]
+
+    def load_and_replace(path):
+        model = load_model(path)
+        if left:
+            factor = left.pop()
+            with replaced_folder(folder) as partial:
+                shutil.copytree(letter_model, partial, dirs_exist_ok=True)
+                tensors = load_file(folder / "model.safetensors")
+                tensors = {name: factor * tensor for name, tensor in tensors.items()}
+                save_file(tensors, partial / "model.safetensors", {"format": "pt"})
+        return model
+
+    monkeypatch.setattr(load, "load_model", load_and_replace)
+    output = tmp_path / "results.json"
+    words = ["evaluate", str(folder), "--data", str(text), "--output", str(output)]
+    if replacements == 3:
+        assert main(words) == 2
+        assert "was replaced whenever it was read" in capsys.readouterr().err
+        return
+    assert main(words) == 0
+    results = json.loads(output.read_text())
+    weights = (folder / "model.safetensors").read_bytes()
+    assert results["model"]["sha256"] == hashlib.sha256(weights).hexdigest()
+    monkeypatch.undo()
+    measure(capsys, folder, "--data", text, "--output", output)
+    assert json.loads(output.read_text())["text"] == results["text"]
 
 
 def test_evaluate_run_on_prepared_data_equals_training(
