@@ -4,6 +4,7 @@ know, collectives that move nothing, and a meter of the memory.
 All that `estimate --rehearse` needs of torch's and accelerate's private interfaces is in this file.
 """
 
+import copy
 import os
 import traceback
 import weakref
@@ -23,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, debug
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedConfig, PreTrainedModel
 
 import nanogpt_hf
 from nanogpt_hf.distributed import expert_parallel, pipeline
@@ -30,6 +32,7 @@ from nanogpt_hf.distributed.launch import Launch
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.model import build, loss_decoders, loss_gpt
+from nanogpt_hf.model.architecture import architecture_of
 from nanogpt_hf.optim import muon
 from nanogpt_hf.training import build as run_build
 
@@ -94,7 +97,7 @@ def own_line(stack: traceback.StackSummary) -> str:
         for frame in stack
         if frame.filename.startswith(root)
         and frame.filename != __file__
-        and frame.name != "__torch_function__"
+        and frame.name not in ("__torch_function__", "__torch_dispatch__")
     ][-1]
     return f"{os.path.relpath(frame.filename, root)}:{frame.lineno} {frame.line}"
 
@@ -136,11 +139,20 @@ class _Replacements(ExitStack):
 
 
 @contextmanager
-def one_process(launch: Launch, meter: Meter, rank: int, sent: dict[type, Any]) -> Iterator[None]:
+def one_process(
+    launch: Launch,
+    meter: Meter,
+    rank: int,
+    sent: dict[type, Any],
+    base: PreTrainedConfig | None = None,
+) -> Iterator[None]:
     """Context in which this is process `rank` of a launch without the others, with private
-    interfaces replaced. `sent`: the shapes and dtypes of the previous stage's output.
+    interfaces replaced. `sent`: the shapes and dtypes of the previous stage's output. `base`: the
+    config of the model that the run starts from, whose weights are not read.
     """
     with _Replacements() as replacements:
+        if base is not None:
+            _load_without_values(replacements, base)
         _run_on_a_device(replacements, launch)
         _probe_with_real_tensors(replacements)
         _measure(replacements, meter)
@@ -154,6 +166,17 @@ def without_values(meter: Meter) -> Iterator[None]:
     """Context in which new tensors have shapes but no values, and the meter counts them."""
     with FakeTensorMode(allow_non_fake_inputs=True), meter:
         yield
+
+
+def _load_without_values(replacements: _Replacements, base: PreTrainedConfig) -> None:
+    """Make a model of the config `base` where one would be loaded."""
+
+    def load_model(name: str, revision: str | None = None, **fields: Any) -> PreTrainedModel:
+        config = copy.deepcopy(base)
+        vars(config).update(fields)
+        return architecture_of(config).model_class(config)
+
+    replacements.replace(build, "load_model", load_model)
 
 
 def _run_on_a_device(replacements: _Replacements, launch: Launch) -> None:

@@ -13,10 +13,12 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from accelerate import state
+from transformers import PreTrainedConfig
 
 from nanogpt_hf.bench.fakes import DEVICE, Meter, one_process, own_line, without_values
 from nanogpt_hf.bench.workload import communicated_bytes, synthetic_data
-from nanogpt_hf.config.schema import Config, replace_knobs
+from nanogpt_hf.config.finetune import frozen_layers_at
+from nanogpt_hf.config.schema import Config, get_value, replace_knobs
 from nanogpt_hf.data.prepared import PreparedData
 from nanogpt_hf.distributed.accelerate_config import check_launch
 from nanogpt_hf.distributed.accelerator import build_accelerator
@@ -30,8 +32,10 @@ from nanogpt_hf.planning.counts import GpuKernels
 from nanogpt_hf.planning.estimate import planned_model
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.training.build import build_at
-from nanogpt_hf.training.step import train_step
+from nanogpt_hf.training.step import take_step
 
+# Knobs of runs that need values, or the weights of another model.
+NOT_REHEARSED = ("lora.quantize", "distill.teacher")
 # The limit of micro-batches in a rehearsed step. A pipeline has one more than it has stages.
 MICRO_BATCHES = 2
 
@@ -62,14 +66,16 @@ class Rehearsal:
         ]
 
 
-def rehearse(config: Config, launch: Launch) -> Rehearsal:
+def rehearse(config: Config, launch: Launch, base: PreTrainedConfig | None = None) -> Rehearsal:
     """Build a run of `config` and take two steps of it as the first process of `launch`; the second
-    is measured. Of a pipeline it is the stage with the highest peak.
+    is measured. Of a pipeline it is the stage with the highest peak. `base` is the config of the
+    model to fine-tune.
 
-    Raises UserError for a layout that cannot be rehearsed, or if tensors on two devices meet.
+    Raises UserError for a run that cannot be rehearsed, or if tensors on two devices meet.
     """
-    if config.finetune.model:
-        raise UserError("--rehearse: only a model from scratch can be rehearsed")
+    for key in NOT_REHEARSED:
+        if value := get_value(config, key):
+            raise UserError(f"--rehearse: {key} {value}: such a run cannot be rehearsed")
     is_plain = launch.precision != "fp16" and launch.compression == "no"
     # Ring attention, compressed gradients and a loss scaler read or cast values themselves.
     split = launch.tp_size * launch.cp_size
@@ -87,12 +93,20 @@ def rehearse(config: Config, launch: Launch) -> Rehearsal:
         "train.tokens_per_step": micro_batches * each,
         "train.stages": None,
     }
+    if base is not None:
+        # Of layers that unfreeze, the last step trains the most.
+        frozen = frozen_layers_at(config.train.max_steps - 1, config.finetune)
+        knobs |= {
+            "finetune.freeze_layers": None if frozen < 0 else frozen,
+            "finetune.unfreeze_every": None,
+        }
     # A run of it alone, without the other stages of its recipe.
     config = replace(replace_knobs(config, knobs), whole=None, begins=0)
     # What each stage has sent to the next, which is rehearsed after it.
     shapes: dict[type, Any] = {}
     try:
-        found = [_rehearse(config, launch, index, shapes) for index in range(launch.pp_size)]
+        stages = range(launch.pp_size)
+        found = [_rehearse(config, launch, index, shapes, base) for index in stages]
     except RuntimeError as error:
         # torch has a class for it from 2.13 on only.
         if not re.search("two (different )?devices", str(error)):
@@ -102,23 +116,31 @@ def rehearse(config: Config, launch: Launch) -> Rehearsal:
     return max(found, key=lambda rehearsal: rehearsal.peak)
 
 
-def _rehearse(config: Config, launch: Launch, index: int, shapes: dict[type, Any]) -> Rehearsal:
+def _rehearse(
+    config: Config,
+    launch: Launch,
+    index: int,
+    shapes: dict[type, Any],
+    base: PreTrainedConfig | None,
+) -> Rehearsal:
     """Rehearse the first process of pipeline stage `index`."""
     meter = Meter()
     rank = index * launch.world_size // launch.pp_size
-    with one_process(launch, meter, rank, shapes):
+    with one_process(launch, meter, rank, shapes, base):
         here = check_launch(config, Mesh.from_environment())
         accelerator = build_accelerator(here, RunFolder("runs"))
         cast(Any, accelerator.state).device = state.PartialState().device = DEVICE
-        data = cast(PreparedData, synthetic_data(config))
+        # A model to fine-tune has the rows of its own vocabulary.
+        vocab_size = None if base is None else base.vocab_size
+        data = cast(PreparedData, synthetic_data(config, vocab_size))
         kernels = nullcontext() if launch.on_cpu else GpuKernels()
         with without_values(meter), kernels, shapes_only():
             run = build_at(config, accelerator, data, None, None)
-            train_step(run, 0, learning_rate=1e-4)
+            take_step(run, 0, learning_rate=1e-4)
             # The first step has made the optimizer state; the second is measured.
             before = meter.peak = meter.now
             meter.waits.clear()
-            sent = communicated_bytes(lambda: train_step(run, 1, learning_rate=1e-4))
+            sent = communicated_bytes(lambda: take_step(run, 1, learning_rate=1e-4))
     process = "the first process"
     if launch.pp_size > 1:
         process += f" of stage {index + 1} of {launch.pp_size}, which needs the most"

@@ -16,11 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from nanogpt_hf.config.schema import Config, DataSection, ModelSection, TrainSection
-from nanogpt_hf.data.blocks import TokenBlocks, TokenStream
+from nanogpt_hf.data.blocks import Blocks, TokenBlocks, TokenStream
 from nanogpt_hf.data.hf_tokenizer import known_vocab_size
 from nanogpt_hf.data.manifest import find_manifest
 from nanogpt_hf.data.prepared import PreparedData, load_prepared
 from nanogpt_hf.methods.run import Run
+from nanogpt_hf.methods.table import method_of
 from nanogpt_hf.optim.optimizer import learning_rate_at
 from nanogpt_hf.planning.transfers import all_gather_bytes, all_reduce_bytes
 from nanogpt_hf.training.build import build_run
@@ -140,7 +141,8 @@ def communicated_bytes(step: Callable[[], object]) -> dict[str, int]:
 class SyntheticData:
     """Stands in for PreparedData when a run is measured."""
 
-    train: TokenBlocks
+    train: Blocks
+    validation: Blocks
     vocab_size: int
     tokenizer: None = None
     end_of_text_id: None = None
@@ -158,18 +160,22 @@ def small_config(name: str, world_size: int) -> Config:
 
 
 def synthetic_data(config: Config, vocab_size: int | None = None) -> SyntheticData:
-    """Enough random tokens for a few steps of `config`, of the prepared data's or its tokenizer's
-    vocabulary if none is given.
+    """Enough random tokens for a few steps of `config`, or full blocks of its method for one step;
+    of the prepared data's or its tokenizer's vocabulary if none is given.
     """
     # A run needs a vocabulary, prepared or not, since its size decides the cost of the head.
     vocab_size = vocab_size or known_vocab_size(config.data, find_manifest(config.data))[0]
+    if full_blocks := method_of(config).full_blocks:
+        blocks = full_blocks(config, config.train.tokens_per_step // config.data.block_size)
+        return SyntheticData(blocks, blocks, vocab_size)
     # As many as four steps read, and the target of the last token.
     stream = synthetic_tokens(
         vocab_size, 4 * max(config.train.tokens_per_step, config.data.block_size) + 1
     )
     # As prepared data would be cut: at any token, or one block after the other.
     stride = 1 if config.data.order == "random" else None
-    return SyntheticData(TokenBlocks(stream, config.data.block_size, stride=stride), vocab_size)
+    blocks = TokenBlocks(stream, config.data.block_size, stride=stride)
+    return SyntheticData(blocks, blocks, vocab_size)
 
 
 def synthetic_tokens(vocab_size: int, count: int) -> TokenStream:

@@ -19,6 +19,7 @@ from nanogpt_hf.commands.arguments import (
 from nanogpt_hf.config.dial import dial_lines
 from nanogpt_hf.config.json_schema import recipe_schema
 from nanogpt_hf.config.load import Overrides, stated_knobs
+from nanogpt_hf.config.methods import NEXT_TOKEN, POLICY, recipe_method_of
 from nanogpt_hf.config.schema import (
     SECTIONS,
     Config,
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 
 def add_estimate_arguments(parser: ArgumentParser) -> None:
     add_recipe_argument(parser)
-    add_knobs(parser, "depth")
+    add_knobs(parser, "depth", "from", "data", "lora", "loss")
     layout: Any = parser.add_mutually_exclusive_group()
     add_option(layout, "--config_file F", "an accelerate config (default: one process, float32)")
     memory = (
@@ -80,10 +81,13 @@ def run_estimate(arguments: Namespace, overrides: Overrides) -> None:
     _check_options(arguments)
     # A model to fine-tune has its own sizes, which are read from its folder or the Hub.
     base = None
-    if stated_knobs(arguments.recipe, overrides).get("finetune.model"):
+    stated = stated_knobs(arguments.recipe, overrides)
+    method = recipe_method_of(stated.get)
+    # Answers that are sampled need memory of their own, which is not estimated.
+    if method is not POLICY and (method is not NEXT_TOKEN or stated.get("finetune.model")):
         from nanogpt_hf.methods.finetuning import finetune_config
 
-        config, base = finetune_config(arguments.recipe, overrides)
+        config, base = finetune_config(arguments.recipe, overrides, method)
     else:
         config = load_text_recipe("estimate", arguments.recipe, overrides)
     # The imports below take seconds; mistakes above and --help should not wait for them.
@@ -121,7 +125,7 @@ def run_estimate(arguments: Namespace, overrides: Overrides) -> None:
     if arguments.rehearse:
         from nanogpt_hf.bench.rehearsal import rehearse
 
-        rehearsal = rehearse(config, launch)
+        rehearsal = rehearse(config, launch, base)
         figures["rehearsal"] = dataclasses.asdict(rehearsal)
         lines += ["", *rehearsal.lines()]
     show(*lines, sep="\n")

@@ -2,9 +2,11 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 from nanogpt_hf.config.methods import NEXT_TOKEN, RECIPE_METHODS, RecipeMethod
 from nanogpt_hf.config.schema import Config
+from nanogpt_hf.data.blocks import Blocks
 from nanogpt_hf.data.prepared import PreparedData
 from nanogpt_hf.methods.run import Evaluated, Run
 from nanogpt_hf.model.architecture import Objective
@@ -41,6 +43,17 @@ class Method:
     begin_step: Callable[[Run, int], dict[str, float]] = lambda run, step: {}
     # Optimizer updates on the data of one step.
     updates: Callable[[Config], int] = lambda config: 1
+    # So many blocks, as long as they can be, of tokens that mean nothing: for a run that is only
+    # measured. None: random tokens of text will do.
+    full_blocks: Callable[[Config, int], Blocks] | None = None
+    # In estimates: what a block is, the sequences of it that a step reads with a gradient, and
+    # those that it reads without one.
+    noun: str = "blocks"
+    sequences: int = 1
+    scored: int = 0
+    # What the objective gives the model in place of its own cross-entropy: "tokens" is the loss of
+    # each token (`token_losses`).
+    row_loss: Literal["", "tokens"] = ""
     # Why a run cannot resume, as a line, if it lost something that only its start had; else None.
     # Only the main process calls it.
     resume_problem: Callable[[Config, RunFolder, PreparedData, TrainState], str | None] = (

@@ -91,6 +91,17 @@ class LabeledAnswers(Pairs):
         return super().batch(indices) | {"desirable": desirable, "kl": kl}
 
 
+def full_answers(config: Config, count: int) -> LabeledAnswers:
+    """Make so many labeled answers as long as a block, of tokens that mean nothing, with their
+    log-probabilities.
+    """
+    answer = ([0] * (config.data.block_size + 1), 1)
+    blocks = LabeledAnswers([(answer, answer)] * count, config.data.block_size, [True] * count)
+    # Zeros would mean that they are still to be computed.
+    blocks.reference = torch.ones(count, 2)
+    return blocks
+
+
 def _load(
     config: Config,
     encode_row: Callable[[Any, Encode], Any],

@@ -18,7 +18,12 @@ from nanogpt_hf.distributed.accelerator import sum_over_ranks
 from nanogpt_hf.evaluation.loss import eval_mode, evaluation_indices
 from nanogpt_hf.formatting import format_number
 from nanogpt_hf.methods.method import Method
-from nanogpt_hf.methods.pairs import LabeledAnswers, load_answers, load_pairs
+from nanogpt_hf.methods.pairs import (
+    LabeledAnswers,
+    full_answers,
+    load_answers,
+    load_pairs,
+)
 from nanogpt_hf.methods.preference_losses import (
     kto_objective,
     pair_log_probs,
@@ -144,6 +149,10 @@ PREFERENCES = Method(
     scored_by=(*(f"align.{field.name}" for field in fields(AlignSection)), "data.tokenizer"),
     score_across=_ACCURACY,
     begin_step=begin_pairs,
+    full_blocks=full_answers,
+    noun="pairs",
+    sequences=2,
+    row_loss="tokens",
     resume_problem=lost_reference,
 )
 # `align.loss kto` reads rows with a label in place of pairs; all else is the same.
@@ -158,4 +167,8 @@ KTO = replace(
     score=Score("val/loss", "val loss", "loss on held-out answers"),
     score_across=Score("val/accuracy", "accuracy", "accuracy on held-out answers", is_reward=True),
     begin_step=begin_answers,
+    noun="answers",
+    # The mismatched pair of an answer is read without a gradient.
+    sequences=1,
+    scored=1,
 )

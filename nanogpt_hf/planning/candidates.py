@@ -17,10 +17,10 @@ from nanogpt_hf.distributed.layout import check_layout
 from nanogpt_hf.distributed.stages import head_in_blocks, split_blocks
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.formatting import format_bytes
-from nanogpt_hf.model.architecture import architecture_of
 from nanogpt_hf.model.experts import experts_of
 from nanogpt_hf.planning.footprint import Footprint, footprint
 from nanogpt_hf.planning.hardware import LINK_SHARE, USABLE_MEMORY, Gpu
+from nanogpt_hf.planning.steps import flops_per_token, step_of
 from nanogpt_hf.planning.transfers import COMPUTATION, LAST_BACKWARD, Transfer, transfers
 
 # A simpler layout is proposed if its step is at most this many times as long.
@@ -80,7 +80,7 @@ def candidates(
 
     `mfu`: the share of the peak FLOPs while computing.
     """
-    per_token = architecture_of(model).flops_per_token(model.config, config.data.block_size)
+    per_token = flops_per_token(config, model)
     seconds = (
         config.train.tokens_per_step * per_token / (cluster.gpus * cluster.gpu.bf16_flops * mfu)
     )
@@ -151,7 +151,8 @@ def _costed(
     for size in reversed(divisors(sequences)):
         accumulation = sequences // size
         batch = {"micro_batch_size": size, "block_size": block_size}
-        memory = footprint(model, launch, accumulation=accumulation, optim=config.optim, **batch)
+        step = step_of(config)
+        memory = footprint(model, launch, micro_batch_size=size, accumulation=accumulation, **step)
         # A pipeline needs a micro-batch per stage.
         if accumulation < launch.pp_size or (size > 1 and memory.peak > cluster.usable_memory):
             continue

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -21,12 +20,14 @@ from nanogpt_hf.data.manifest import Manifest, find_manifest
 from nanogpt_hf.distributed.launch import Launch
 from nanogpt_hf.distributed.layout import check_layout
 from nanogpt_hf.errors import DataError, UserError
+from nanogpt_hf.methods.table import method_of
 from nanogpt_hf.model.architecture import architecture_of, padding_rows, part_of
 from nanogpt_hf.model.build import build_config, meta_model
 from nanogpt_hf.model.checks import check_balance
 from nanogpt_hf.optim.optimizer import kind_of
 from nanogpt_hf.planning.footprint import Footprint, footprint, useless_checkpointing
 from nanogpt_hf.planning.hardware import GPUS, USABLE_MEMORY
+from nanogpt_hf.planning.steps import flops_per_token, step_of
 
 CHINCHILLA = 20  # compute-optimal tokens per parameter: arXiv:2203.15556, table 3
 
@@ -63,7 +64,10 @@ class Estimate:
     flops: float  # the whole run's, with the optimizer's if they are not negligible
     mfu: float
     devices: list[Device]
-    tokens: int
+    noun: str  # what a block is
+    sequences: int  # that a step reads of each, with a gradient
+    blocks: int
+    tokens: int  # of the sequences of all blocks
     chinchilla_tokens: int
     epochs: dict[str, float]  # how often the data is read, or each source of a mixture
     data_bytes: int | None  # on disk; None if it is not prepared
@@ -85,15 +89,17 @@ def estimate(
     layout that cannot be trained, and if the size of the vocabulary is unknown.
     """
     accumulation = check_layout(config, launch)
-    manifest = find_manifest(config.data)
+    method = method_of(config)
+    # Pairs and questions are read when a run starts.
+    manifest = find_manifest(config.data) if method.uses_prepared_data else None
     model, vocabulary = _meta_model(config, base, manifest)
     check_balance(config, model.config)
     micro = config.train.min_micro_batch_size
     # Sequences of a process in a step, which any micro-batch size divides.
     sequences = micro * accumulation
-    flops_per_token = _flops_per_token(config, model)
-    flops = planned_tokens(config) * flops_per_token
-    step: dict[str, Any] = {"block_size": config.data.block_size, "optim": config.optim}
+    per_token = _mean_flops_per_token(config, model)
+    flops = planned_tokens(config) * per_token
+    step = step_of(config)
 
     # Micro-batches of several devices are of the same sizes, so estimates are kept.
     @cache
@@ -120,11 +126,14 @@ def estimate(
         accumulation=accumulation,
         memory=footprint_of(micro, launch),
         useless=useless_checkpointing(model, launch, **one),
-        flops_per_token=flops_per_token,
+        flops_per_token=per_token,
         flops=flops + kind_of(config.optim).update_flops(model) * config.train.max_steps,
         mfu=mfu,
         devices=_devices(footprint_of, sequences, launch, memory, flops, mfu),
-        tokens=planned_tokens(config),
+        noun=method.noun,
+        sequences=method.sequences,
+        blocks=sum(stage.tokens // stage.config.data.block_size for stage in stages_of(config)),
+        tokens=planned_tokens(config) * method.sequences,
         chinchilla_tokens=CHINCHILLA * active,
         epochs=_epochs(config, manifest),
         data_bytes=_data_bytes(config) if manifest else None,
@@ -160,14 +169,12 @@ def _devices(
     return devices
 
 
-def _flops_per_token(config: Config, model: PreTrainedModel) -> float:
+def _mean_flops_per_token(config: Config, model: PreTrainedModel) -> float:
     """Return the mean over the tokens of all stages, whose sequences may have other lengths."""
     tokens = planned_tokens(config)
     mean = 0.0
     for stage in stages_of(config):
-        length = stage.config.data.block_size
-        flops = architecture_of(model).flops_per_token(model.config, length)
-        mean += stage.tokens / tokens * flops
+        mean += stage.tokens / tokens * flops_per_token(stage.config, model)
     return mean
 
 

@@ -117,9 +117,10 @@ def _memory(estimate: Estimate, launch: Launch) -> list[str]:
             rows.append([part, *(f"{value / unit:,.2f}" for value in values)])
     rows.append(["sum", *(f"{sum(parts.values()) / unit:,.2f}" for parts in phases.values())])
     several = f", {estimate.accumulation} per step" if estimate.accumulation > 1 else ""
+    sequences = f" × {estimate.sequences}" if estimate.sequences > 1 else ""
     lines = [
         f"memory of a device: peak {format_bytes(memory.peak)}, at {memory.peak_phase}",
-        f"  {estimate.machine}; micro-batches of {estimate.micro_batch_size} × "
+        f"  {estimate.machine}; micro-batches of {estimate.micro_batch_size}{sequences} × "
         f"{estimate.block_size:,} tokens{several}",
         *_table(rows),
     ]
@@ -153,6 +154,10 @@ def _devices(estimate: Estimate, launch: Launch) -> list[str]:
 
 
 def _tokens(estimate: Estimate) -> list[str]:
+    # Other methods than the next token's have nothing to compare with.
+    if estimate.noun != "blocks":
+        amount = f"{_amount(estimate.tokens)} tokens if every answer fills a block"
+        return [f"{estimate.noun}: {estimate.blocks:,}, with {amount}"]
     # The tokens that train a model of this size to the lowest loss for its compute.
     best = estimate.chinchilla_tokens
     lines = [
@@ -166,10 +171,11 @@ def _tokens(estimate: Estimate) -> list[str]:
 
 def _disk(estimate: Estimate) -> list[str]:
     size = estimate.data_bytes
-    return [
-        f"disk: {format_bytes(estimate.run_bytes)} at most for the run folder",
-        f"  data: {'not prepared yet' if size is None else f'{format_bytes(size)}, prepared'}",
-    ]
+    lines = [f"disk: {format_bytes(estimate.run_bytes)} at most for the run folder"]
+    if estimate.noun == "blocks":
+        data = "not prepared yet" if size is None else f"{format_bytes(size)}, prepared"
+        lines.append(f"  data: {data}")
+    return lines
 
 
 def _amount(count: float) -> str:

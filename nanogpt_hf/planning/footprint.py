@@ -61,12 +61,15 @@ def footprint(
     block_size: int,
     accumulation: int,
     optim: OptimSection | None = None,
+    sequences: int = 1,
+    row_loss: str = "",
 ) -> Footprint:
     """Estimate the memory of a training step; `model` may be on the meta device.
 
     With accumulation, gradients stay allocated after the first micro-batch. `optim`: that of the
-    recipe; without it AdamW with float32 state. Of a pipeline it is the stage with the highest
-    peak, of other kinds of parallelism any device.
+    recipe; without it AdamW with float32 state. `sequences` and `row_loss` are those of a method
+    (methods/method.py). Of a pipeline it is the stage with the highest peak, of other kinds of
+    parallelism any device.
     """
     footprints = []
     for stage in stages_of(model, launch):
@@ -74,10 +77,12 @@ def footprint(
             model,
             launch,
             stage,
-            micro_batch_size=micro_batch_size,
+            # A micro-batch of pairs has two sequences for each.
+            micro_batch_size=micro_batch_size * sequences,
             block_size=block_size,
             accumulation=accumulation,
             optim=optim or OptimSection(),
+            row_loss=row_loss,
         )
         footprints.append(memory.footprint())
     return max(footprints, key=lambda estimated: estimated.peak)
@@ -113,6 +118,7 @@ class Memory:
     block_size: int
     accumulation: int
     optim: OptimSection
+    row_loss: str
 
     def footprint(self) -> Footprint:
         phases = {
@@ -229,7 +235,7 @@ class Memory:
         logits = head_gradient = row_gradients = 0.0
         if self.stage.has_head:
             logits, head_gradient, row_gradients = _loss(
-                self.model, self.counts, self.launch, activations.rows
+                self.model, self.counts, self.launch, activations.rows, self.row_loss
             )
         left = self.counts.backward_blocks
         # The last LayerNorm saves its input, and the head its own.
@@ -283,7 +289,7 @@ class Memory:
 
 
 def _loss(
-    model: PreTrainedModel, counts: Counts, launch: Launch, rows: int
+    model: PreTrainedModel, counts: Counts, launch: Launch, rows: int, row_loss: str
 ) -> tuple[float, float, float]:
     """Bytes of the logits and tensors of their size, and of the loss's gradients of the head and of
     its input rows.
@@ -297,17 +303,22 @@ def _loss(
     if is_split:
         vocabulary = -(-vocabulary // launch.tp_size)
     device = "cpu" if launch.on_cpu else "cuda"
-    is_compiled = launch.compiles and not is_split
+    is_compiled = launch.compiles and not is_split and not row_loss
     chunk = rows_of_a_chunk(rows, vocabulary, device, is_compiled=is_compiled)
     logits = chunk * vocabulary
     if chunk == rows and not is_split and not is_compiled:
         # Log-softmax in float32, with a gradient before and after it.
         return 3 * 4 * logits, 0.0, 0.0
     trainable_head = counts.head if counts.head_is_trainable else 0
+    # Autograd adds the chunks' gradients in the precision of the product.
+    each = value if row_loss == "tokens" else 4
     gradients = (
-        4.0 * trainable_head,
+        float(each * trainable_head),
         float(launch.residual_bytes * rows * model.config.hidden_size),
     )
+    if row_loss == "tokens":
+        # A chunk is computed again in its backward pass, which is the one of all logits at once.
+        return 3 * 4 * logits, *gradients
     if is_compiled:
         # Logits and their gradient: one kernel computes it from them without a tensor in float32.
         return 2.0 * value * logits, *gradients

@@ -15,11 +15,20 @@ from transformers import PreTrainedModel
 from allocations import peak_allocation
 from nanogpt_hf.bench.workload import synthetic_tokens
 from nanogpt_hf.checkpoint.writer import CheckpointWriter
-from nanogpt_hf.config.schema import Config, LoraSection, ModelSection, OptimSection
+from nanogpt_hf.config.schema import (
+    AlignSection,
+    Config,
+    DataSection,
+    LoraSection,
+    ModelSection,
+    OptimSection,
+)
 from nanogpt_hf.data.batches import Batches
 from nanogpt_hf.data.blocks import TokenBlocks
 from nanogpt_hf.distributed.launch import Launch
 from nanogpt_hf.distributed.updates import updater_of
+from nanogpt_hf.methods.pairs import full_answers
+from nanogpt_hf.methods.preference_losses import preference_objective
 from nanogpt_hf.methods.run import Run
 from nanogpt_hf.methods.terms import next_token_loss
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM, loss_gpt
@@ -39,6 +48,7 @@ from nanogpt_hf.planning.footprint import (
     UPDATE,
     footprint,
 )
+from nanogpt_hf.planning.steps import step_of
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.state import TrainState
 from nanogpt_hf.training.step import train_step
@@ -89,10 +99,15 @@ def take_two_steps(case: "Case", folder: Path) -> None:
     model, optimizer = accelerator.prepare(model, build_optimizer(model, case.optim))
     model.train()
     sizes = accelerator.unwrap_model(model).config
+    align = AlignSection(loss=case.loss)
+    blocks = TokenBlocks(
+        synthetic_tokens(sizes.vocab_size, 4096), sizes.max_position_embeddings, stride=1
+    )
+    if case.loss:
+        data = DataSection(block_size=sizes.max_position_embeddings)
+        blocks = full_answers(Config(data=data), case.micro_batch_size)
     batches = Batches(
-        TokenBlocks(
-            synthetic_tokens(sizes.vocab_size, 4096), sizes.max_position_embeddings, stride=1
-        ),
+        blocks,
         order="random",
         seed=0,
         micro_batch_size=case.micro_batch_size,
@@ -107,7 +122,7 @@ def take_two_steps(case: "Case", folder: Path) -> None:
         updater=updater_of(accelerator, model, optimizer),
         data=None,
         batches=batches,
-        objective=next_token_loss,
+        objective=preference_objective(align) if case.loss else next_token_loss,
         state=TrainState(),
     )
     train_step(run, 0, learning_rate=1e-4)
@@ -127,6 +142,7 @@ class Case:
     logits_per_chunk: int = 2**26
     optim: OptimSection = dataclasses.field(default_factory=OptimSection)
     compiled: bool = False
+    loss: Any = None  # of preference training
 
 
 CASES = {
@@ -164,6 +180,18 @@ CASES = {
         {"architecture": "qwen3", "n_kv_head": 2, "extra": {"tie_word_embeddings": True}},
         "bf16",
     ),
+    "dpo": Case(LOSS, {"vocab_size": 500}, micro_batch_size=4, loss="dpo"),
+    "dpo, logits in chunks": Case(
+        LOSS, {"vocab_size": 2000}, micro_batch_size=4, logits_per_chunk=2**18, loss="dpo"
+    ),
+    "dpo of adapters in bf16, logits in chunks": Case(
+        LOSS,
+        {"lora": {"rank": 4}, "vocab_size": 2000},
+        "bf16",
+        micro_batch_size=4,
+        logits_per_chunk=2**18,
+        loss="dpo",
+    ),
     "Muon with few tokens": Case(
         UPDATE, {"n_positions": 16}, micro_batch_size=1, optim=OptimSection(name="muon")
     ),
@@ -171,7 +199,7 @@ CASES = {
 # combinations of what other cases have
 SLOW = (
     *("one block of two checkpointed", "selective", "LoRA with dropout in bf16"),
-    *("dropout in bf16", "Muon with few tokens", "qwen3, tied, in bf16"),
+    *("dropout in bf16", "Muon with few tokens", "qwen3, tied, in bf16", "dpo"),
 )
 
 
@@ -183,13 +211,13 @@ def estimated(case: Case):
     )
     with torch.device("meta"):
         model = build(**case.model)
+    step = step_of(Config(align=AlignSection(loss=case.loss), optim=case.optim))
     return footprint(
         model,
         launch,
         micro_batch_size=case.micro_batch_size,
-        block_size=model.config.max_position_embeddings,
         accumulation=case.accumulation,
-        optim=case.optim,
+        **step | {"block_size": model.config.max_position_embeddings},
     )
 
 
