@@ -14,6 +14,7 @@ from nanogpt_hf.errors import UserError
 from nanogpt_hf.methods.finetuning import finetune_config
 from nanogpt_hf.model import GPTConfig, loss_gpt
 from nanogpt_hf.planning.estimate import estimate
+from nanogpt_hf.planning.footprint import TOP
 
 ONE = Launch()
 BF16 = Launch(precision="bf16")
@@ -90,10 +91,8 @@ def test_a_pair_is_two_sequences_and_a_labeled_answer_one(base):
     # Its mismatched pairs are read without a gradient, which is a third of both passes.
     assert pairs.flops_per_token / answers.flops_per_token == pytest.approx(2 / (1 + 1 / 3))
     # As many sequences as fine-tuning on twice the micro-batch.
-    activations = [
-        figures.memory.phases["the top block"]["activations"] for figures in found.values()
-    ]
-    assert activations[0] == 2 * activations[2]
+    two, one = (figures.memory.phases[TOP]["activations"] for figures in (pairs, answers))
+    assert two == 2 * one
 
 
 def test_what_needs_values_is_not_rehearsed(base):
