@@ -11,8 +11,11 @@ formulas:
 - C = (72·L·d² + 12·L·d·T) × tokens: FLOPs of the run, without the embedding and the head, and from
   it tokens_per_step = 0.2920·C^0.3271 and learning_rate = 0.3118·C^-0.1250: DeepSeek LLM,
   arXiv:2401.02954, section 3.1, equation 1, fitted there for C from 1e17 to 2e19. For smaller runs
-  a smaller batch and rate were better here (docs/log.md), so the batch is rounded down and the rate
-  is at most 4e-3.
+  a smaller batch and rate were better here, so the batch is rounded down and the rate is at most
+  4e-3. With Muon it is the rate of embeddings, norms and biases, and may be higher.
+- Muon's rate is 0.02 at any width. In runs of 80 steps the best rate falls with the width, since
+  the initial weights have one standard deviation at any width; in the dial's runs it does not
+  (docs/performance.md, "Muon's rate over depth and width").
 - learning_rate × √(batch / the batch chosen) for a batch that is stated: AdamW's square-root rule,
   Malladi et al. 2022, arXiv:2205.10287.
 
@@ -35,8 +38,10 @@ _MICRO_BATCH_TOKENS = 8192
 _SHARES = 8
 # The share of the steps that warm-up takes.
 _WARMUP = 0.05
-# Small runs were better with less than the formula gives (docs/log.md).
+# Small runs were better with less than the formula gives, where it is the rate of all weights.
 _LARGEST_RATE = 4e-3
+# The best of the rates that were tried for the smallest run with Muon (docs/performance.md).
+_LARGEST_RATE_BESIDE_MUON = 1.6e-2
 _MUON_RATE = 0.02
 
 
@@ -150,13 +155,16 @@ def _choose_batch_and_rates(dial: _Dial, compute: float) -> int:
     # The formula's rate fits the formula's batch. For a batch that is stated, the gradient's noise
     # changes by its square root, and so may the rate.
     stated_batch = f" × √(batch / {chosen:,})" if per_step != chosen else ""
+    # Else AdamW's rate is that of the matrices, too.
+    has_own_rate = optim.name == "muon" and optim.muon_scale == "original"
+    largest = _LARGEST_RATE_BESIDE_MUON if has_own_rate else _LARGEST_RATE
     rate = dial.choose(
         "optim.learning_rate",
-        _rounded(min(_LARGEST_RATE, 0.3118 * compute**-0.1250) * math.sqrt(per_step / chosen)),
-        f"0.3118 × C^-0.125 (arXiv:2401.02954), at most {_LARGEST_RATE}{stated_batch}",
+        _rounded(min(largest, 0.3118 * compute**-0.1250) * math.sqrt(per_step / chosen)),
+        f"0.3118 × C^-0.125 (arXiv:2401.02954), at most {largest}{stated_batch}",
     )
-    if optim.name == "muon" and optim.muon_scale == "original":
-        reason = "of any width and batch (github.com/KellerJordan/Muon)"
+    if has_own_rate:
+        reason = "of any width and batch (docs/performance.md, github.com/KellerJordan/Muon)"
         dial.choose("optim.muon_learning_rate", _MUON_RATE, reason)
     elif optim.name == "muon":
         reason = "AdamW's, since optim.muon_scale is match_rms_adamw"

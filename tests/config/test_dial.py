@@ -133,6 +133,36 @@ def test_dial_learning_rate_of_muon_follows_its_scale(recipe, scale, rate):
     assert "optim.muon_learning_rate" not in {choice.key for choice in adamw.dial}
 
 
+def test_rates_over_width(recipe):
+    """Muon's rate is the same at any width. AdamW's is at most 4e-3 for matrices, and at most
+    1.6e-2 for what Muon leaves to it.
+    """
+    muon = {"optim.name": "muon"}
+    settings = {
+        "adamw": {},
+        "muon": muon,
+        "match": muon | {"optim.muon_scale": "match_rms_adamw"},
+        "short": muon | {"train.tokens_per_parameter": 0.01},
+    }
+    chosen = {
+        (name, depth): load_config(recipe(), knobs | {"model.depth": depth}).optim
+        for name, knobs in settings.items()
+        for depth in (1, 2, 4, 6, 12)
+    }
+    assert {chosen["muon", depth].muon_learning_rate for depth in (1, 2, 4, 6, 12)} == {0.02}
+    rates = {key: optim.learning_rate for key, optim in chosen.items()}
+    # By hand: 72 · 64² + 12 · 64 · 64 FLOPs per token, times 20 · 123,072 parameters; and
+    # 72 · 2 · 128² + 12 · 2 · 128 · 64, times 20 · 541,312.
+    assert rates["muon", 1] == pytest.approx(0.3118 * 8.469e11**-0.125, rel=0.005)
+    assert rates["muon", 2] == pytest.approx(0.3118 * 2.767e13**-0.125, rel=0.005)
+    assert rates["short", 1] == rates["short", 2] == 1.6e-2
+    for depth in (1, 2):
+        assert rates["adamw", depth] == rates["match", depth] == 4e-3
+    # Where the formula gives less than both limits, they are equal.
+    for depth in (6, 12):
+        assert rates["adamw", depth] == rates["match", depth] == rates["muon", depth] < 4e-3
+
+
 def test_dry_run_and_estimate_show_dial_choices(recipe, capsys, tmp_path, text_file):
     path = recipe({"source": str(text_file), "dir": str(tmp_path / "data")})
     assert main(argv("pretrain {} --depth 2 --dry-run", path)) == 0
