@@ -5,7 +5,7 @@ the model was trained with.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from nanogpt_hf.data.call_format import EXAMPLES, Call, CallFormat, derive_format
@@ -55,11 +55,21 @@ class AnswerFormat:
     closing: str = ""
     calls: CallFormat | None = None
     kept: frozenset[int] = field(default_factory=frozenset)  # special tokens that are marks
+    # Those of `kept` that are marks of thoughts.
+    kept_of_thoughts: frozenset[int] = field(default_factory=frozenset)
     special: frozenset[int] = field(default_factory=frozenset)  # all special tokens
 
     @property
     def thinks(self) -> bool:
         return bool(self.closing)
+
+    def without_calls(self) -> "AnswerFormat":
+        """The format of answers that may call nothing: the marks of calls are no marks."""
+        return replace(self, calls=None, kept=self.kept_of_thoughts)
+
+    def without_thoughts(self) -> "AnswerFormat":
+        """The format of what follows the thought."""
+        return replace(self, opening="", closing="")
 
     def visible(self, ids: Sequence[int]) -> list[int]:
         """The tokens of an answer without the special ones that are no marks."""
@@ -121,14 +131,21 @@ def answer_format(chat: ChatFormat | None) -> AnswerFormat:
     # A format that does not read what the template writes is none.
     if calls and not all(_reads(calls, answer(EXAMPLES[:n]), EXAMPLES[:n]) for n in (1, 2)):
         calls = None
-    marks = [opening, closing]
-    if calls:
-        marks += [answer(EXAMPLES[:1]) or "", calls.between or ""]
     vocabulary = chat.hf.get_vocab()
     special = special_tokens(chat.hf)
-    kept = frozenset(vocabulary[token] for token in special if token in "\n".join(marks))
+
+    def special_in(*marks: str) -> frozenset[int]:
+        return frozenset(vocabulary[token] for token in special if token in "\n".join(marks))
+
+    of_thoughts = special_in(opening, closing)
+    of_calls = special_in(answer(EXAMPLES[:1]) or "", calls.between or "") if calls else frozenset()
     return AnswerFormat(
-        opening, closing, calls, kept, frozenset(vocabulary[token] for token in special)
+        opening,
+        closing,
+        calls,
+        kept=of_thoughts | of_calls,
+        kept_of_thoughts=of_thoughts,
+        special=frozenset(vocabulary[token] for token in special),
     )
 
 
@@ -153,6 +170,72 @@ def _thought_marks(chat: ChatFormat) -> tuple[str, str]:
     if chat.mentions("</think>") and not chat.prompts_with("</think>"):
         return "" if chat.prompts_with("<think>") else "<think>", "</think>"
     return "", ""
+
+
+def begun_at_end(text: str, mark: str) -> int:
+    """The number of characters at the end of a text that may be the beginning of a mark."""
+    lengths = range(min(len(mark) - 1, len(text)), 0, -1)
+    return next((length for length in lengths if text.endswith(mark[:length])), 0)
+
+
+class ThoughtSplitter:
+    """Separates the thought of an answer from what follows it while it is generated, each as soon
+    as it is certain. White space around the thought belongs to neither.
+    """
+
+    def __init__(self, form: AnswerFormat):
+        self._form = form
+        self._held = ""  # what was not returned yet
+        self._is_begun = False  # whether the answer has begun, with its thought or without one
+        self._in_thought = False
+        # Whether white space at the beginning of what is held is left out.
+        self._strips = False
+
+    def add(self, text: str) -> tuple[str, str]:
+        """The thought and the text that are certain after `text` was added."""
+        return self._divide(text, ended=False)
+
+    def end(self) -> tuple[str, str]:
+        """The rest of the thought and of the text, after the last token."""
+        return self._divide("", ended=True)
+
+    def _divide(self, text: str, *, ended: bool) -> tuple[str, str]:
+        self._held += text
+        if not self._is_begun and not self._begin(ended):
+            return "", ""
+        thought = self._take_thought(ended) if self._in_thought else ""
+        if self._in_thought:
+            return thought, ""
+        rest = self._held.lstrip() if self._strips else self._held
+        self._strips = self._strips and not rest
+        self._held = ""
+        return thought, rest
+
+    def _begin(self, ended: bool) -> bool:
+        """Find out whether the answer begins with a thought; return whether that is known."""
+        opening = self._form.opening
+        begun = self._held.lstrip()
+        self._in_thought = self._strips = begun.startswith(opening)
+        if self._in_thought:
+            self._held = begun[len(opening) :]
+        self._is_begun = self._in_thought or ended or not opening.startswith(begun)
+        return self._is_begun
+
+    def _take_thought(self, ended: bool) -> str:
+        """Take the certain part of the thought out of what is held, with the mark of its end."""
+        closing = self._form.closing
+        held = self._held.lstrip() if self._strips else self._held
+        thought, mark, rest = held.partition(closing)
+        if mark:
+            self._in_thought = False
+            self._strips = True
+            self._held = rest
+            return thought.rstrip()
+        certain = held if ended else held[: len(held) - begun_at_end(held, closing)]
+        thought = certain.rstrip()
+        self._held = held[len(thought) :]
+        self._strips = self._strips and not thought
+        return thought
 
 
 class CallSplitter:
@@ -190,12 +273,9 @@ class CallSplitter:
 
     def _certain(self) -> int:
         """The characters that cannot be the beginning of a call, or white space before one."""
-        certain = len(self._text.rstrip())
         begin = self._form.calls.begin if self._form.calls else ""
-        for length in range(1, len(begin)):
-            if self._text.endswith(begin[:length]):
-                certain = min(certain, len(self._text[: len(self._text) - length].rstrip()))
-        return certain
+        stop = len(self._text) - begun_at_end(self._text, begin)
+        return len(self._text[:stop].rstrip())
 
     def _show(self, stop: int) -> str:
         text = self._text[self._shown : stop]

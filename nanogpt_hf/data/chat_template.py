@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from nanogpt_hf.data.call_format import common_start
 from nanogpt_hf.data.chat_fields import FieldCheck
 from nanogpt_hf.data.hf_tokenizer import unknown_characters_named
-from nanogpt_hf.data.messages import Conversation, Message, texts_of
+from nanogpt_hf.data.messages import THOUGHT, Conversation, Message, texts_of
 from nanogpt_hf.data.special_tokens import broken, pattern_of, special_tokens, with_texts
 from nanogpt_hf.errors import DataError, one_line
 from nanogpt_hf.time_limit import TimeUpError, time_limit
@@ -100,6 +100,24 @@ class ChatFormat:
         # 3. Whatever a template does with the text, the tokens themselves show whether 2 holds.
         self.check_special(ids, asked, add_generation_prompt=True)
         return ids
+
+    def without_lost_thoughts(
+        self, messages: list[Message], tools: list[Any] | None = None
+    ) -> list[Message]:
+        """Leave out the thoughts that the template does not write in the prompt for an answer:
+        many write no thought of an answer before the last question.
+        """
+        thoughts = {n: f"Thought{n}of" for n, m in enumerate(messages) if THOUGHT in m}
+        if not thoughts:
+            return messages
+        named = [m | {THOUGHT: thoughts[n]} if n in thoughts else m for n, m in enumerate(messages)]
+        text = self.render(Conversation(named, tools), add_generation_prompt=True)
+        return [
+            {key: value for key, value in message.items() if key != THOUGHT}
+            if number in thoughts and thoughts[number] not in text
+            else message
+            for number, message in enumerate(messages)
+        ]
 
     def answer_text(self, message: Message, tools: list[Any] | None = None) -> str | None:
         """Return what a model writes for an answer to a question: the text between the prompt and

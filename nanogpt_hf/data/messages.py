@@ -10,6 +10,7 @@ from nanogpt_hf.data.values import check_value, checked_text, is_empty, named_fi
 # A message has a role (system, user, assistant or tool), content (a text, or None in an answer that
 # calls tools), and other fields for the chat template.
 Message = dict[str, Any]
+THOUGHT = "reasoning_content"  # the field with the thought of an answer
 
 
 class Conversation(NamedTuple):

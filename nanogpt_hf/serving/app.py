@@ -29,6 +29,7 @@ from starlette.requests import Request as HTTPRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from nanogpt_hf.data.messages import THOUGHT
 from nanogpt_hf.errors import explain
 from nanogpt_hf.serving.generation import Generation, Piece, Served
 from nanogpt_hf.serving.requests import ApiError, check_model, parse_request
@@ -71,16 +72,26 @@ async def _read_body(request: HTTPRequest) -> bytes:
     return bytes(body)
 
 
-async def _collect(http: HTTPRequest, generation: Generation) -> list[str]:
-    """Wait for the texts of all choices. Raises ClientDisconnect when the client is gone."""
+async def _collect(http: HTTPRequest, generation: Generation) -> list[tuple[str, str]]:
+    """Wait for the texts of all choices, and return the thought and the text of each. Raises
+    ClientDisconnect when the client is gone.
+    """
     texts = [""] * len(generation.choices)
+    thoughts = [""] * len(generation.choices)
     # aclosing ends the generation with this function, also by an exception: its text has no reader.
     async with aclosing(generation.pieces()) as pieces:
         async for piece in pieces:
             if await http.is_disconnected():
                 raise ClientDisconnect
             texts[piece.choice] += piece.text
-    return texts
+            thoughts[piece.choice] += piece.thought
+    return list(zip(thoughts, texts, strict=True))
+
+
+def _thought_fields(thought: str) -> dict[str, str]:
+    """The thought of an answer under both names that servers give it; none without a thought."""
+    # SGLang, llama.cpp and chat templates have the first one, vLLM since 0.11 the second.
+    return {THOUGHT: thought, "reasoning": thought} if thought else {}
 
 
 async def _respond(served: Served, http: HTTPRequest, chat: bool) -> Response:
@@ -123,11 +134,13 @@ async def _respond(served: Served, http: HTTPRequest, chat: bool) -> Response:
         if not streams:
             served.leave()
     choices = []
-    for index, (choice, text) in enumerate(zip(generation.choices, texts, strict=True)):
+    answers = zip(generation.choices, texts, strict=True)
+    for index, (choice, (thought, text)) in enumerate(answers):
         if chat:
             # As in OpenAI's API: an answer that only calls tools has no content.
             content = text or None if choice.calls else text
             message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+            message |= _thought_fields(thought)
             if choice.calls:
                 message["tool_calls"] = choice.calls
             answer = {"message": message}
@@ -153,7 +166,9 @@ async def _events(
     def chunk(piece: Piece, **delta: Any) -> str:
         if piece.calls:
             delta["tool_calls"] = [{"index": n, **call} for n, call in enumerate(piece.calls)]
-        text = {"delta": {**delta, "content": piece.text}} if chat else {"text": piece.text}
+        # An event has a part of the thought or of the text, so that no client mixes them up.
+        content = _thought_fields(piece.thought) or {"content": piece.text}
+        text = {"delta": {**delta, **content}} if chat else {"text": piece.text}
         end = {"logprobs": None, "finish_reason": piece.finish_reason or None}
         return event([{"index": piece.choice, **text, **end}])
 
@@ -164,6 +179,9 @@ async def _events(
                 yield chunk(Piece(index, "", ""), role="assistant")
         async with aclosing(generation.pieces()) as pieces:
             async for piece in pieces:
+                if piece.thought:
+                    yield chunk(Piece(piece.choice, "", "", piece.thought))
+                    piece = piece._replace(thought="")
                 # A piece has no text if a character needs more bytes than have come so far.
                 if piece.text or piece.finish_reason:
                     yield chunk(piece)

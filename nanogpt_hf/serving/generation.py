@@ -12,7 +12,13 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from nanogpt_hf.data.answer_format import CallSplitter, answer_format
+from nanogpt_hf.data.answer_format import (
+    AnswerFormat,
+    CallSplitter,
+    ThoughtSplitter,
+    answer_format,
+    begun_at_end,
+)
 from nanogpt_hf.data.call_format import Call
 from nanogpt_hf.data.chat_template import ChatFormat
 from nanogpt_hf.data.chat_window import TooManyTokensError, encode_chat
@@ -87,6 +93,8 @@ class Served:
         param = "messages" if messages else "prompt"
         tools = request.offered_tools
         try:
+            if self.chat and self.form.thinks:
+                messages = kept = self.chat.without_lost_thoughts(messages, tools)
             if isinstance(request.prompt, list):
                 ids = request.prompt
                 size = self.model.config.vocab_size
@@ -147,11 +155,7 @@ class StopText:
                 found.append((start + len(stop), start))
         if found:
             return self._held[: min(found)[1]], True
-        kept = 0  # the characters at the end that may begin a stop string
-        for stop in self._stops:
-            for length in range(1, len(stop)):
-                if self._held.endswith(stop[:length]):
-                    kept = max(kept, length)
+        kept = max((begun_at_end(self._held, stop) for stop in self._stops), default=0)
         shown = self._held[: len(self._held) - kept]
         self._held = self._held[len(shown) :]
         return shown, False
@@ -170,6 +174,7 @@ class Choice:
         limit: int,
         text: TextStream,
         stops: list[str],
+        thoughts: ThoughtSplitter | None,
         splitter: CallSplitter | None,
     ):
         self.steps = steps
@@ -180,10 +185,11 @@ class Choice:
         self._limit = limit
         self._text = text
         self._stop = StopText(stops)
+        self._thoughts = thoughts
         self._splitter = splitter
 
-    def add(self, token: int | None) -> str:
-        """Text that a token adds; None is the end."""
+    def add(self, token: int | None) -> tuple[str, str]:
+        """Thought and text that a token adds; None is the end."""
         if token is not None:
             self.length += 1
             new = self._text.add(token)
@@ -194,7 +200,13 @@ class Choice:
             text += self._stop.end()
         if stopped or token is None:
             self.finish_reason = "stop" if stopped or self.length < self._limit else "length"
-        return self._without_calls(text) if self._splitter else text
+        thought = ""
+        if self._thoughts:
+            thought, text = self._thoughts.add(text)
+            if self.finish_reason:
+                thoughts, texts = self._thoughts.end()
+                thought, text = thought + thoughts, text + texts
+        return thought, self._without_calls(text) if self._splitter else text
 
     def _without_calls(self, text: str) -> str:
         """Take the calls of tools out of the text. An answer that was cut off calls none."""
@@ -227,7 +239,16 @@ class Piece(NamedTuple):
     choice: int  # its number
     text: str
     finish_reason: str  # '' before the last part
+    thought: str = ""  # comes before the text
     calls: Sequence[dict[str, Any]] = ()  # with the last part
+
+
+def _form_of(served: Served, request: Request) -> AnswerFormat | None:
+    """The format in which the answers to a request are read; None if they have no marks."""
+    if not request.messages:
+        return None
+    form = served.form if request.offered_tools else served.form.without_calls()
+    return form if form.thinks or form.calls else None
 
 
 class Generation:
@@ -255,10 +276,13 @@ class Generation:
                 seed=request.seed + i,
                 end_ids=served.answer_end_ids if request.messages else served.end_ids,
             )
-            form = served.form if request.offered_tools and served.form.calls else None
+            form = _form_of(served, request)
             text = TextStream(served.tokenizer, () if request.messages else ids, form)
-            splitter = CallSplitter(form, request.offered_tools or []) if form else None
-            self.choices.append(Choice(steps, limit, text, request.stop, splitter))
+            thoughts = ThoughtSplitter(form) if form and form.thinks else None
+            calls = None
+            if form and form.calls:
+                calls = CallSplitter(form.without_thoughts(), request.offered_tools or [])
+            self.choices.append(Choice(steps, limit, text, request.stop, thoughts, calls))
 
     async def pieces(self) -> AsyncGenerator[Piece]:
         """Texts as they arrive, until all choices have a finish reason.
@@ -290,8 +314,8 @@ class Generation:
                             (token,) = await loop.run_in_executor(
                                 thread, next, choice.steps, [None]
                             )
-                            text = choice.add(token)
-                            piece = Piece(index, text, choice.finish_reason, choice.calls)
+                            thought, text = choice.add(token)
+                            piece = Piece(index, text, choice.finish_reason, thought, choice.calls)
                             pieces.put_nowait(piece)
                     finally:
                         choice.steps = iter(())  # frees the key-value cache

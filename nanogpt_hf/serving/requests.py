@@ -14,7 +14,7 @@ from pydantic import (
     model_validator,
 )
 
-from nanogpt_hf.data.messages import Message
+from nanogpt_hf.data.messages import THOUGHT, Message
 from nanogpt_hf.data.tools import functions_of
 
 MAX_CHOICES = 16  # per request
@@ -163,6 +163,18 @@ class _Message(_Strict):
     name: str = ""
     tool_calls: _Functions = None
     tool_call_id: str = ""
+    # Servers have both names for the thought of an answer, and this one sends both.
+    reasoning_content: str = ""
+    reasoning: str = ""
+
+    @model_validator(mode="after")
+    def _with_one_thought(self) -> Self:
+        thought = self.reasoning_content or self.reasoning
+        if thought and self.role != "assistant":
+            raise ValueError("reasoning_content: only an answer of the assistant has a thought")
+        if self.reasoning and self.reasoning != thought:
+            raise ValueError("reasoning: differs from reasoning_content; send one of them")
+        return self
 
     @model_validator(mode="after")
     def _with_content(self) -> Self:
@@ -179,6 +191,7 @@ class _Message(_Strict):
         # OpenAI's newer name of the system's role, which no chat template knows.
         role = "system" if self.role == "developer" else self.role
         others = {name: getattr(self, name) for name in ("name", "tool_calls", "tool_call_id")}
+        others[THOUGHT] = (self.reasoning_content or self.reasoning).strip()
         given = {name: value for name, value in others.items() if value}
         return {"role": role, "content": content} | given
 

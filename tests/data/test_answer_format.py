@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from chat_templates import CALLING, QWEN, SHAPES, byte_level, calling
-from nanogpt_hf.data.answer_format import Answer, CallSplitter, answer_format
+from nanogpt_hf.data.answer_format import Answer, CallSplitter, ThoughtSplitter, answer_format
 from nanogpt_hf.data.call_format import call_of
 from nanogpt_hf.data.chat_template import ChatFormat
 from nanogpt_hf.data.own_template import chat_template
@@ -208,6 +208,40 @@ def test_thoughts_are_separated_from_the_text(formats):
     assert dropping.read("<think>\nTwo.\n</think>\n\nFour.") == Answer("Four.", "Two.")
     assert not answer_format(ChatFormat(SHAPES["chatml"])).thinks
     assert answer_format(None).read("<think>x</think>y") == Answer("<think>x</think>y")
+
+
+@pytest.mark.parametrize("name", ["hermes that thinks", "hermes whose prompt thinks"])
+def test_thoughts_that_arrive_in_pieces_are_those_of_a_whole_answer(formats, name):
+    _, form = formats[name]
+    draw = random.Random(name)
+    parts = [
+        "<think>",
+        "</think>",
+        "<th",
+        "ink>",
+        "</",
+        " ",
+        "\n",
+        "a",
+        "ü",
+        "<tool_call>",
+        "<",
+        ">",
+    ]
+    for _ in range(500):
+        text = "".join(draw.choices(parts, k=draw.randint(0, 9)))
+        splitter = ThoughtSplitter(form)
+        left, found = text, []
+        while left:
+            size = draw.randint(1, 5)
+            found.append(splitter.add(left[:size]))
+            left = left[size:]
+        found.append(splitter.end())
+        thought, rest = ("".join(part) for part in zip(*found, strict=True))
+        answer = form.read(text)
+        assert thought == answer.thought, text
+        # The text keeps the white space at its end, and without a thought at its beginning.
+        assert rest.rstrip() == answer.content.rstrip(), text
 
 
 def test_a_prompt_that_closes_the_thought_asks_for_an_answer_without_one():

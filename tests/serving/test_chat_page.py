@@ -7,6 +7,7 @@ import time
 import pytest
 
 pytest.importorskip("uvicorn", reason="the extra `serve` is not installed")
+from chat_templates import CALLING
 from nanogpt_hf.serving import generation
 
 pytestmark = pytest.mark.long
@@ -171,3 +172,62 @@ def test_a_model_without_chat_template_continues_texts(browser, letter_model, ru
         assert question == "abc"
         assert len(answer) == 29
         browser.ask("/url", {"url": "about:blank"})
+
+
+@pytest.fixture(scope="module")
+def thinker(save_chat_model, tmp_path_factory, running):
+    """A server of a model whose template writes thoughts."""
+
+    def change(model, tokenizer):
+        template = CALLING["hermes that thinks"]
+        tokenizer.chat_template = template.replace("<|im_end|>", "<|endoftext|>")
+
+    folder = tmp_path_factory.mktemp("models") / "thinker"
+    save_chat_model(folder, change, n_positions=2048)
+    with running(folder, "thinker") as server:
+        yield server
+
+
+def test_a_thought_is_folded_before_its_answer_and_sent_back(browser, thinker, monkeypatch):
+    answers = [
+        (f"<think>\nHm {HOSTILE}\n</think>\n\nFour.", 0),
+        ("<think>\n" + "Hm. " * 40, 0.02),
+        ("Yes.", 0),
+    ]
+    prompts = []
+
+    def generate(model, ids, **options):
+        tokenizer = thinker.served.tokenizer
+        prompts.append(tokenizer.decode(ids))
+        text, seconds = answers.pop(0)
+        for token in tokenizer(text, add_special_tokens=False)["input_ids"]:
+            time.sleep(seconds)
+            yield [token]
+
+    monkeypatch.setattr(generation, "generate_tokens", generate)
+    browser.errors()
+    browser.ask("/url", {"url": f"http://127.0.0.1:{thinker.port}/"})
+    wait_for(browser, "document.title === 'Chat with thinker'")
+    ask(browser, "2+2?")
+    assert texts(browser) == ["2+2?", "Four."]
+    fold = "document.querySelector('.assistant details')"
+    assert browser.run(f"return {fold}.open") is False
+    assert browser.text(".assistant summary") == "Thought"
+    assert browser.text(".assistant details p") == f"Hm {HOSTILE}"
+    assert browser.run(f"return {fold}.nextElementSibling.textContent") == "Four."
+    browser.click(".assistant summary")
+    assert browser.run(f"return {fold}.open") is True
+    assert browser.run("return window.hit === undefined")
+    # A thought that is stopped has no text after it.
+    browser.keys("#input", "Sure?" + ENTER)
+    wait_for(browser, "document.querySelectorAll('summary')[1]?.textContent === 'Thinking …'")
+    browser.keys("#input", ESCAPE)
+    wait_for(browser, "running === null")
+    assert texts(browser)[3] == ""
+    assert browser.run("return document.querySelectorAll('summary')[1].textContent") == "Thought"
+    ask(browser, "Really?")
+    assert texts(browser)[5] == "Yes."
+    assert browser.run("return document.querySelectorAll('details').length") == 2
+    assert f"<think>\nHm {HOSTILE}\n</think>\n\nFour.<|endoftext|>" in prompts[2]
+    assert browser.errors() == []
+    browser.ask("/url", {"url": "about:blank"})
