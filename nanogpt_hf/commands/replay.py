@@ -4,6 +4,7 @@ import contextlib
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from nanogpt_hf.commands.arguments import (
     add_option,
@@ -12,6 +13,8 @@ from nanogpt_hf.commands.arguments import (
     list_knobs,
 )
 from nanogpt_hf.config.load import Overrides, as_overrides, stated_knobs
+from nanogpt_hf.config.schema import KNOBS, Config, replace_knobs
+from nanogpt_hf.config.unread import read_knobs
 from nanogpt_hf.config.values import bounded
 from nanogpt_hf.console import show
 from nanogpt_hf.distributed.mesh import Mesh
@@ -22,7 +25,7 @@ from nanogpt_hf.runs.files import write_json
 from nanogpt_hf.runs.find import find_checkpoint, find_run
 from nanogpt_hf.runs.folder import RunFolder, step_of
 from nanogpt_hf.runs.recipe import read_recipe, recipe_differences
-from nanogpt_hf.runs.state import is_fixed, knobs_at
+from nanogpt_hf.runs.state import KnobChange, is_fixed, knobs_at
 
 _SHOWN = 60  # characters of a text; --json has all
 # Knobs that may not change while a run is resumed, but may in a branch.
@@ -197,6 +200,15 @@ def run_inspect(arguments: Namespace) -> None:
     write_json(arguments.json, tree)
 
 
+def _read_at(config: Config, history: list[KnobChange], step: int) -> dict[str, Any]:
+    """The knobs that held after `step` steps of a run, without those that nothing read, which no
+    command line may state: fine-tuning gives some of them other defaults.
+    """
+    held = knobs_at(history, step)
+    read = read_knobs(replace_knobs(config, held))
+    return {k: value for k, value in held.items() if k in read or value == KNOBS[k].default}
+
+
 def add_branch_arguments(parser: ArgumentParser) -> None:
     add_option(parser, "run RUN", "a run folder")
     add_option(
@@ -228,7 +240,7 @@ def run_branch(arguments: Namespace, overrides: Overrides) -> None:
 
     # The branch has the knobs with which the step was taken, then the ones on the command line.
     checkpoint = read_checkpoint(folder)
-    held = as_overrides(knobs_at(checkpoint.state.history, step - 1))
+    held = as_overrides(_read_at(read_recipe(old), checkpoint.state.history, step - 1))
     config = read_recipe(old, [*held, *overrides])
     changes = recipe_differences(read_recipe(old, held), config)
     if other := [line for line in changes if is_fixed(line) and not line.startswith(_FREE)]:

@@ -12,6 +12,7 @@ from nanogpt_hf.checkpoint.reader import read_checkpoint
 from nanogpt_hf.commands import main
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.provenance import read_starts
+from nanogpt_hf.runs.recipe import read_recipe
 
 pytestmark = pytest.mark.long
 
@@ -165,3 +166,15 @@ def test_branch_on_a_full_disk_is_one_line_and_leaves_nothing(honest, volume, ca
     assert line.startswith(f"{volume}/")
     assert line.endswith("No space left on device")
     assert [path.name for path in volume.iterdir()] == ["filler"]
+
+
+def test_branch_of_a_fine_tuned_run(tiny_base, text_file, tmp_path, capsys):
+    """Fine-tuning gives knobs that nothing reads other defaults; a branch does not state them."""
+    words = "finetune --from {} --data {} --run-dir {} --data.dir {} --train.max_steps 2"
+    places = tiny_base, text_file, tmp_path / "run", tmp_path / "data"
+    more = "--train.tokens_per_step 64 --train.micro_batch_size 1 --model.n_positions 32"
+    more += " --checkpoint.every 1 --eval.every 2 --eval.samples []"
+    assert main(argv(f"{words} {more}", *places)) == 0
+    line = "branch {} --at 1 --run-dir {} --train.max_steps 4"
+    assert main(argv(line, tmp_path / "run", tmp_path / "new")) == 0, capsys.readouterr().err
+    assert read_recipe(RunFolder(tmp_path / "new")).optim.muon_learning_rate == 0.002
