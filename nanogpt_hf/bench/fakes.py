@@ -31,12 +31,14 @@ from nanogpt_hf.distributed import expert_parallel, pipeline
 from nanogpt_hf.distributed.launch import Launch
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import UserError
+from nanogpt_hf.methods import run as method_run
 from nanogpt_hf.model import build, loss_decoders, loss_gpt
 from nanogpt_hf.model.architecture import architecture_of
 from nanogpt_hf.optim import muon
 from nanogpt_hf.training import build as run_build
 
 try:
+    from torch._subclasses import fake_tensor
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
     from torch.distributed.fsdp._fully_shard import _fully_shard
     from torch.distributed.pipelining import PipelineStage, schedules, stage
@@ -178,6 +180,18 @@ def _load_without_values(replacements: _Replacements, base: PreTrainedConfig) ->
 
     replacements.replace(build, "load_model", load_model)
 
+    # The model before training is on the device, too.
+    def load_on_device(*arguments: Any, **fields: Any) -> PreTrainedModel:
+        return _on_device(load_model(*arguments, **fields))
+
+    replacements.replace(method_run, "load_model", load_on_device)
+
+
+def _on_device(model: Any) -> Any:
+    for tensor in (*model.parameters(), *model.buffers()):
+        cast(FakeTensor, tensor).fake_device = DEVICE
+    return model
+
 
 def _run_on_a_device(replacements: _Replacements, launch: Launch) -> None:
     """Put the model on a device that only fakes know, and give a GPU's sizes to what asks whether
@@ -186,16 +200,23 @@ def _run_on_a_device(replacements: _Replacements, launch: Launch) -> None:
     start_model = run_build.start_model
 
     def start_on_device(*arguments: Any) -> Any:
-        model = start_model(*arguments)
-        for tensor in (*model.parameters(), *model.buffers()):
-            cast(FakeTensor, tensor).fake_device = DEVICE
-        return model
+        return _on_device(start_model(*arguments))
 
     # accelerate finds sharded parameters by the place of their data, which a fake has not.
     def place_of_data(tensor: torch.Tensor) -> int:
         return tensor.untyped_storage()._cdata
 
     replacements.replace(run_build, "start_model", start_on_device)
+    make = torch.tensor
+
+    # torch makes a fake from numbers on the first CPU, whatever device is asked for.
+    def tensor(data: Any, *, device: Any = None, **options: Any) -> torch.Tensor:
+        made = make(data, **options)
+        return made if device is None else made.to(device)
+
+    replacements.replace(torch, "tensor", tensor)
+    # A fake of up to one number keeps its value, and stays on the CPU when it is moved.
+    replacements.replace(fake_tensor, "CONSTANT_NUMEL_LIMIT", -1)
     # It is there already, and a fake does not move between two CPUs.
     replacements.replace(nn.Module, "to", lambda module, *_, **__: module)
     replacements.replace(_fully_shard, "_get_device_from_mesh", lambda mesh: DEVICE)

@@ -26,15 +26,19 @@ from nanogpt_hf.distributed.context_parallel import needs_ring
 from nanogpt_hf.distributed.launch import Launch
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import UserError
+from nanogpt_hf.evaluation.loss import eval_mode
 from nanogpt_hf.formatting import format_bytes
+from nanogpt_hf.generate import generate_completions
+from nanogpt_hf.methods.run import Run
 from nanogpt_hf.model.experts import shapes_only
 from nanogpt_hf.planning.counts import GpuKernels
 from nanogpt_hf.planning.estimate import planned_model
+from nanogpt_hf.planning.steps import sampling_of
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.training.build import build_at
 from nanogpt_hf.training.step import take_step
 
-# Knobs of runs that need values, or the weights of another model.
+# Knobs whose run reads weights before its first step.
 NOT_REHEARSED = ("lora.quantize", "distill.teacher")
 # The limit of micro-batches in a rehearsed step. A pipeline has one more than it has stages.
 MICRO_BATCHES = 2
@@ -51,6 +55,7 @@ class Rehearsal:
     peak: int  # bytes
     sent: dict[str, int]  # bytes by kind of collective
     waits: dict[str, int]  # lines of code that ask for a value, and how often
+    sampling: int | None = None  # bytes at the peak of sampling answers, if the run samples
 
     def lines(self) -> list[str]:
         """Format as lines of text."""
@@ -60,6 +65,7 @@ class Rehearsal:
         return [
             f"rehearsed as {self.process}, {step}:",
             f"  memory: {memory}",
+            *([f"  sampling answers: {format_bytes(self.sampling)}"] if self.sampling else []),
             f"  sends: {', '.join(sent) or 'nothing'}",
             *(f"  the host waits for a value ({n} ×): {line}" for line, n in self.waits.items()),
             *["  the host waits for no value"] * (not self.waits),
@@ -75,7 +81,10 @@ def rehearse(config: Config, launch: Launch, base: PreTrainedConfig | None = Non
     """
     for key in NOT_REHEARSED:
         if value := get_value(config, key):
-            raise UserError(f"--rehearse: {key} {value}: such a run cannot be rehearsed")
+            raise UserError(
+                f"--rehearse: {key} {value}: it reads weights, and a rehearsal has no values; "
+                "leave --rehearse out"
+            )
     is_plain = launch.precision != "fp16" and launch.compression == "no"
     # Ring attention, compressed gradients and a loss scaler read or cast values themselves.
     split = launch.tp_size * launch.cp_size
@@ -141,8 +150,35 @@ def _rehearse(
             before = meter.peak = meter.now
             meter.waits.clear()
             sent = communicated_bytes(lambda: take_step(run, 1, learning_rate=1e-4))
+            peak, waits = meter.peak, dict(meter.waits)
+            meter.peak = meter.now
+            if config.rl.task:
+                _sample(run)
+            sampling = meter.peak if config.rl.task else None
     process = "the first process"
     if launch.pp_size > 1:
         process += f" of stage {index + 1} of {launch.pp_size}, which needs the most"
     micro_batches = accelerator.gradient_accumulation_steps
-    return Rehearsal(process, micro_batches, before, meter.peak, sent, dict(meter.waits))
+    return Rehearsal(process, micro_batches, before, peak, sent, waits, sampling)
+
+
+def _sample(run: Run) -> None:
+    """Sample the last two tokens of as many answers as a process samples at once, and then two
+    tokens of the prompts that take their places.
+    """
+    size = sampling_of(run.config, run.batches.micro_batch_size)
+    long = [0] * (size.columns - 2)
+    # Different prompts are read together, the same one once.
+    prompts = [[number % size.prompts] * size.prompt for number in range(size.rows)]
+    rows = [long] * size.rows + prompts
+    model: Any = run.accelerator.unwrap_model(run.model)
+    with eval_mode(run.model), run.accelerator.autocast():
+        generate_completions(
+            model,
+            rows,
+            seeds=range(len(rows)),
+            limits=[2] * len(rows),
+            temperature=run.config.rl.temperature,
+            end_ids=(),
+            batch_size=size.rows,
+        )

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 def add_estimate_arguments(parser: ArgumentParser) -> None:
     add_recipe_argument(parser)
-    add_knobs(parser, "depth", "from", "data", "lora", "loss")
+    add_knobs(parser, "depth", "from", "data", "lora", "loss", "task")
     layout: Any = parser.add_mutually_exclusive_group()
     add_option(layout, "--config_file F", "an accelerate config (default: one process, float32)")
     memory = (
@@ -83,8 +83,12 @@ def run_estimate(arguments: Namespace, overrides: Overrides) -> None:
     base = None
     stated = stated_knobs(arguments.recipe, overrides)
     method = recipe_method_of(stated.get)
-    # Answers that are sampled need memory of their own, which is not estimated.
-    if method is not POLICY and (method is not NEXT_TOKEN or stated.get("finetune.model")):
+    if method is POLICY and arguments.gpus:
+        raise UserError(
+            "--gpus: the time in which `rl` samples answers is not estimated, so that no layout is "
+            "proposed; give --config_file"
+        )
+    if method is not NEXT_TOKEN or stated.get("finetune.model"):
         from nanogpt_hf.methods.finetuning import finetune_config
 
         config, base = finetune_config(arguments.recipe, overrides, method)

@@ -52,8 +52,8 @@ class Method:
     sequences: int = 1
     scored: int = 0
     # What the objective gives the model in place of its own cross-entropy: "tokens" is the loss of
-    # each token (`token_losses`).
-    row_loss: Literal["", "tokens"] = ""
+    # each token (`token_losses`), "sum" a summed loss of logits.
+    row_loss: Literal["", "tokens", "sum"] = ""
     # Why a run cannot resume, as a line, if it lost something that only its start had; else None.
     # Only the main process calls it.
     resume_problem: Callable[[Config, RunFolder, PreparedData, TrainState], str | None] = (

@@ -1,5 +1,6 @@
 """Reinforcement learning on verifiable answers: sample completions, and reward the right ones."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
 from nanogpt_hf.config import methods as recipes
@@ -7,7 +8,7 @@ from nanogpt_hf.config.seeds import derive_seed
 from nanogpt_hf.evaluation.answers import Answers
 from nanogpt_hf.methods.method import Method
 from nanogpt_hf.methods.policy_loss import policy_objective
-from nanogpt_hf.methods.rollouts import Rollouts, load_questions
+from nanogpt_hf.methods.rollouts import FullRollouts, Rollouts, load_questions
 from nanogpt_hf.methods.run import Evaluated, Run, start_model_of
 from nanogpt_hf.runs.metrics import Score
 from nanogpt_hf.tasks.task import Question
@@ -19,8 +20,13 @@ REWARD = Score("val/reward", "reward", "mean reward on held-out questions", is_r
 
 def rollouts_of(run: Run) -> Rollouts:
     """Get the rollouts of a run of reinforcement learning."""
-    assert isinstance(run.data.train, Rollouts)
-    return run.data.train
+    rollouts = run.data.train
+    assert isinstance(rollouts, Rollouts)
+    # `train.micro_batch_size: auto` finds the size after the questions are loaded.
+    size = run.config.rl.batch_size or run.batches.micro_batch_size
+    if rollouts.sampler and rollouts.sampler.batch_size != size:
+        rollouts.sampler = dataclasses.replace(rollouts.sampler, batch_size=size)
+    return rollouts
 
 
 def draw_rollouts(run: Run, step: int) -> dict[str, float]:
@@ -95,5 +101,8 @@ POLICY = Method(
     describe_best=lambda score: f"best mean reward {-score:.4f}",
     score=REWARD,
     begin_step=draw_rollouts,
+    full_blocks=lambda config, _: FullRollouts(config),
+    noun="completions",
+    row_loss="sum",
     updates=lambda config: config.rl.updates,
 )

@@ -8,7 +8,7 @@ import dataclasses
 import logging
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -196,6 +196,20 @@ class Rollouts(Blocks):
         rewards = self._answers.grouped_rewards
         equal = (rewards.amax(1) == rewards.amin(1)).float().mean().item()
         return self._answers.metrics() | {"no_signal": equal}
+
+
+class FullRollouts(Rollouts):
+    """Rollouts of full length that are not sampled, for a run that is only measured."""
+
+    def __init__(self, config: Config):
+        super().__init__(config, Task("", (), (), lambda *_: 0.0, ""), cast(AnswerSampler, None))
+
+    def draw(self, accelerator: Accelerator, model: nn.Module, step: int) -> None:
+        """Forget the log-probabilities, as a draw does."""
+        self._log_probs = {}
+
+    def metrics(self) -> dict[str, float]:
+        return {}
 
 
 def sequence_batch(answers: Answers, indices: np.ndarray | Sequence[int]) -> dict[str, Tensor]:

@@ -1,5 +1,5 @@
 """Numbers of parameters of a model, or of the part of it that one device has; bytes that autograd
-keeps of a block.
+keeps of a block, and of a key-value cache.
 """
 
 import copy
@@ -272,6 +272,29 @@ def _block_bytes(
         raise UserError(f"model.architecture {name}: its sizes depend on data: {error}") from error
     saved, kept = ((b - a) / block_size / len(blocks) for a, b in zip(one, two, strict=True))
     return saved, kept
+
+
+def cache_bytes(model: PreTrainedModel, launch: Launch, tokens: int) -> float:
+    """Bytes of the keys and values of a text of so many tokens."""
+    return _cache_bytes(model, tokens, launch.autocast, launch.residual_bytes == 2)
+
+
+@lru_cache(maxsize=64)
+def _cache_bytes(model: PreTrainedModel, tokens: int, autocast: bool, half: bool) -> float:
+    blocks = model.config.num_hidden_layers
+    model = _with_kinds_of_blocks(model).eval()
+    if half:
+        model.bfloat16()
+    with FakeTensorMode(allow_non_fake_inputs=True), shapes_only(), torch.no_grad():
+        model.to_empty(device="cpu")
+        ids = torch.zeros(1, tokens, dtype=torch.long)
+        with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
+            cache = model(input_ids=ids, use_cache=True, logits_to_keep=1).past_key_values
+        layers = cache.layers
+        tensors = tree_leaves([(layer.keys, layer.values) for layer in layers])
+        held = sum(t.nbytes for t in tensors if isinstance(t, torch.Tensor))
+    # Blocks of one kind are as many times the one that was run.
+    return held * blocks / len(architecture_of(model).blocks(model))
 
 
 def _with_kinds_of_blocks(model: PreTrainedModel) -> PreTrainedModel:

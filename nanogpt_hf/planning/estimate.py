@@ -20,6 +20,7 @@ from nanogpt_hf.data.manifest import Manifest, find_manifest
 from nanogpt_hf.distributed.launch import Launch
 from nanogpt_hf.distributed.layout import check_layout
 from nanogpt_hf.errors import DataError, UserError
+from nanogpt_hf.generate.cache import starts_mergeable
 from nanogpt_hf.methods.table import method_of
 from nanogpt_hf.model.architecture import architecture_of, padding_rows, part_of
 from nanogpt_hf.model.build import build_config, meta_model
@@ -94,6 +95,11 @@ def estimate(
     manifest = find_manifest(config.data) if method.uses_prepared_data else None
     model, vocabulary = _meta_model(config, base, manifest)
     check_balance(config, model.config)
+    if config.rl.task and not starts_mergeable(model.config):
+        raise UserError(
+            f"model.architecture {config.model.architecture}: the memory in which it samples "
+            "answers is not known; only key-value caches are estimated"
+        )
     micro = config.train.min_micro_batch_size
     # Sequences of a process in a step, which any micro-batch size divides.
     sequences = micro * accumulation
@@ -129,7 +135,10 @@ def estimate(
         flops_per_token=per_token,
         flops=flops + kind_of(config.optim).update_flops(model) * config.train.max_steps,
         mfu=mfu,
-        devices=_devices(footprint_of, sequences, launch, memory, flops, mfu),
+        # Sampling takes a time that is not estimated.
+        devices=_devices(
+            footprint_of, sequences, launch, memory, None if config.rl.task else flops, mfu
+        ),
         noun=method.noun,
         sequences=method.sequences,
         blocks=sum(stage.tokens // stage.config.data.block_size for stage in stages_of(config)),
@@ -146,11 +155,11 @@ def _devices(
     sequences: int,
     launch: Launch,
     memory: float | None,
-    flops: float,
+    flops: float | None,
     mfu: float,
 ) -> list[Device]:
-    """Return the user's device with `memory`, and each known GPU, which computes at `mfu` of its
-    peak.
+    """Return the user's device with `memory`, and each known GPU, which computes `flops`, if they
+    are known, at `mfu` of its peak.
     """
 
     # Sizes that divide the sequences of a step: accumulation makes up for the rest.
@@ -164,7 +173,7 @@ def _devices(
         devices.append(Device("this much memory", memory, largest(memory, launch), None))
     on_gpu = dataclasses.replace(launch, device="cuda")
     for name, gpu in GPUS.items():
-        seconds = flops / (gpu.bf16_flops * mfu * launch.world_size)
+        seconds = None if flops is None else flops / (gpu.bf16_flops * mfu * launch.world_size)
         devices.append(Device(name, gpu.memory, largest(gpu.memory, on_gpu), seconds))
     return devices
 

@@ -6,10 +6,12 @@ of the loss, and when gradients are allocated and freed. tests/planning/test_foo
 compares them with torch's allocator.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
+from torch import nn
 from transformers import PreTrainedModel
 
 from nanogpt_hf.config.schema import OptimSection
@@ -19,11 +21,15 @@ from nanogpt_hf.model.loss_gpt import rows_of_a_chunk
 from nanogpt_hf.optim.optimizer import kind_of
 from nanogpt_hf.planning.activations import Activations
 from nanogpt_hf.planning.counts import Counts, StageShare, one_rank_of, stages_of
+from nanogpt_hf.planning.sampling import Sampling
 
 # The copy that a checkpoint is written from in the background, kept for the next one.
 CHECKPOINT = "checkpoint"
-PARTS = ("weights", "optimizer", "gradients", "copies", "activations", "logits", CHECKPOINT)
-# The phases of a step that can be the peak. Only optimizers that need buffers have the last one.
+PARTS = ("weights", "other models", "optimizer", "gradients", "copies", "activations", "cache")
+PARTS += ("logits", CHECKPOINT)
+# The phases of a step that can be the peak. Only optimizers that need buffers have an update, and
+# only reinforcement learning samples.
+SAMPLING = "sampling"
 LOSS = "the loss"
 TOP = "the top block"
 BOTTOM = "the bottom block"
@@ -63,13 +69,16 @@ def footprint(
     optim: OptimSection | None = None,
     sequences: int = 1,
     row_loss: str = "",
+    sampling: Callable[[int], Sampling] | None = None,
+    keeps_start: bool = False,
 ) -> Footprint:
     """Estimate the memory of a training step; `model` may be on the meta device.
 
     With accumulation, gradients stay allocated after the first micro-batch. `optim`: that of the
     recipe; without it AdamW with float32 state. `sequences` and `row_loss` are those of a method
-    (methods/method.py). Of a pipeline it is the stage with the highest peak, of other kinds of
-    parallelism any device.
+    (methods/method.py). `sampling` makes the answers that are sampled at once from the size of a
+    micro-batch. `keeps_start`: the model that the run started from stays, too. Of a pipeline it is
+    the stage with the highest peak, of other kinds of parallelism any device.
     """
     footprints = []
     for stage in stages_of(model, launch):
@@ -83,9 +92,18 @@ def footprint(
             accumulation=accumulation,
             optim=optim or OptimSection(),
             row_loss=row_loss,
+            sampling=sampling and sampling(micro_batch_size),
+            keeps_start=keeps_start,
         )
         footprints.append(memory.footprint())
     return max(footprints, key=lambda estimated: estimated.peak)
+
+
+def start_model_bytes(model: nn.Module) -> int:
+    """Bytes of the model that a run of `model` started from: whole on every process, in float32,
+    without adapters.
+    """
+    return 4 * sum(p.numel() for name, p in model.named_parameters() if ".lora_" not in name)
 
 
 def useless_checkpointing(model: PreTrainedModel, launch: Launch, **step: Any) -> str | None:
@@ -119,6 +137,8 @@ class Memory:
     accumulation: int
     optim: OptimSection
     row_loss: str
+    sampling: Sampling | None
+    keeps_start: bool
 
     def footprint(self) -> Footprint:
         phases = {
@@ -129,6 +149,8 @@ class Memory:
         }
         if kind_of(self.optim).update_bytes:
             phases[UPDATE] = self.at_the_update()
+        if self.sampling:
+            phases[SAMPLING] = self.while_sampling(self.sampling)
         parts = dict.fromkeys(PARTS, 0.0) | self.always
         return Footprint({name: parts | own for name, own in phases.items()}, self.host_copy)
 
@@ -161,6 +183,8 @@ class Memory:
             "optimizer": self._optimizer_state(self.optim.state),
             CHECKPOINT: self.checkpoint if launch.on_cpu else 0.0,
         }
+        if self.keeps_start:
+            state["other models"] = float(start_model_bytes(self.model))
         if launch.sharding == "zero":
             # Weights in the compute precision, and a float32 copy in the optimizer.
             shards = launch.shards if launch.kind == "ZeRO-3" else 1
@@ -287,6 +311,17 @@ class Memory:
         )
         return {"gradients": self.gradients, "copies": copies}
 
+    def while_sampling(self, sampling: Sampling) -> dict[str, float]:
+        launch = self.launch
+        if launch.sharding == "none":
+            # autocast keeps casts of what is trained until all answers are complete.
+            copies = 2.0 * launch.autocast * self.counts.trainable
+            # DDP has buckets for all gradients.
+            copies += _copies(self.counts, replace(launch, precision="no"), 0)
+        else:
+            copies = _copies(self.counts, launch, 0)
+        return {"copies": copies, **sampling.parts(self.model, launch)}
+
 
 def _loss(
     model: PreTrainedModel, counts: Counts, launch: Launch, rows: int, row_loss: str
@@ -306,9 +341,13 @@ def _loss(
     is_compiled = launch.compiles and not is_split and not row_loss
     chunk = rows_of_a_chunk(rows, vocabulary, device, is_compiled=is_compiled)
     logits = chunk * vocabulary
+    # Log-softmax in float32, with a gradient before and after it.
+    by_autograd = 3.0 * 4 * logits
+    if row_loss == "sum":
+        # Logits, in float32, their log-softmax, and two for the entropy; autograd needs no more.
+        by_autograd = (value % 4 + 16.0) * logits
     if chunk == rows and not is_split and not is_compiled:
-        # Log-softmax in float32, with a gradient before and after it.
-        return 3 * 4 * logits, 0.0, 0.0
+        return by_autograd, 0.0, 0.0
     trainable_head = counts.head if counts.head_is_trainable else 0
     # Autograd adds the chunks' gradients in the precision of the product.
     each = value if row_loss == "tokens" else 4
@@ -316,9 +355,9 @@ def _loss(
         float(each * trainable_head),
         float(launch.residual_bytes * rows * model.config.hidden_size),
     )
-    if row_loss == "tokens":
-        # A chunk is computed again in its backward pass, which is the one of all logits at once.
-        return 3 * 4 * logits, *gradients
+    if row_loss:
+        # Of "tokens" a chunk is computed again in its backward pass.
+        return by_autograd, *gradients
     if is_compiled:
         # Logits and their gradient: one kernel computes it from them without a tensor in float32.
         return 2.0 * value * logits, *gradients

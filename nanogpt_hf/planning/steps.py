@@ -1,5 +1,6 @@
 """What a training step of a recipe holds and computes, by its method."""
 
+from functools import partial
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -7,6 +8,7 @@ from transformers import PreTrainedModel
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.methods.table import method_of
 from nanogpt_hf.model.architecture import architecture_of
+from nanogpt_hf.planning.sampling import Sampling
 
 
 def step_of(config: Config) -> dict[str, Any]:
@@ -17,12 +19,27 @@ def step_of(config: Config) -> dict[str, Any]:
         "optim": config.optim,
         "sequences": method.sequences,
         "row_loss": method.row_loss,
+        "sampling": partial(sampling_of, config) if config.rl.task else None,
+        "keeps_start": bool(config.rl.task and config.rl.kl),
     }
+
+
+def sampling_of(config: Config, micro_batch_size: int) -> Sampling:
+    """Answers that a process samples at once, the longest that a block has room for."""
+    rl = config.rl
+    rows = rl.batch_size or micro_batch_size
+    # Answers to a question are neighbors; an evaluation has fewer for each.
+    samples = min(rl.samples, rl.eval_samples)
+    prompt = max(1, config.data.block_size - rl.max_new_tokens)
+    return Sampling(rows, -(-rows // samples), prompt, config.data.block_size)
 
 
 def flops_per_token(config: Config, model: PreTrainedModel) -> float:
     """FLOPs of a token of a block, of which a method may read several sequences."""
     method = method_of(config)
     flops = architecture_of(model).flops_per_token(model.config, config.data.block_size)
+    rl = config.rl
+    # Log-probabilities under the start model, and under the model that has sampled.
+    scored = method.scored + bool(rl.task and rl.kl) + (rl.updates > 1)
     # A pass without a gradient is a third of a forward and a backward pass.
-    return flops * (method.sequences + method.scored / 3)
+    return flops * (method.sequences * method.updates(config) + scored / 3)

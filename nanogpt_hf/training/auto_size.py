@@ -5,6 +5,7 @@ import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
@@ -19,8 +20,9 @@ from nanogpt_hf.formatting import format_bytes
 from nanogpt_hf.methods.run import Run
 from nanogpt_hf.model.build import model_of_run
 from nanogpt_hf.optim.state import local_part
-from nanogpt_hf.planning.footprint import footprint
+from nanogpt_hf.planning.footprint import footprint, start_model_bytes
 from nanogpt_hf.planning.hardware import USABLE_MEMORY, free_memory, peak_memory
+from nanogpt_hf.planning.steps import step_of
 from nanogpt_hf.runs.recipe import known_recipe
 from nanogpt_hf.training.micro_batch import (
     build_batches,
@@ -70,12 +72,15 @@ def _size_before(run: Run) -> int | None:
 
 
 def _reserved(run: Run) -> int:
-    """Bytes of this process that have to stay free: those of a checkpoint's copy, which is
-    allocated after the search.
+    """Bytes of this process that have to stay free, since they are allocated after the search: the
+    model that the run started from, if its method keeps it, and a checkpoint's copy.
     """
-    if run.accelerator.device.type != "cpu":
-        return 0
     size = 0
+    if step_of(run.config)["keeps_start"]:
+        model: Any = run.accelerator.unwrap_model(run.model)
+        size = start_model_bytes(model)
+    if run.accelerator.device.type != "cpu":
+        return size
     for parameter in run.model.parameters():
         # float32 weights, and at most two averages of AdamW
         each = 4 + 8 * parameter.requires_grad
@@ -91,7 +96,8 @@ def _estimate_of(run: Run) -> Callable[[int], float]:
     # Sizes of one launch differ by activations only, so the model is built once.
     launch = launch_of_one(run.mesh)
     model = model_of_run(run.config, run.data.vocab_size)
-    step = one_micro_batch(run.config)
+    # What is measured is a step alone.
+    step = one_micro_batch(run.config) | {"keeps_start": False, "sampling": None}
 
     def estimated(size: int) -> float:
         step["micro_batch_size"] = size
