@@ -98,12 +98,15 @@ def prompt_ids(hf: PreTrainedTokenizerBase, text: str) -> list[int]:
     return ids or [hf.bos_token_id]  # pyright: ignore[reportReturnType]
 
 
-def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
-    """A Hugging Face tokenizer from a folder or the Hub. Raises DataError if there is none."""
+def load_tokenizer(name: str | Path, knob: str = "") -> PreTrainedTokenizerBase:
+    """A Hugging Face tokenizer from a folder or the Hub. Raises DataError if there is none, which
+    names the knob that states it.
+    """
+    stated = f"{knob}: " if knob else ""
     try:
         name = folder_or_hub_id(str(name))
     except UserError as error:
-        raise DataError(str(error)) from None
+        raise DataError(f"{stated}{error}") from None
     # A name may be a folder or an id on the Hub, and the message says which one was tried.
     where = "in that folder" if Path(name).is_dir() else "here or on the Hub"
     try:
@@ -115,11 +118,11 @@ def load_tokenizer(name: str | Path) -> PreTrainedTokenizerBase:
             reason = (
                 "it needs Python code that comes with it, and code of a model is never run here"
             )
-        raise DataError(f"{name}: no Hugging Face tokenizer {where}: {reason}") from None
+        raise DataError(f"{stated}{name}: no Hugging Face tokenizer {where}: {reason}") from None
     # From a model's config.json alone, transformers makes a tokenizer that turns every text into
     # nothing.
     if not hf.get_vocab().keys() - set(hf.all_special_tokens):
-        raise DataError(f"{name}: no Hugging Face tokenizer {where}: it has no vocabulary")
+        raise DataError(f"{stated}{name}: no Hugging Face tokenizer {where}: it has no vocabulary")
     return hf
 
 
@@ -132,7 +135,10 @@ def known_vocab_size(data: DataSection, manifest: Manifest | None) -> tuple[int,
         return manifest.vocab_size, "of the prepared data"
     # Before the data is prepared, the name alone has to tell.
     by_name = vocab_size_by_name(data.tokenizer, data.vocab_size)
-    return by_name or (len(load_tokenizer(data.tokenizer)), f"of {data.tokenizer}")
+    return by_name or (
+        len(load_tokenizer(data.tokenizer, "data.tokenizer")),
+        f"of {data.tokenizer}",
+    )
 
 
 def check_vocabulary(name: str, tokens: int, rows: int) -> None:

@@ -85,7 +85,7 @@ def build_tokenizer(
 
 def library_tokenizer(name: str) -> Tokenizer:
     """A Hugging Face tokenizer from a folder or the Hub. Raises DataError if there is none."""
-    hf = load_tokenizer(name)
+    hf = load_tokenizer(name, "data.tokenizer")
 
     def encode_batch(texts: list[str]) -> list[np.ndarray]:
         return [np.asarray(ids, dtype=np.uint32) for ids in encode_texts(hf, texts)]

@@ -250,7 +250,9 @@ def _own_tokenizer(start: str) -> "PreTrainedTokenizerBase":
     from nanogpt_hf.data.hf_tokenizer import load_tokenizer
     from nanogpt_hf.data.tokenizer import build_tokenizer
 
-    return load_tokenizer(start) if start not in GPT2_NAMES else build_tokenizer("gpt2", ()).hf
+    if start in GPT2_NAMES:
+        return build_tokenizer("gpt2", ()).hf
+    return load_tokenizer(start, "finetune.model")
 
 
 def learned_ids(config: Config, data: Any) -> list[int] | None:

@@ -15,11 +15,11 @@ _INSTALLED = ("site-packages", "dist-packages")
 _STANDARD = [Path(sysconfig.get_path(name)) for name in ("stdlib", "platstdlib")]
 
 
-def code_digest(path: Path) -> str:
+def code_digest(knob: str, path: Path) -> str:
     """Return the sha256 of a file, and of each of its `own_modules` by its name.
 
     Call it after the file has run, which may have added its folder to the places of modules.
-    Raises UserError if a file can no longer be read.
+    Raises UserError if a file that `knob` states can no longer be read.
     """
     try:
         sources = {"": path} | own_modules(path)
@@ -29,7 +29,7 @@ def code_digest(path: Path) -> str:
         ]
     except OSError as error:
         raise UserError(
-            f"{error.filename or path}: was run, and then could not be read: "
+            f"{knob}: {error.filename or path}: was run, and then could not be read: "
             f"{error.strerror or one_line(error)}; keep the file where it is"
         ) from None
     return ", ".join(digests)

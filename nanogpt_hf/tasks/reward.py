@@ -38,7 +38,7 @@ def load_reward(spec: str) -> tuple[Score, str]:
         result: Any = function(question.prompt, completion, question.answer)
         return result
 
-    return score, code_digest(path)
+    return score, code_digest("rl.reward", path)
 
 
 @dataclass(frozen=True)

@@ -116,7 +116,7 @@ def _functions_of(spec: str, where: str) -> tuple[dict[str, Callable[..., Any]],
     }
     if not found:
         raise UserError(f"{where}: {path}: defines no function without a leading underscore")
-    return found, f"{spec} {code_digest(path)}"
+    return found, f"{spec} {code_digest(where, path)}"
 
 
 def _is_defined_in(value: Any, path: Path) -> bool:

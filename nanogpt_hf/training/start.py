@@ -136,10 +136,11 @@ def check_folders(config: Config, folder: RunFolder) -> None:
     others = [("data.dir", path) for path in dirs]
     if config.distill.teacher:
         others.append(("distill.teacher", config.distill.teacher))
-    # Resolved, since one of them may be a link into the other.
-    run = folder.path.resolve()
+    # Resolved, since one of them may be a link into the other. Path.resolve refuses a link to
+    # itself, without the knob.
+    run = Path(os.path.realpath(folder.path))
     for knob, path in others:
-        other = Path(path).expanduser().resolve()
+        other = Path(os.path.realpath(os.path.expanduser(path)))
         if run.is_relative_to(other) or other.is_relative_to(run):
             raise UserError(
                 f"--run-dir {folder.path} and --{knob} {path}: one is inside the other; choose two "

@@ -355,10 +355,12 @@ def test_tools_file_that_deletes_itself_is_refused(tmp_path):
         "import os\n\nos.remove(__file__)\n\n\n"
         'def one() -> int:\n    """Return one."""\n    return 1\n'
     )
-    with pytest.raises(UserError, match=r"gone\.py: was run, and then could not be read: No such"):
+    with pytest.raises(
+        UserError, match=r"rl\.tools: .*gone\.py: was run, and then could not be read: No such"
+    ):
         load_tools([str(path)], 5)
 
 
 def test_file_that_became_a_folder_has_no_digest(tmp_path):
-    with pytest.raises(UserError, match="could not be read: Is a directory; keep the file"):
-        code_digest(tmp_path)
+    with pytest.raises(UserError, match=r"rl\.reward: .*could not be read: Is a directory; keep"):
+        code_digest("rl.reward", tmp_path)
