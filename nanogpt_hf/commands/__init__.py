@@ -141,6 +141,8 @@ def _refuse(parser: ArgumentParser, word: str, reads_knobs: bool) -> NoReturn:
     if key == "--config" and reads_knobs:
         parser.error(f"{key}: unknown argument; a recipe has no flag: {parser.prog} RECIPE ...")
     options = [option for action in parser._actions for option in action.option_strings]
+    if key in options:
+        parser.error(f"{key}: is not read after --, which ends the options; give it before")
     knobs = [f"--{knob}" for knob in KNOBS] if reads_knobs else []
     parser.error(f"{key}: unknown argument{suggestion(key, [*options, *knobs])}")
 

@@ -35,7 +35,7 @@ class DataSection:
         "the text: python-docs, arithmetic, a file, folder, glob, http(s) URL, or a Hub data "
         "set's name; or a list of {source, weight}, which are mixed",
     )
-    max_epochs: float | None = knob(
+    max_epochs: int | float | None = knob(
         None, "warn before a run that reads a source more often (default: never)", 0, read=_ON_TEXT
     )
     format: Literal[tuple(FORMATS)] = knob(  # pyright: ignore[reportInvalidTypeForm]

@@ -147,7 +147,7 @@ class TrainSection:
             only_without("train.epochs", remedy="set train.epochs null"),
         ),
     )
-    epochs: float | None = knob(
+    epochs: int | float | None = knob(
         None,
         "train for this number of passes over the training data, such as 3 or 0.5, instead of "
         "train.max_steps: the run counts its steps when it has the data, and records them",
