@@ -11,7 +11,7 @@ from nanogpt_hf.config.settings import Setting
 from nanogpt_hf.distributed.context_parallel import RING_MACHINES, heads_of, needs_ring
 from nanogpt_hf.distributed.expert_parallel import experts_problem
 from nanogpt_hf.distributed.launch import Launch
-from nanogpt_hf.distributed.stages import stages_problem, tiny_model
+from nanogpt_hf.distributed.pipeline_stages import stages_problem, tiny_model
 from nanogpt_hf.distributed.tensor_parallel import splits_of
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.formatting import plural

@@ -31,7 +31,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleIn
 from transformers import PreTrainedModel
 
 from nanogpt_hf.distributed.mesh import mesh_of
-from nanogpt_hf.distributed.stages import Links, Stage, own_blocks
+from nanogpt_hf.distributed.pipeline_stages import Links, ModelStage, own_blocks
 from nanogpt_hf.distributed.tensor_parallel import split_matrices, split_vocabulary
 from nanogpt_hf.model.architecture import architecture_of, saved_buffers
 from nanogpt_hf.optim.state import local_part, total_norm
@@ -77,7 +77,7 @@ class Pipeline(Links):
         if mesh.tp_size > 1:
             # While embedding and head are both here: they may be one matrix.
             split_vocabulary(model, device_mesh["tp"])
-        self.stage = Stage(model, self.index, self.count, self)
+        self.stage = ModelStage(model, self.index, self.count, self)
         if mesh.tp_size > 1:
             split_matrices(model, device_mesh["tp"])
         self._replace_forward(model)

@@ -36,7 +36,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from nanogpt_hf.distributed.stages import own_blocks
+from nanogpt_hf.distributed.pipeline_stages import own_blocks
 from nanogpt_hf.model.architecture import Architecture, architecture_of
 from nanogpt_hf.model.head_gpt import Head
 from nanogpt_hf.model.loss_gpt import (

@@ -14,7 +14,7 @@ from nanogpt_hf.config.checks import divisors
 from nanogpt_hf.config.schema import Config, replace_knobs
 from nanogpt_hf.distributed.launch import Launch
 from nanogpt_hf.distributed.layout import check_layout
-from nanogpt_hf.distributed.stages import head_in_blocks, split_blocks
+from nanogpt_hf.distributed.pipeline_stages import head_in_blocks, split_blocks
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.formatting import format_bytes
 from nanogpt_hf.model.experts import experts_of

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from nanogpt_hf.distributed.launch import Launch
-from nanogpt_hf.distributed.stages import head_in_blocks, split_blocks
+from nanogpt_hf.distributed.pipeline_stages import head_in_blocks, split_blocks
 from nanogpt_hf.distributed.tensor_parallel import splits_vocabulary
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.model.architecture import architecture_of

@@ -9,7 +9,7 @@ A model of four blocks on two stages. A dash is a module that passes on what it 
 So the parameters have the whole model's names, and a stage is checkpointed as any model. The
 forward pass of the model's own class has two uses:
 
-- In a training step the schedule calls one stage for one micro-batch (`Stage.micro_batch`): it
+- In a training step the schedule calls one stage for one micro-batch (`ModelStage.micro_batch`): it
   takes token ids or the output of the stage before, and returns its own output or the loss.
 - Called on all stages at once it evaluates and generates: hidden states pass from stage to stage by
   `Links`, and all get the loss or logits of the last.
@@ -97,7 +97,7 @@ class AbsentHead(Head):
         return self.links.from_last(torch.empty(shape, device=hidden.device))
 
 
-class Stage:
+class ModelStage:
     """Stage `index` of `count`, cut from a whole model in place, with the blocks of
     `split_blocks`.
     """
@@ -238,8 +238,8 @@ def stages_problem(section: ModelSection) -> str | None:
         whole = tiny_model(section)
         ids = torch.arange(32).view(2, 16)
         with torch.no_grad():
-            first = Stage(copy.deepcopy(whole), 0, 2, Links())
-            last = Stage(copy.deepcopy(whole), 1, 2, Links())
+            first = ModelStage(copy.deepcopy(whole), 0, 2, Links())
+            last = ModelStage(copy.deepcopy(whole), 1, 2, Links())
             expected = whole(
                 input_ids=ids, shift_labels=ids + 1, num_items_in_batch=1, use_cache=False
             ).loss

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nanogpt_hf.config.schema import ModelSection
-from nanogpt_hf.distributed.stages import Links, Stage, split_blocks, stages_problem
+from nanogpt_hf.distributed.pipeline_stages import Links, ModelStage, split_blocks, stages_problem
 from nanogpt_hf.model.build import build_config, build_model
 
 
@@ -54,7 +54,7 @@ def test_stages_in_turn_equal_the_whole_model(architecture, count):
     whole = build_model(build_config(section(architecture), vocab_size=61), seed=0).eval()
     chain = Chain()
     models = [copy.deepcopy(whole) for _ in range(count)]
-    stages = [Stage(model, index, count, chain) for index, model in enumerate(models)]
+    stages = [ModelStage(model, index, count, chain) for index, model in enumerate(models)]
     ids = torch.arange(32).view(2, 16)
     labels = ids.roll(-1, 1)
     with torch.no_grad():
@@ -76,7 +76,7 @@ def test_stages_generate_with_a_cache_as_the_whole_model():
     chain = Chain()
     models = [copy.deepcopy(whole) for _ in range(2)]
     for index, model in enumerate(models):
-        Stage(model, index, 2, chain)
+        ModelStage(model, index, 2, chain)
     ids, caches, cache = torch.arange(10).view(1, 10), [None, None], None
     with torch.no_grad():
         for tokens in (ids[:, :7], ids[:, 7:8], ids[:, 8:]):
