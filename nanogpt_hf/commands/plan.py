@@ -276,10 +276,10 @@ def run_doctor(arguments: Namespace, overrides: Overrides) -> int:
     """
     recipe = load_optional_recipe("doctor", arguments.recipe, overrides)
     # These imports take seconds; mistakes above and --help should not wait for them.
-    from nanogpt_hf.doctor.diagnose import Report, diagnose
+    from nanogpt_hf.doctor.diagnose import Findings, diagnose
 
     mesh = arguments.mesh
-    return diagnose(recipe, arguments.run_dir, Report(show, mesh), mesh)
+    return diagnose(recipe, arguments.run_dir, Findings(show, mesh), mesh)
 
 
 def add_knobs_arguments(parser: ArgumentParser) -> None:

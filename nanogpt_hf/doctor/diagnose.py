@@ -53,7 +53,7 @@ SETTINGS = (
 )
 
 
-class Report:
+class Findings:
     """The findings, printed one by one as they are made: after a hang, the last line tells where.
 
     Only the main process prints. A finding is ok, a warning or a fault, has a topic and a text,
@@ -123,34 +123,34 @@ class Process:
     disks: list[tuple[str, str]]
 
 
-def diagnose(recipe: Config | None, run_dir: str | None, report: Report, mesh: Mesh) -> int:
+def diagnose(recipe: Config | None, run_dir: str | None, findings: Findings, mesh: Mesh) -> int:
     """Report on this machine for a recipe, or without one for a small model. Return the exit
     status.
     """
     # Everything that needs no other process comes first, since communication may hang.
     config = recipe or small_config("doctor", mesh.world_size)
     folder = RunFolder(run_dir or (Path("runs") / config.name if recipe else "runs"))
-    report.add("ok", "versions", _listed(versions()))
-    report.add("ok", "machine", describe_host())
+    findings.add("ok", "versions", _listed(versions()))
+    findings.add("ok", "machine", describe_host())
     # The accelerator that a run would have: its process group, devices and precision.
     try:
-        with report.together("launch"):
+        with findings.together("launch"):
             accelerator = build_accelerator(check_launch(config, mesh), folder)
             share_threads(mesh.local_world_size)
     except UserError as error:
-        report.add("fault", "launch", str(error))
-        return report.end()
+        findings.add("fault", "launch", str(error))
+        return findings.end()
     processes = plural(mesh.world_size, "process")
-    report.add("ok", "launch", f"{processes}, {_listed(actual_settings(accelerator))}")
-    report.add("ok", "fingerprint", _listed(fingerprint(accelerator.device)))
+    findings.add("ok", "launch", f"{processes}, {_listed(actual_settings(accelerator))}")
+    findings.add("ok", "fingerprint", _listed(fingerprint(accelerator.device)))
     folders = {"run folder": folder.path, "data folder": config.data.dir, "Hub cache": HF_HOME}
-    with report.together("processes"):
+    with findings.together("processes"):
         found = gather_object([this_process(accelerator, folders)])
-    judge_processes(report, found)
+    judge_processes(findings, found)
     if mesh.world_size == 1:
-        report.add("ok", "all-reduce", "n/a with one process")
+        findings.add("ok", "all-reduce", "n/a with one process")
     else:
-        with report.together("all-reduce"):
+        with findings.together("all-reduce"):
             lines, equal = time_all_reduce(accelerator.device)
         level = "ok"
         text = "sums equal on all processes"
@@ -159,9 +159,9 @@ def diagnose(recipe: Config | None, run_dir: str | None, report: Report, mesh: M
             level = "fault"
             text = "the processes get different sums"
         advice = "if your link is much faster than this, try:"
-        report.add(level, "all-reduce", text, *lines, advice, *SETTINGS)
+        findings.add(level, "all-reduce", text, *lines, advice, *SETTINGS)
     accelerator.end_training()
-    return report.end()
+    return findings.end()
 
 
 def _listed(facts: dict[str, str]) -> str:
@@ -219,21 +219,21 @@ def judge_disk(what: str, folder: Path) -> tuple[str, str]:
     return level, f"{what} {folder}: {format_bytes(free)} free in {path}{more}"
 
 
-def judge_processes(report: Report, processes: list[Process]) -> None:
+def judge_processes(findings: Findings, processes: list[Process]) -> None:
     """List the processes, and the disks of each host; find versions that differ from rank 0."""
     # The disks of a host are the same for all its processes, so one of them reports.
     hosts = {process.host: process for process in processes}
     text = f"{plural(len(processes), 'process')} on {plural(len(hosts), 'host')}"
-    report.add("ok", "processes", text, *(process.line for process in processes))
+    findings.add("ok", "processes", text, *(process.line for process in processes))
     # Checkpoints and collectives of other versions may differ in form.
     first = processes[0].versions
     for rank, process in enumerate(processes):
         if other := dict(process.versions.items() - first.items()):
             text = f"rank {rank} on {process.host} has {_listed(other)}, unlike rank 0"
-            report.add("fault", "versions", f"{text}: use one environment")
+            findings.add("fault", "versions", f"{text}: use one environment")
     for host, process in hosts.items():
         for level, text in process.disks:
-            report.add(level, "disk", f"{host}: {text}")
+            findings.add(level, "disk", f"{host}: {text}")
 
 
 def time_all_reduce(device: torch.device) -> tuple[list[str], bool]:

@@ -22,7 +22,7 @@ from nanogpt_hf.training.clock import (
     warm_up,
 )
 from nanogpt_hf.training.micro_batch import build_batches, without_a_trace
-from nanogpt_hf.training.report import with_other_evaluations
+from nanogpt_hf.training.reporter import with_other_evaluations
 from nanogpt_hf.training.step import train_step
 
 logger = logging.getLogger(__name__)

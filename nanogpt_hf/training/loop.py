@@ -18,7 +18,7 @@ from nanogpt_hf.methods.table import method_of
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.state import TrainState
 from nanogpt_hf.training.build import start_again
-from nanogpt_hf.training.report import Report, reporting
+from nanogpt_hf.training.reporter import RunReporter, reporting
 from nanogpt_hf.training.step import next_step
 
 
@@ -84,9 +84,9 @@ def train(run: Run) -> RunFolder:
     Stopped after saving if a signal ended the run early, and DivergedError after saving if the last
     evaluation is not finite.
     """
-    with reporting(run) as report:
-        train_steps(run, report)
-    report.log_summary()
+    with reporting(run) as reporter:
+        train_steps(run, reporter)
+    reporter.log_summary()
     if run.state.has_diverged:
         raise DivergedError(
             f"{run.folder.path}: the run has diverged: its last evaluation, at step "
@@ -96,54 +96,54 @@ def train(run: Run) -> RunFolder:
     return run.folder
 
 
-def train_steps(run: Run, report: Report) -> None:
+def train_steps(run: Run, reporter: RunReporter) -> None:
     """Train to the last step and save the model. Raises Stopped on a signal, after saving."""
     spiked = False
     built_at = run.state.step
     # Asked once per step, since several processes have to agree on it.
-    stopping = report.should_stop()
+    stopping = reporter.should_stop()
     while True:
         flags = {"built_at": built_at, "stopping": stopping, "spiked": spiked}
         match next_action(run.config, run.state, run.saved, **flags):
             case Action.EVALUATE:
-                stopping = not evaluate(run, report)
+                stopping = not evaluate(run, reporter)
             case Action.SAVE:
-                report.checkpoint()
+                reporter.checkpoint()
             case Action.STEP:
-                spiked = step(run, report)
-                stopping = not spiked and report.should_stop()
+                spiked = step(run, reporter)
+                stopping = not spiked and reporter.should_stop()
             case Action.START_AGAIN:
-                with report.starting_again():
+                with reporter.starting_again():
                     start_again(run)
                 spiked = False
                 built_at = run.state.step
-                stopping = report.should_stop()
+                stopping = reporter.should_stop()
             case Action.STOP:
-                raise Stopped(report.how_to_continue())
+                raise Stopped(reporter.how_to_continue())
             case Action.FINISH:
-                report.save_model(run.folder.final)
+                reporter.save_model(run.folder.final)
                 return
 
 
-def step(run: Run, report: Report) -> bool:
+def step(run: Run, reporter: RunReporter) -> bool:
     """Take the next step and report it; return whether its loss has spiked."""
-    with report.measured_step():
+    with reporter.measured_step():
         result, learning_rate = next_step(run)
-    spiked = report.step(result, learning_rate)
-    report.step_done()
+    spiked = reporter.step(result, learning_rate)
+    reporter.step_done()
     return spiked
 
 
-def evaluate(run: Run, report: Report) -> bool:
+def evaluate(run: Run, reporter: RunReporter) -> bool:
     """Evaluate, record the score, and save the model if it is the best so far; False if a signal
     interrupted the evaluation.
     """
-    evaluated = method_of(run.config).evaluate(run, report.stop_requested)
+    evaluated = method_of(run.config).evaluate(run, reporter.stop_requested)
     if evaluated is not None:
         is_best = record_evaluation(run, evaluated)
-        report.evaluation(evaluated, is_best=is_best)
+        reporter.evaluation(evaluated, is_best=is_best)
     # An evaluation is no part of the training speed.
-    report.restart_clock()
+    reporter.restart_clock()
     return evaluated is not None
 
 

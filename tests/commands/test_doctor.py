@@ -145,7 +145,7 @@ def test_other_versions_than_rank_0s_are_a_fault():
             diagnose.Process("b", "rank 1", {"torch": "2.11.0", "python": "3.11"}, []),
         ],
     )
-    report = diagnose.Report(shown.append, Mesh())
-    diagnose.judge_processes(report, ranks)
-    assert report.end() == 1
+    findings = diagnose.Findings(shown.append, Mesh())
+    diagnose.judge_processes(findings, ranks)
+    assert findings.end() == 1
     assert "rank 1 on b has torch 2.11.0, unlike rank 0" in shown[1]

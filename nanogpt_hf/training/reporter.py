@@ -1,6 +1,6 @@
-"""Report of a run: all that it writes while it trains. The loop calls it between its steps.
+"""All that a run writes while it trains. The loop calls it between its steps.
 
-A report writes checkpoints, log lines, metrics, trackers, plots and model folders, and pushes
+A reporter writes checkpoints, log lines, metrics, trackers, plots and model folders, and pushes
 models to the Hub. All processes call it; each part decides which of them writes.
 """
 
@@ -37,7 +37,7 @@ from nanogpt_hf.training.tracking import Tracking, log_summary, start_tracking
 
 
 @dataclass
-class Report:
+class RunReporter:
     """Outputs of one run, and the request to stop that the system may send."""
 
     run: Run
@@ -226,7 +226,7 @@ def with_other_evaluations(run: Run, evaluated: Evaluated, others: list[Measure]
 
 
 @contextlib.contextmanager
-def reporting(run: Run) -> Iterator[Report]:
+def reporting(run: Run) -> Iterator[RunReporter]:
     """Context for the training of a run that `prepare_run` has built: begin its folder, turn
     signals into a request to stop, and report.
 
@@ -254,19 +254,19 @@ def reporting(run: Run) -> Iterator[Report]:
             max_seconds = parse_duration(config.train.max_time) if config.train.max_time else None
             with (
                 stop_on_signals(max_seconds) as stop,
-                _outputs(run, stop, evaluations) as report,
+                _outputs(run, stop, evaluations) as reporter,
             ):
-                yield report
+                yield reporter
     finally:
         run.folder.unlock()
 
 
 @contextlib.contextmanager
-def _outputs(run: Run, stop: StopRequest, evaluations: list[Measure]) -> Iterator[Report]:
+def _outputs(run: Run, stop: StopRequest, evaluations: list[Measure]) -> Iterator[RunReporter]:
     is_main = run.mesh.is_main
     checkpoints = CheckpointWriter(run.accelerator, run.folder, run.config.checkpoint.keep)
     tracking = start_tracking(run)
-    report = Report(
+    reporter = RunReporter(
         run=run,
         stop=stop,
         tracking=tracking,
@@ -281,13 +281,13 @@ def _outputs(run: Run, stop: StopRequest, evaluations: list[Measure]) -> Iterato
     # written, trackers end after that, and the push of the final model waits for all of them.
     done = False
     try:
-        with contextlib.closing(report.tracking):
+        with contextlib.closing(reporter.tracking):
             try:
                 with checkpoints:
-                    yield report
+                    yield reporter
             finally:
-                report.plots.finish(report.tracking.events)
+                reporter.plots.finish(reporter.tracking.events)
         # The weights of a diverged run are of no use, and are not pushed.
         done = not run.state.has_diverged
     finally:
-        report.push.finish(done=done)
+        reporter.push.finish(done=done)
