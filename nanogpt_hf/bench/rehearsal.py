@@ -110,7 +110,7 @@ def rehearse(config: Config, launch: Launch, base: PreTrainedConfig | None = Non
             "finetune.unfreeze_every": None,
         }
     # A run of it alone, without the other stages of its recipe.
-    config = replace(replace_knobs(config, knobs), whole=None, begins=0)
+    config = replace(replace_knobs(config, knobs), full_recipe=None, first_step=0)
     # What each stage has sent to the next, which is rehearsed after it.
     shapes: dict[type, Any] = {}
     try:

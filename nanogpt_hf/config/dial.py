@@ -186,7 +186,7 @@ def dial_lines(config: Config) -> list[str]:
     """The choices of the size dial as a table of knob, value and reason; no lines if the recipe
     states its sizes.
     """
-    if not config.dial:
+    if not config.derived:
         return []
-    rows = [(f"  {choice.key}", _plain(choice.value), choice.reason) for choice in config.dial]
+    rows = [(f"  {choice.key}", _plain(choice.value), choice.reason) for choice in config.derived]
     return ["size dial:", align(rows, right=[1]), ""]

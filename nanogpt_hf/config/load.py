@@ -328,7 +328,7 @@ def _dialled(stated: _Stated) -> Config:
         return config
     stated.origins |= {choice.key: origin for choice in chosen if choice.key not in overriding}
     values = {choice.key: choice.value for choice in chosen} | {"model.depth": None}
-    return replace(replace_knobs(config, values), dial=chosen)
+    return replace(replace_knobs(config, values), derived=chosen)
 
 
 def _data_folder(stated: _Stated, config: Config) -> str:

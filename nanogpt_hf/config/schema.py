@@ -70,17 +70,17 @@ class Config:
     distill: DistillSection = DistillSection()
     hub: HubSection = HubSection()
     name: str = "run"
-    # The choices of model.depth, for display. They are no part of the recipe.
-    dial: tuple[Choice, ...] = ()
-    # In the recipe of a later stage (config/stages.py): the whole recipe, and the first step of
-    # the stage.
-    whole: "Config | None" = None
-    begins: int = 0
+    # What follows from model.depth, for display. It is no part of the recipe.
+    derived: tuple[Choice, ...] = ()
+    # In the recipe of a later stage (config/stages.py): the recipe with all stages, and the first
+    # step of this one.
+    full_recipe: "Config | None" = None
+    first_step: int = 0
 
     @property
     def recipe(self) -> "Config":
         """The recipe with all its stages."""
-        return self.whole or self
+        return self.full_recipe or self
 
 
 @dataclass(frozen=True)

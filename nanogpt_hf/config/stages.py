@@ -62,13 +62,13 @@ def read_stages(entries: list[Any]) -> list[dict[str, Any]]:
 
 def stages_of(config: Config) -> list[Stage]:
     """The stages of a run, from step 0 to its end: one if the recipe has none."""
-    whole = config.recipe
-    entries = whole.train.stages or []
-    last = whole.train.max_steps
+    recipe = config.recipe
+    entries = recipe.train.stages or []
+    last = recipe.train.max_steps
     # Each entry ends the stage before it and begins one that differs by what the entry states, so
     # changes add up from stage to stage.
-    now = whole
-    stages = [Stage("stage 1", 0, last, whole, "")]
+    now = recipe
+    stages = [Stage("stage 1", 0, last, recipe, "")]
     for number, entry in enumerate(entries, 2):
         values = {key: value for key, value in entry.items() if key in CHANGING}
         if weights := entry.get(_WEIGHTS):
@@ -79,7 +79,7 @@ def stages_of(config: Config) -> list[Stage]:
             ]
         changes = [f"{key} {get_value(now, key)} -> {values[key]}" for key in entry if key in KNOBS]
         changes += [f"weight of {name} {weight}" for name, weight in (weights or {}).items()]
-        now = replace(replace_knobs(now, values), whole=whole, begins=entry["at"])
+        now = replace(replace_knobs(now, values), full_recipe=recipe, first_step=entry["at"])
         stages[-1] = stages[-1]._replace(last=entry["at"])
         stages.append(Stage(f"stage {number}", entry["at"], last, now, ", ".join(changes)))
     return stages

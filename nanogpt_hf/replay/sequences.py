@@ -57,7 +57,7 @@ def at_step(run: Run, step: int) -> Run:
     """The run with the data of another step's stage."""
     config = config_at(run.config, step - 1)
     accelerator = run.accelerator
-    if config.begins == run.config.begins:
+    if config.first_step == run.config.first_step:
         return run
     data = load_prepared(config)
     size = config.train.min_micro_batch_size

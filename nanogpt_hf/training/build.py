@@ -78,7 +78,7 @@ def build_at(
     step = checkpoint.state.step if checkpoint else 0
     config = config_at(config, step)
     # In a stage after the first, blocks and micro-batches may have other sizes.
-    if config.whole:
+    if config.full_recipe:
         blocks = load_prepared(config)
         data = dataclasses.replace(data, train=blocks.train, validation=blocks.validation)
         accumulation = accumulation_steps(config, mesh_of(accelerator).dp_size)

@@ -57,8 +57,8 @@ def build_batches(
         dp_size=mesh.dp_size,
         pin_memory=accelerator.device.type == "cuda",
         turn=turn,
-        first_step=config.begins,
-        read=blocks_read(config, config.begins),
+        first_step=config.first_step,
+        read=blocks_read(config, config.first_step),
     )
 
 
@@ -105,7 +105,7 @@ def dry_run_step(run: Run, micro_batch_size: int) -> None:
     with without_a_trace(run, count):
         batches = build_batches(config, accelerator, run.data.train, micro_batch_size)
         dry_run = dataclasses.replace(run, batches=batches)
-        train_step(dry_run, config.begins, learning_rate=0.0)
+        train_step(dry_run, config.first_step, learning_rate=0.0)
 
 
 def check_memory(config: Config, accelerator: Accelerator, vocab_size: int) -> None:

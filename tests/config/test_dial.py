@@ -95,10 +95,10 @@ def test_stated_knob_overrides_the_dial(recipe, key, source):
     else:
         config = load_config(recipe(), stated | {"model.depth": 2})
     assert get_value(config, key) == CHOICES[key]
-    row = next(choice for choice in config.dial if choice.key == key)
+    row = next(choice for choice in config.derived if choice.key == key)
     assert row.value == CHOICES[key]
     assert row.reason.startswith("stated; the dial chooses ")
-    assert {choice.key for choice in config.dial} == set(CHOICES)
+    assert {choice.key for choice in config.derived} == set(CHOICES)
 
 
 def test_learning_rate_scales_with_root_of_stated_batch(recipe):
@@ -116,7 +116,7 @@ def test_resolved_recipe_has_plain_numbers_and_keeps_the_dial(recipe, tmp_path):
     resolved.write_text(config_to_yaml(config))
     reloaded = load_config(resolved)
     assert config_to_dict(reloaded) == config_to_dict(config)
-    assert reloaded.dial == ()
+    assert reloaded.derived == ()
     larger = load_config(resolved, {"model.depth": 6})
     assert (larger.model.n_layer, larger.model.n_embd) == (6, 384)
 
@@ -130,7 +130,7 @@ def test_dial_learning_rate_of_muon_follows_its_scale(recipe, scale, rate):
     assert config.optim.muon_learning_rate == rate
     assert config.optim.learning_rate == 0.00311
     adamw = load_config(recipe(optim=optim), {"model.depth": 4, "optim.name": "adamw"})
-    assert "optim.muon_learning_rate" not in {choice.key for choice in adamw.dial}
+    assert "optim.muon_learning_rate" not in {choice.key for choice in adamw.derived}
 
 
 def test_rates_over_width(recipe):

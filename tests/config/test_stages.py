@@ -58,7 +58,7 @@ def test_recipe_at_a_step_has_the_knobs_of_all_stages_before(config):
     assert planned_tokens(config) == 40 * 256 + 60 * 512
     later = 60 * 512 / 7
     assert tokens_by_source(config) == pytest.approx({"a": 40 * 256 + 6 * later, "b": later})
-    assert largest_stage(config).begins == 80
+    assert largest_stage(config).first_step == 80
     assert stage_lines(config) == [
         "stage 1: steps 1 to 40, 10,240 tokens",
         "stage 2: steps 41 to 80, 20,480 tokens: train.tokens_per_step 256 -> 512, weight of b 0.5",
@@ -113,8 +113,8 @@ def test_no_block_is_read_twice_before_its_source_is_at_its_end(config):
             seed=1,
             micro_batch_size=4,
             accumulation=now.train.tokens_per_step // 4 // size,
-            first_step=now.begins,
-            read=blocks_read(now, now.begins),
+            first_step=now.first_step,
+            read=blocks_read(now, now.first_step),
         )
         for step in range(stage.first, stage.last):
             for index in batches.indices(step):
