@@ -29,12 +29,14 @@ from nanogpt_hf.config.methods import (
     recipe_method_of,
 )
 from nanogpt_hf.config.names import folder_or_hub_id
-from nanogpt_hf.config.schema import Config, get_value
+from nanogpt_hf.config.schema import KNOBS, Config, get_value
 from nanogpt_hf.config.stages import planned_tokens, stage_lines
+from nanogpt_hf.config.unread import read_knobs
 from nanogpt_hf.console import show
 from nanogpt_hf.data.manifest import find_manifest
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import DataError, UserError
+from nanogpt_hf.formatting import plural
 from nanogpt_hf.methods.resolve import resolve_from_model
 from nanogpt_hf.program import program
 from nanogpt_hf.runs.find import find_run
@@ -83,7 +85,7 @@ def _add_run_arguments(parser: ArgumentParser, recipe: str, *knobs: str, **meani
     add_flag(parser, "--overwrite", "delete the run that is in the run folder")
     automatic = "--resume if there is a checkpoint, otherwise start from step 0"
     add_flag(parser, "--auto-resume", automatic)
-    dry_run = "print the resolved recipe and its size, check what --resume checks, then exit"
+    dry_run = "print the knobs that are read and the size, check what --resume checks, then exit"
     add_flag(parser, "--dry-run", dry_run)
 
 
@@ -257,8 +259,8 @@ def _permanent_imports() -> Iterator[None]:
 
 
 def _dry_run(config: Config, arguments: Namespace, base: "PreTrainedConfig | None") -> None:
-    """Print the resolved recipe, the parameters and tokens of its run as far as they are known
-    without its data, and what --resume would do.
+    """Print the knobs that the run reads, then its plan: stages, parameters and tokens as far as
+    they are known without its data, and what --resume would do.
 
     In processes of a launcher, raises UserError if the recipe does not fit the accelerate config.
     """
@@ -273,9 +275,6 @@ def _dry_run(config: Config, arguments: Namespace, base: "PreTrainedConfig | Non
 
         check_launch(config, mesh)
     config = with_steps_of_known_data(config)
-    # Of a model to fine-tune: how many of its parameters are trained.
-    if base is not None:
-        show(f"{config.finetune.model}: {describe_trainable(meta_model(config, base), config)}\n")
     try:
         vocab_size, source = known_vocab_size(config.data, find_manifest(config.data))
         # Building the configuration finds mistakes in the sizes of the model.
@@ -284,7 +283,13 @@ def _dry_run(config: Config, arguments: Namespace, base: "PreTrainedConfig | Non
     except DataError as error:
         # The vocabulary of a text's own tokenizer is known when the text has been read.
         sizes = [f"parameters: not known before `prepare`: {error}"]
-    show(config_to_yaml(config))
+    # Of a model to fine-tune: how many of its parameters are trained.
+    if base is not None:
+        trainable = describe_trainable(meta_model(config, base), config)
+        sizes.insert(0, f"{config.finetune.model}: {trainable}")
+    read = read_knobs(config)
+    show(config_to_yaml(config, read))
+    unread = plural(len(KNOBS) - len(read), "knob")
     tokens = config.train.tokens_per_step
     if config.train.budget:
         total = f"as many steps as fit into {config.train.budget}, timed when a run starts"
@@ -299,4 +304,6 @@ def _dry_run(config: Config, arguments: Namespace, base: "PreTrainedConfig | Non
 
         options = {name: getattr(arguments, name) for name in ("resume", "auto_resume")}
         sizes += check_resume(config, arguments.run_dir, **options)
-    show(*dial_lines(config), *stage_lines(config), *sizes, "nothing was started", sep="\n")
+    left_out = f"{unread} that this run does not read: left out above"
+    lines = [left_out, *dial_lines(config), *stage_lines(config), *sizes]
+    show(*lines, "nothing was started", sep="\n")

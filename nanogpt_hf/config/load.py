@@ -4,7 +4,7 @@ import functools
 import json
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -366,5 +366,11 @@ def config_to_dict(config: Config) -> dict[str, dict[str, Any]]:
     return {section: asdict(getattr(config.recipe, section)) for section in SECTIONS}
 
 
-def config_to_yaml(config: Config) -> str:
-    return yaml.safe_dump(config_to_dict(config), sort_keys=False, allow_unicode=True)
+def config_to_yaml(config: Config, keys: Container[str] = KNOBS) -> str:
+    """The recipe as YAML: every knob, or the ones of `keys`."""
+    tree = {
+        section: {name: value for name, value in knobs.items() if f"{section}.{name}" in keys}
+        for section, knobs in config_to_dict(config).items()
+    }
+    stated = {section: knobs for section, knobs in tree.items() if knobs}
+    return yaml.safe_dump(stated, sort_keys=False, allow_unicode=True)
