@@ -16,7 +16,7 @@ from nanogpt_hf.distributed.pipeline import Pipeline, pipeline_of
 from nanogpt_hf.distributed.updates import Updater
 from nanogpt_hf.methods.finetuning import learned_ids
 from nanogpt_hf.model.architecture import Architecture, Metrics, Objective, architecture_of
-from nanogpt_hf.model.load import load_model
+from nanogpt_hf.model.load import load_start_model
 from nanogpt_hf.model.vocabulary import extend_vocabulary
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.state import MeasuredLoss, TrainState
@@ -101,7 +101,7 @@ def start_model_of(run: Run) -> PreTrainedModel:
     if run.start_model is None:
         finetune = run.config.finetune
         assert finetune.model is not None, "a method that compares with it requires one"
-        model = load_model(finetune.model, finetune.revision)
+        model = load_start_model(finetune)
         positions = run.config.model.n_positions
         architecture_of(model).resize_positions(model, positions, finetune.rope_theta)
         learned = learned_ids(run.config, run.data)

@@ -17,7 +17,7 @@ from nanogpt_hf.config.schema import Config, ModelSection
 from nanogpt_hf.config.seeds import derive_seed
 from nanogpt_hf.errors import UserError, one_line
 from nanogpt_hf.model.architecture import GPT2, architecture_of, architecture_of_type
-from nanogpt_hf.model.load import load_base_config, load_model
+from nanogpt_hf.model.load import load_base_config, load_start_model
 from nanogpt_hf.model.look_back import check_look_back, look_back
 from nanogpt_hf.model.vocabulary import extend_vocabulary
 
@@ -101,7 +101,7 @@ def start_model(
                 load_in_4bit=lora.quantize == "4bit",
                 bnb_4bit_quant_type="nf4",
             )
-        model = load_model(finetune.model, finetune.revision, **options)
+        model = load_start_model(finetune, **options)
         # methods/finetuning.py has checked that the tokenizer keeps all tokens of the model.
         if learned is not None or vocab_size > model.config.vocab_size:
             extend_vocabulary(model, vocab_size, learned)

@@ -3,6 +3,8 @@
 import pickle
 import shlex
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import CONFIG_NAME
 from transformers.utils.hub import cached_file, extract_commit_hash
 
+from nanogpt_hf.config.method_sections import FinetuneSection
 from nanogpt_hf.config.names import folder_or_hub_id
 from nanogpt_hf.errors import UserError, explain, one_line
 from nanogpt_hf.model.architecture import Architecture, architecture_on_disk
@@ -31,6 +34,22 @@ def load_model(name: str, revision: str | None = None, **options: Any) -> PreTra
     return model
 
 
+@contextmanager
+def _naming_the_start_model() -> Iterator[None]:
+    """Context whose UserErrors name the knob of the model that a recipe starts from."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"finetune.model: {error}") from error.__cause__
+
+
+@_naming_the_start_model()
+def load_start_model(finetune: FinetuneSection, **options: Any) -> PreTrainedModel:
+    """The model that a recipe starts from. Raises UserError if it cannot be read."""
+    return load_model(str(finetune.model), finetune.revision, **options)
+
+
+@_naming_the_start_model()
 def load_base_config(name: str, revision: str | None) -> tuple[PreTrainedConfig, str | None]:
     """Configuration of a model to fine-tune, and its commit on the Hub (None for a folder).
 
