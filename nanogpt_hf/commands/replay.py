@@ -66,12 +66,12 @@ def run_verify(arguments: Namespace) -> int:
     from nanogpt_hf.checkpoint.reader import OtherFormatError
     from nanogpt_hf.config.sources import sources_of
     from nanogpt_hf.data.prepared import check_prepared, require_manifest
-    from nanogpt_hf.replay import verify
+    from nanogpt_hf.replay import repeatable, verify
     from nanogpt_hf.runs.provenance import record_verification
 
     config = verify.recipe_of(folder)
-    segments = verify.segments_to_verify(folder, arguments.steps, arguments.sample)
-    verify.check_repeatable(folder, config, mesh, segments)
+    segments = repeatable.segments_to_verify(folder, arguments.steps, arguments.sample)
+    repeatable.check_repeatable(folder, config, mesh, segments)
     # Verifying must not prepare the data again: it would no longer be the data of the run.
     for source in sources_of(config.data):
         require_manifest(Path(source.data.dir))
@@ -83,7 +83,7 @@ def run_verify(arguments: Namespace) -> int:
     say = show if mesh.is_main else lambda *_: None
     record = partial(record_verification, folder) if mesh.is_main else lambda *_: None
     try:
-        seconds = verify.seconds_to_repeat(folder, segments, mesh)
+        seconds = repeatable.seconds_to_repeat(folder, segments, mesh)
         about = f"about {format_duration(seconds)} at the run's speed per process"
         say(f"repeating steps {', '.join(texts)}: {about}")
         check_prepared(config.data)
@@ -133,12 +133,12 @@ def _repeat_segment(
     """Repeat the steps after `first` up to `last`. Return the limit within which numbers count as
     equal, and the first step that differs, with its differences, if there is one.
     """
-    from nanogpt_hf.replay import verify
+    from nanogpt_hf.replay import repeatable, verify
 
     # Knobs may have changed at a resume: the segment begins with the ones of its first step.
     held = verify.recipe_of(folder, first + 1)
     with verify.run_at(folder, held, first, mesh) as repeated:
-        bound = verify.rounding_bound(folder, repeated)
+        bound = repeatable.rounding_bound(folder, repeated)
         return bound, verify.first_difference(repeated, folder, last, bound)
 
 
