@@ -117,11 +117,8 @@ def draw_curves(
         ((title, events),) = runs.items()
         note = f"step {events[-1]['step']:,}"
         _draw_below(below[0], *column(events, lower, by), lower.removeprefix("train/"))
-        x, y = column(events, metric, by)
-        if metric == "val/loss" and len(x):
-            best = int(y.argmin())
-            axes.plot(x[best], y[best], "o", markersize=11, mfc="none", mec=RUN_COLORS[1])
-            note += f"; ○ best {y[best]:.4f} at step {int(x[best]):,}"
+        if metric == "val/loss":
+            note += _mark_best(axes, column(events, metric, by))
     _draw_stages([axes, *below], stages, last)
     units = {"tokens": "training tokens", "seconds": "seconds of training"}
     (axes, *below)[-1].set_xlabel(units.get(by, by))
@@ -130,6 +127,16 @@ def draw_curves(
     axes.set_title(note, loc="right", color=_GRAY, fontsize=9)
     save_plot(figure, path)
     return True
+
+
+def _mark_best(axes: "Axes", evaluated: Points) -> str:
+    """Circle the lowest loss; return the words for it, none if there is no loss yet."""
+    x, y = evaluated
+    if not len(x):
+        return ""
+    best = int(y.argmin())
+    axes.plot(x[best], y[best], "o", markersize=11, mfc="none", mec=RUN_COLORS[1])
+    return f"; ○ best {y[best]:.4f} at step {int(x[best]):,}"
 
 
 def _with_cross_entropy(events: list[Event]) -> list[Event]:

@@ -84,13 +84,8 @@ def prepare_run(
     check_settings({Setting(flag): flag for flag in flags})
 
     def prepare() -> tuple[PreparedData, dict[str, Any]]:
-        decision: dict[str, Any] = {}
         # Only the main process decides: until another looks, it may have begun to write.
-        if mesh.is_main:
-            folder.lock()
-            decision = _decide(config, folder, options)
-            if config.hub.push and config.hub.repo and (problem := check_login(config.hub.repo)):
-                logger.warning(problem)
+        decision = _lock(config, folder, options) if mesh.is_main else {}
         data = method.load(config)
         for stage in stages_of(config)[1:]:
             with naming(stage):
@@ -117,6 +112,15 @@ def prepare_run(
     except BaseException:
         folder.unlock()
         raise
+
+
+def _lock(config: Config, folder: RunFolder, options: dict[str, bool]) -> dict[str, Any]:
+    """Lock the run folder, and decide whether the run resumes. Only the main process calls it."""
+    folder.lock()
+    decision = _decide(config, folder, options)
+    if config.hub.push and config.hub.repo and (problem := check_login(config.hub.repo)):
+        logger.warning(problem)
+    return decision
 
 
 def _decide(config: Config, folder: RunFolder, options: dict[str, bool]) -> dict[str, Any]:
