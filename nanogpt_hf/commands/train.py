@@ -28,7 +28,6 @@ from nanogpt_hf.config.methods import (
     RecipeMethod,
     recipe_method_of,
 )
-from nanogpt_hf.config.names import folder_or_hub_id
 from nanogpt_hf.config.schema import KNOBS, Config, get_value
 from nanogpt_hf.config.stages import planned_tokens, stage_lines
 from nanogpt_hf.config.unread import read_knobs
@@ -37,7 +36,7 @@ from nanogpt_hf.data.manifest import find_manifest
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import DataError, UserError
 from nanogpt_hf.formatting import plural
-from nanogpt_hf.methods.resolve import resolve_from_model
+from nanogpt_hf.methods.resolve import missing_path, resolve_from_model
 from nanogpt_hf.program import program
 from nanogpt_hf.runs.find import find_run
 from nanogpt_hf.runs.recipe import read_recipe
@@ -172,7 +171,7 @@ def run_resume(arguments: Namespace, overrides: Overrides) -> None:
     # From here on it is the command that began the run, with --resume.
     run_arguments = {"run_dir": run.path, "resume": True, "auto_resume": False, "overwrite": False}
     arguments = Namespace(recipe=str(run.recipe), **vars(arguments) | run_arguments)
-    missing = _path_of_elsewhere(config)
+    missing = missing_path(config)
     remedy = "resume it in the folder where it began"
     if missing is None and "data.dir" not in dict(overrides):
         missing = _data_of_elsewhere(config, run.path)
@@ -185,24 +184,6 @@ def run_resume(arguments: Namespace, overrides: Overrides) -> None:
         _run(config, arguments)
     else:
         _run_from_model(arguments, overrides, recipe_method_of(partial(get_value, config)))
-
-
-def _path_of_elsewhere(config: Config) -> str | None:
-    """The first knob of a recipe whose path does not exist here, with its value; None if all do."""
-    for key in ("finetune.model", "distill.teacher"):
-        name = get_value(config, key)
-        try:
-            # A name that may be on the Hub is looked up by who loads it.
-            if name is not None:
-                folder_or_hub_id(name)
-        except UserError:
-            return f"{key} {name}"
-    if config.rl.reward and not os.path.isfile(config.rl.reward.rpartition(":")[0]):
-        return f"rl.reward {config.rl.reward}"
-    for tool in config.rl.tools:
-        if tool.endswith(".py") and not os.path.isfile(os.path.expanduser(tool)):
-            return f"rl.tools {tool}"
-    return None
 
 
 def _data_of_elsewhere(config: Config, run: Path) -> str | None:

@@ -134,7 +134,9 @@ class RlSection:
 class AlignSection:
     """Preference training: the loss and its weights."""
 
-    READER: ClassVar[Reader] = only_with("align.loss", remedy="train by `align`")
+    READER: ClassVar[Reader] = only_with(
+        "align.loss", remedy="train by `align`, or give --align.loss"
+    )
 
     loss: Literal["dpo", "ipo", "hinge", "simpo", "orpo", "kto"] | None = knob(
         None, "loss of preference pairs, or of labeled answers (kto) (default: none)"

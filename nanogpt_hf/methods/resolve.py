@@ -1,5 +1,6 @@
 """Resolve a recipe as the command that trains it does: from scratch, from a model, by a method."""
 
+import os
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nanogpt_hf.config.load import Overrides, load_config, stated_knobs
@@ -9,9 +10,10 @@ from nanogpt_hf.config.methods import (
     recipe_method_of,
     start_knob_of,
 )
-from nanogpt_hf.config.schema import Config
+from nanogpt_hf.config.names import folder_or_hub_id
+from nanogpt_hf.config.schema import Config, get_value
 from nanogpt_hf.data.manifest import find_manifest
-from nanogpt_hf.errors import DataError
+from nanogpt_hf.errors import DataError, UserError
 from nanogpt_hf.methods.finetuning import check_tokenizer, finetune_config, start_defaults
 
 if TYPE_CHECKING:
@@ -60,6 +62,24 @@ def resolve_from_model(
             "prepare it again"
         )
     return config, base
+
+
+def missing_path(config: Config) -> str | None:
+    """The first knob of a recipe whose path does not exist here, with its value; None if all do."""
+    for key in ("finetune.model", "distill.teacher"):
+        name = get_value(config, key)
+        try:
+            # A name that may be on the Hub is looked up by who loads it.
+            if name is not None:
+                folder_or_hub_id(name)
+        except UserError:
+            return f"{key} {name}"
+    if config.rl.reward and not os.path.isfile(config.rl.reward.rpartition(":")[0]):
+        return f"rl.reward {config.rl.reward}"
+    for tool in config.rl.tools:
+        if tool.endswith(".py") and not os.path.isfile(os.path.expanduser(tool)):
+            return f"rl.tools {tool}"
+    return None
 
 
 def _method_from_a_model(recipe: str | None, overrides: Overrides) -> RecipeMethod | None:

@@ -35,6 +35,8 @@ _DOTTED: dict[str, Any] = {
 }
 # The part of a training loss with terms (a teacher, a z-loss) that compares with val/loss.
 _CROSS_ENTROPY = "train/cross_entropy"
+_MANY_RUNS = 6
+_RISING = ("val/accuracy", "val/reward", "val/pass@1")
 # x and y of a curve
 Points = tuple[np.ndarray, np.ndarray]
 # For each validation metric: the metric of training in the same plot, the metric in the small plot
@@ -122,7 +124,11 @@ def draw_curves(
     _draw_stages([axes, *below], stages, last)
     units = {"tokens": "training tokens", "seconds": "seconds of training"}
     (axes, *below)[-1].set_xlabel(units.get(by, by))
-    axes.legend(frameon=False, loc="upper right", fontsize=9)
+    # Losses fall, and rewards rise. Many names would hide the curves.
+    place: dict[str, Any] = {"loc": "lower right" if metric in _RISING else "upper right"}
+    if len(runs) > _MANY_RUNS:
+        place = {"loc": "upper left", "bbox_to_anchor": (1.01, 1.0)}
+    axes.legend(frameon=False, fontsize=9, **place)
     axes.set_title(_plain(title), loc="left", fontweight="bold")
     axes.set_title(note, loc="right", color=_GRAY, fontsize=9)
     save_plot(figure, path)
@@ -168,8 +174,10 @@ def _draw_one_of_several(
     """Draw the curves of a run among others; return the ones that have points."""
     smoothed = _smoothed(trained)
     axes.plot(*smoothed, style, color=color, **_THIN)
-    axes.plot(*evaluated, style, color=color, label=_plain(name), **_DOTTED)
-    return [curve for curve in (evaluated, smoothed) if len(curve[0])]
+    curves = [curve for curve in (evaluated, smoothed) if len(curve[0])]
+    # A run of a sweep that has not begun is no line of the legend.
+    axes.plot(*evaluated, style, color=color, label=_plain(name) if curves else None, **_DOTTED)
+    return curves
 
 
 def _smoothed(points: Points) -> Points:

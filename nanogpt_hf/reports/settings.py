@@ -104,7 +104,8 @@ def draw_settings(settings: Sequence[Row], path: Path, score: Score) -> bool:
         if min(values[key]) > 0 and max(values[key]) >= 4 * min(values[key]):
             axes.set_xscale("log")
         axes.set_xlabel(key)
-        axes.set_ylabel(f"{score.label}, mean and standard error")
+        axes.set_ylabel(score.label)
+        axes.set_title("mean and standard error", loc="right", fontsize=9)
         axes.grid(alpha=0.2)
         axes.spines[["top", "right"]].set_visible(False)
         if any(lines):

@@ -135,7 +135,9 @@ def _decide(config: Config, folder: RunFolder, options: dict[str, bool]) -> dict
 
 
 def check_folders(config: Config, folder: RunFolder) -> None:
-    """Raises UserError if the run folder and prepared data or the teacher are inside each other."""
+    """Raises UserError if the run folder and prepared data or the teacher are inside each other, or
+    the model to start from is in the run folder.
+    """
     dirs = [config.data.dir, *(source.data.dir for source in sources_of(config.data))]
     others = [("data.dir", path) for path in dirs]
     if config.distill.teacher:
@@ -149,6 +151,15 @@ def check_folders(config: Config, folder: RunFolder) -> None:
             raise UserError(
                 f"--run-dir {folder.path} and --{knob} {path}: one is inside the other; choose two "
                 "separate folders"
+            )
+    # A run that starts removes the models that are in its folder.
+    if start := config.finetune.model:
+        model = os.path.expanduser(start)
+        # Not a name on the Hub.
+        if os.path.exists(model) and Path(os.path.realpath(model)).is_relative_to(run):
+            raise UserError(
+                f"--run-dir {folder.path}: finetune.model {start} is inside it; choose another "
+                "folder"
             )
 
 

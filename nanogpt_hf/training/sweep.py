@@ -24,6 +24,7 @@ from nanogpt_hf.distributed.layout import check_layout
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.distributed.signals import StopRequest, stop_on_signals
 from nanogpt_hf.errors import EXIT_STOPPED, RunFolderError, UserError
+from nanogpt_hf.methods.resolve import missing_path
 from nanogpt_hf.methods.run import is_done
 from nanogpt_hf.methods.table import method_of
 from nanogpt_hf.planning.config_files import NotEstimated, read_launch
@@ -48,6 +49,12 @@ def check_runs(sweep: Sweep) -> None:
         raise RunFolderError(f"{whole.path}: is a file; give another --sweep-dir")
     if whole.recipe.exists() or whole.checkpoints.exists():
         raise RunFolderError(f"{whole.path}: holds a run itself; give another --sweep-dir")
+    for parent in Path(os.path.realpath(whole.path)).parents:
+        # A run that is trained again removes what is in its folders.
+        if RunFolder(parent).recipe.is_file():
+            raise RunFolderError(
+                f"{whole.path}: is inside the run {parent}; give another --sweep-dir"
+            )
     launch = read_machine(sweep.machine) if sweep.machine else None
     mesh = Mesh.from_environment()
 
@@ -66,6 +73,8 @@ def check_runs(sweep: Sweep) -> None:
         try:
             check_machine(run.config)
             check_before_the_data(run.config, RunFolder(sweep.folder / run.name))
+            if missing := missing_path(run.config):
+                raise UserError(f"{missing}: no such file or folder")
             _check_sources(run.config)
         except UserError as error:
             reason = _of_sweep(error)
@@ -162,6 +171,9 @@ def _is_done(run: GridRun, folder: RunFolder) -> bool:
 
 def _command(sweep: Sweep, run: GridRun) -> list[str]:
     knobs = [*run.overrides, ("run-dir", str(sweep.folder / run.name))]
+    # The commit of today: the Hub may have another one when the last run starts.
+    if revision := run.config.finetune.revision:
+        knobs.insert(0, ("finetune.revision", revision))
     words = [word for key, text in knobs for word in (f"--{key}", text)]
     words += ["--log-level", sweep.log_level] if sweep.log_level else []
     words.append("--overwrite" if sweep.overwrite else "--auto-resume")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanogpt_hf.config.formats import FORMATS
-from nanogpt_hf.config.load import Overrides, stated_knobs, unread_overrides
+from nanogpt_hf.config.load import Overrides, check_knobs, stated_knobs, unread_overrides
 from nanogpt_hf.config.methods import NEXT_TOKEN, recipe_method_of
 from nanogpt_hf.config.schema import KNOBS, Config, get_value
 from nanogpt_hf.config.sources import knob_text, sources_of
@@ -118,6 +118,9 @@ def _combinations(recipe: str | None, axes: dict[str, list[str]]) -> list[dict[s
     combinations = [
         dict(zip(axes, texts, strict=True)) for texts in itertools.product(*axes.values())
     ]
+    for texts in combinations:
+        # All wrong values are found before a model is looked up, which may take long.
+        check_knobs(recipe, [*texts.items()])
     unread: list[set[str]] = []
     for texts in combinations:
         pairs = [*texts.items()]

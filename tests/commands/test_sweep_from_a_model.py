@@ -3,15 +3,21 @@ by the score of the model that it hands on.
 """
 
 import json
+import os
+import shutil
+import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from arguments import argv
-from assertions import numbers
+from assertions import at_step, numbers
 from nanogpt_hf.commands import main
+from nanogpt_hf.config.schema import replace_knobs
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.metrics import read_metrics
+from nanogpt_hf.training import sweep
 from nanogpt_hf.training.sweep_grid import Sweep, build_grid
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
@@ -94,6 +100,30 @@ def test_run_of_a_sweep_equals_its_single_command(
         )
     # Runs with different values learn different weights.
     assert len({facts(f"sweep/{folder}")[1] for folder in in_process}) == 2
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "command",
+    ["finetune --data text.txt --lora 2", "align --data pairs.jsonl --loss dpo", f"rl {RL}"],
+    ids=lambda command: command.split()[0],
+)
+def test_interrupted_sweep_continues_bit_for_bit(
+    base, in_process, forget_accelerate, monkeypatch, capsys, command
+):
+    name, _, options = command.partition(" ")
+    words = f"--from {base} {KNOBS} {options} --optim.learning_rate 1e-2"
+    words_of_sweep = argv(f"sweep {words} --train.seed 1,2 --sweep-dir sweep")
+    with monkeypatch.context() as patch:
+        at_step(patch, 2, lambda: os.kill(os.getpid(), signal.SIGINT))
+        assert main(words_of_sweep) == 75
+    assert "sweep: interrupted; run the same command again" in capsys.readouterr().out
+    assert main(words_of_sweep) == 0
+    assert in_process == ["seed=1", "seed=1", "seed=2"]
+    forget_accelerate()
+    assert main(argv(f"{name} {words} --train.seed 1 --run-dir single")) == 0
+    assert facts("single") == facts("sweep/seed=1")
+    assert {row["status"] for row in rows_of("sweep")} == {"done"}
 
 
 @pytest.mark.long
@@ -183,6 +213,22 @@ def test_score_follows_from_what_the_runs_differ_in(base, tiny_base, options, me
     assert Sweep(None, runs, Path("sweep")).score.metric == metric
 
 
+def test_folders_that_a_run_would_remove_are_refused(refused, base, in_process):
+    """The model to start from is in the folder of a run, or the sweep is in that of another run."""
+    shutil.copytree(base, "sweep/seed=1/best")
+    words = "--data text.txt --train.seed 1,2 --overwrite"
+    line = refused(*argv(f"sweep --from sweep/seed=1/best {words} --sweep-dir sweep"))
+    assert "seed=1: --sweep-dir sweep/seed=1: finetune.model sweep/seed=1/best is inside" in line
+    Path("sweep/seed=1/recipe.yaml").touch()
+    line = refused(*argv(f"sweep --from {base} {words} --sweep-dir sweep/seed=1/best/x"))
+    assert "is inside the run" in line
+    assert "give another --sweep-dir" in line
+    single = "--data text.txt --run-dir sweep/seed=1 --overwrite"
+    line = refused(*argv(f"finetune --from sweep/seed=1/best {single}"))
+    assert "--run-dir sweep/seed=1: finetune.model sweep/seed=1/best is inside it" in line
+    assert in_process == []
+
+
 def test_grid_has_the_defaults_of_the_method(tiny_base):
     overrides = [
         ("finetune.model", str(tiny_base)),
@@ -205,6 +251,20 @@ def test_models_with_other_tokens_have_data_of_their_own(tiny_base, base):
     same = [*overrides, ("finetune.model", f"{tiny_base},{tiny_base}/../tiny-gpt2")]
     runs = build_grid(None, [*same, ("data.dir", "data"), ("data.tokenizer", str(tiny_base))])
     assert {run.config.data.dir for run in runs} == {"data"}
+
+
+def test_all_runs_start_from_the_commit_that_the_grid_has_found(base, tmp_path, monkeypatch):
+    commands = []
+    monkeypatch.setattr(sweep, "run_process", lambda command, stop: commands.append(command) or 3)
+    overrides = [("finetune.model", str(base)), ("data.source", "text.txt"), ("lora.rank", "2,4")]
+    runs = [
+        replace(run, config=replace_knobs(run.config, {"finetune.revision": "abc"}))
+        for run in build_grid(None, overrides)
+    ]
+    assert sweep.train_runs(Sweep(None, runs, tmp_path / "sweep"))[1] == 1
+    assert len(commands) == 2
+    for command in commands:
+        assert command[command.index("--finetune.revision") + 1] == "abc"
 
 
 # Recipes that train a model further; the other recipes train from scratch.
