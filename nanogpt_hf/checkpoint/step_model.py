@@ -13,6 +13,7 @@ from torch import Tensor
 
 from nanogpt_hf.checkpoint.reader import read_checkpoint
 from nanogpt_hf.config.schema import Config
+from nanogpt_hf.errors import RunFolderError, one_line
 from nanogpt_hf.export.card import card_of_step
 from nanogpt_hf.export.model_folder import new_folder
 from nanogpt_hf.model.architecture import architecture_of_type, architecture_on_disk
@@ -45,7 +46,16 @@ def model_of_step(run: RunFolder, checkpoint: Path) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="nanogpt_hf-") as scratch:
         folder = Path(scratch) / checkpoint.name
         with new_folder(folder) as partial:
-            _write(partial, model, config, weights, saved.state)
+            try:
+                _write(partial, model, config, weights, saved.state)
+            except (KeyError, TypeError, ValueError, AttributeError, OSError) as error:
+                # An error of writing has a number. Others are of its config.json, which is damaged
+                # or of another model.
+                if isinstance(error, OSError) and error.errno is not None:
+                    raise
+                raise RunFolderError(
+                    f"{model}: does not fit the weights of {checkpoint}: {one_line(error)}"
+                ) from None
         yield folder
 
 

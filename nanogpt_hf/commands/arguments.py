@@ -177,7 +177,13 @@ def found_model(name: str, step: int | None = None) -> Iterator[Found]:
     from nanogpt_hf.checkpoint.step_model import model_of_step
 
     with model_of_step(run, checkpoint) as folder:
-        yield Found(str(folder), str(checkpoint), run)
+        try:
+            yield Found(str(folder), str(checkpoint), run)
+        except UserError as error:
+            # The user knows the checkpoint, and not the temporary folder.
+            if str(folder) not in str(error):
+                raise
+            raise UserError(str(error).replace(str(folder), str(checkpoint))) from None
 
 
 def _output(text: str) -> Path:

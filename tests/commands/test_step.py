@@ -231,6 +231,18 @@ def test_damaged_checkpoint_and_run_without_a_model_are_refused(run, refused):
     assert "has no model yet" in refused("sample", run.path, "--step", 1)
 
 
+@pytest.mark.parametrize("content", [None, "{}", "[]", "{", '{"model_type": "llama"}'])
+def test_model_folder_that_does_not_fit_is_one_line_with_its_name(run, refused, content):
+    config = run.best / "config.json"
+    if content is None:
+        config.unlink()
+    else:
+        config.write_text(content)
+    line = refused("sample", run.path, "--step", 1)
+    assert str(run.path) in line
+    assert tempfile.gettempdir() + "/nanogpt_hf-" not in line
+
+
 def test_full_disk_is_one_line_and_leaves_nothing(trained, volume, monkeypatch, refused):
     monkeypatch.setattr(tempfile, "tempdir", str(volume))
     (volume / "ballast").write_bytes(bytes(4 * 2**20 - 40_000))
