@@ -12,11 +12,13 @@ import pytest
 
 from assertions import file_contents, numbers
 from nanogpt_hf.runs.folder import RunFolder
+from nanogpt_hf.runs.recipe import read_recipe
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.long
 # one begins at an evaluation, the other with a checkpoint
 STAGES = [{"at": 6, "data.block_size": 8}, {"at": 24, "train.micro_batch_size": 8}]
+BETAS = {"tokens": [0.7, 0.99]}
 OTHER_PLACES = [
     "writing a checkpoint",
     "replacing best",
@@ -38,8 +40,10 @@ def train():
         env=os.environ | {"PYTHONPATH": str(ROOT)},
     ) as process:
 
-        def train(recipe: Path, folder: Path, kill: str | int | None = None) -> int:
-            arguments = ["pretrain", str(recipe), "--run-dir", str(folder)]
+        def train(
+            recipe: Path, folder: Path, kill: str | int | None = None, options: tuple[str, ...] = ()
+        ) -> int:
+            arguments = ["pretrain", str(recipe), "--run-dir", str(folder), *options]
             process.stdin.write(json.dumps({"arguments": arguments, "kill": kill}) + "\n")
             process.stdin.flush()
             kills, status = json.loads(process.stdout.readline())
@@ -98,6 +102,44 @@ def test_resume_after_random_kills_is_exact(train, uninterrupted, tmp_path):
     recipe, expected = uninterrupted
     assert train(recipe, tmp_path / "killed", "anywhere") >= 3
     assert_same(tmp_path / "killed", expected)
+
+
+# 95% of 10 s: 6 steps of 0.5 s, and evaluations of 2 s at the steps 0, 3 and 6; an epoch has 1,058
+# sequences.
+STEPS_FROM = {"budget": ("--train.budget", "10s"), "epochs": ("--train.epochs", "0.04")}
+
+
+@pytest.fixture(scope="module")
+def counted(tmp_path_factory, make_recipe, train):
+    """A recipe, and the folders of its uninterrupted runs by the knob from which each has its
+    steps.
+    """
+    folder = tmp_path_factory.mktemp("counted")
+    options = {"model__dropout": 0.1, "train__micro_batch_size": 8, "optim__betas": BETAS}
+    recipe = make_recipe(folder / "recipe.yaml", **options, optim__warmup_steps=0.34)
+    for name, words in STEPS_FROM.items():
+        assert train(recipe, folder / name, options=words) == 0
+        assert read_recipe(RunFolder(folder / name)).train.max_steps == 6
+    return recipe, folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [
+        ("epochs", "counting the steps of epochs"),
+        ("epochs", "the dry-run step"),
+        ("budget", "timing steps"),
+        ("budget", "timing an evaluation"),
+        ("budget", "writing a checkpoint"),
+    ],
+)
+def test_run_whose_steps_are_found_is_exact_after_a_kill(train, counted, tmp_path, name, place):
+    recipe, folder = counted
+    assert train(recipe, tmp_path / "killed", place, STEPS_FROM[name]) == 1
+    assert_same(tmp_path / "killed", folder / name)
+    recipes = [RunFolder(run).recipe.read_text() for run in (tmp_path / "killed", folder / name)]
+    assert recipes[0] == recipes[1]
 
 
 @pytest.mark.slow
