@@ -63,16 +63,15 @@ def add_estimate_arguments(parser: ArgumentParser) -> None:
         "--write-config",
         "with --gpus: write the accelerate config of the proposed layout to FILE",
     )
-    share = "share of the GPUs' peak FLOPs that the run reaches"
+    share = "share of the GPUs' peak FLOPs that is reached"
     add_option(parser, "--mfu X", share, type=bounded(float, 1e-6, 1), default=0.4)
-    rehearsal = "also build the run and take a step of it on tensors without values"
+    rehearsal = "also take a step of the run on tensors without values"
     add_flag(parser, "--rehearse", rehearsal)
     add_output(parser, "--json", "also write the figures to FILE")
 
 
 def run_estimate(arguments: Namespace, overrides: Overrides) -> None:
-    """Estimate what a run needs: memory of a device by part, time on GPUs, tokens per parameter,
-    disk.
+    """Estimate memory of a device by part, time on GPUs, tokens per parameter and disk of a run.
 
     With --gpus it proposes how to lay the run out over them, and writes the accelerate config.
     The figures are arithmetic on recipe and machine: nothing is trained and nothing is measured.

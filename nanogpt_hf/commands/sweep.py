@@ -39,11 +39,10 @@ def run_sweep(arguments: Namespace, overrides: Overrides) -> int:
     The recipe and its knobs decide which command trains each run: pretrain, finetune, align or rl.
     From a model no recipe is needed: nanogpt-hf sweep --from gpt2 --data my.txt --lora 4,8
 
-    Every combination of values is an ordinary run folder below the sweep's. Run the same command
-    again to continue: what is done is skipped, what was interrupted resumes, what failed is tried
-    again. A failed run does not stop the others. At the end there are a table (sweep.json), the
-    curves (sweep.png) and the score over each knob (settings.png), with means over the seeds where
-    train.seed is swept, and with --depth 2,3,4 a fitted scaling law.
+    Every combination of values is an ordinary run folder below the sweep's. The same command again
+    skips what is done, resumes what was interrupted and repeats what failed. A failed run does not
+    stop the others. At the end there are a table (sweep.json), the curves (sweep.png) and the score
+    over each knob (settings.png): means over train.seed, and for --depth 2,3,4 a scaling law.
 
     Values with commas are quoted as in YAML: --data.text_column '"a,b", c'. A list is one value.
     """
