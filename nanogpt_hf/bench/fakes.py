@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedConfig, PreTrainedModel
 
 import nanogpt_hf
+from nanogpt_hf.config.method_sections import FinetuneSection
 from nanogpt_hf.distributed import expert_parallel, pipeline
 from nanogpt_hf.distributed.launch import Launch
 from nanogpt_hf.distributed.mesh import Mesh
@@ -173,18 +174,18 @@ def without_values(meter: Meter) -> Iterator[None]:
 def _load_without_values(replacements: _Replacements, base: PreTrainedConfig) -> None:
     """Make a model of the config `base` where one would be loaded."""
 
-    def load_model(name: str, revision: str | None = None, **fields: Any) -> PreTrainedModel:
+    def load_start_model(finetune: FinetuneSection, **fields: Any) -> PreTrainedModel:
         config = copy.deepcopy(base)
         vars(config).update(fields)
         return architecture_of(config).model_class(config)
 
-    replacements.replace(build, "load_model", load_model)
+    replacements.replace(build, "load_start_model", load_start_model)
 
     # The model before training is on the device, too.
     def load_on_device(*arguments: Any, **fields: Any) -> PreTrainedModel:
-        return _on_device(load_model(*arguments, **fields))
+        return _on_device(load_start_model(*arguments, **fields))
 
-    replacements.replace(method_run, "load_model", load_on_device)
+    replacements.replace(method_run, "load_start_model", load_on_device)
 
 
 def _on_device(model: Any) -> Any:

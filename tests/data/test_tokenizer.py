@@ -254,7 +254,7 @@ def test_tokenizer_from_folder(folder):
 def test_incomplete_tokenizer_folder_is_one_line(tmp_path, files):
     for name, text in files.items():
         (tmp_path / name).write_text(text)
-    assert refusal(build_tokenizer, str(tmp_path), []).startswith(f"{tmp_path}: ")
+    assert refusal(build_tokenizer, str(tmp_path), []).startswith(f"data.tokenizer: {tmp_path}: ")
 
 
 def test_unknown_tokenizer_name_is_one_line(monkeypatch):
@@ -262,7 +262,7 @@ def test_unknown_tokenizer_name_is_one_line(monkeypatch):
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)  # without network access
     for name in ("no-such-owner/no-such-tokenizer", "not a name!"):
-        assert refusal(build_tokenizer, name, []).startswith(f"{name}: ")
+        assert refusal(build_tokenizer, name, []).startswith(f"data.tokenizer: {name}: ")
 
 
 # --- bpe

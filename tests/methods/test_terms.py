@@ -142,14 +142,14 @@ def test_layouts_refuse_what_does_not_state_them(layout, row, write_recipe, tmp_
         check_layout(config, launch)
     finally:
         RULES[:] = before
-    assert line.startswith(f"{KNOB} 99.0 does not combine with {layout.value} (")
+    assert line.startswith(f"{KNOB} 99 does not combine with {layout.value} (")
     assert "its loss needs whole models" in line
     assert not (tmp_path / "run").exists()
 
 
 def test_term_is_refused_by_methods_with_another_loss(z_loss, write_recipe):
     recipe = write_recipe(data__max_epochs=99, rl__task="arithmetic")
-    with pytest.raises(ConfigError, match=f"{KNOB}: 99.0 does not combine with rl.task"):
+    with pytest.raises(ConfigError, match=f"{KNOB}: 99 does not combine with rl.task"):
         load_config(recipe)
 
 
