@@ -31,8 +31,8 @@ from nanogpt_hf.formatting import format_bytes
 from nanogpt_hf.generate import generate_completions
 from nanogpt_hf.methods.run import Run
 from nanogpt_hf.model.experts import shapes_only
-from nanogpt_hf.planning.counts import GpuKernels
 from nanogpt_hf.planning.estimate import planned_model
+from nanogpt_hf.planning.kept_bytes import GpuKernels
 from nanogpt_hf.planning.steps import sampling_of
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.training.build import build_at

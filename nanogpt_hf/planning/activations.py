@@ -10,7 +10,8 @@ from transformers import PreTrainedModel
 from nanogpt_hf.distributed.launch import Launch
 from nanogpt_hf.model.architecture import architecture_of
 from nanogpt_hf.model.recompute import SELECTIVE, interval
-from nanogpt_hf.planning.counts import Counts, StageShare, block_bytes
+from nanogpt_hf.planning.counts import Counts, StageShare
+from nanogpt_hf.planning.kept_bytes import block_bytes
 
 
 @dataclass

@@ -1,5 +1,4 @@
-"""Estimate the memory of a training step: bytes per tensor kind, in the four phases that can be the
-peak.
+"""Estimate the memory of a training step: bytes by part, in each phase that can be the peak.
 
 The sums follow from the model, its loss and training/step.py: what autograd saves of a block and
 of the loss, and when gradients are allocated and freed. tests/planning/test_footprint.py
@@ -16,17 +15,26 @@ from transformers import PreTrainedModel
 
 from nanogpt_hf.config.schema import OptimSection
 from nanogpt_hf.distributed.launch import Launch
-from nanogpt_hf.distributed.tensor_parallel import splits_vocabulary
-from nanogpt_hf.model.loss_gpt import rows_of_a_chunk
 from nanogpt_hf.optim.optimizer import kind_of
 from nanogpt_hf.planning.activations import Activations
+from nanogpt_hf.planning.copies import copy_bytes
 from nanogpt_hf.planning.counts import Counts, StageShare, one_rank_of, stages_of
+from nanogpt_hf.planning.logits import loss_bytes
 from nanogpt_hf.planning.sampling import Sampling
 
 # The copy that a checkpoint is written from in the background, kept for the next one.
 CHECKPOINT = "checkpoint"
-PARTS = ("weights", "other models", "optimizer", "gradients", "copies", "activations", "cache")
-PARTS += ("logits", CHECKPOINT)
+PARTS = (
+    "weights",
+    "other models",
+    "optimizer",
+    "gradients",
+    "copies",
+    "activations",
+    "cache",
+    "logits",
+    CHECKPOINT,
+)
 # The phases of a step that can be the peak. Only optimizers that need buffers have an update, and
 # only reinforcement learning samples.
 SAMPLING = "sampling"
@@ -35,11 +43,6 @@ TOP = "the top block"
 BOTTOM = "the bottom block"
 EMBEDDING = "the embedding's gradient"
 UPDATE = "update"
-
-# Parameters that DeepSpeed keeps gathered: the default of stage3_max_live_parameters.
-_ZERO_3_LIVE = 1e9
-# Gradients that DeepSpeed reduces at once: the default of reduce_bucket_size.
-_ZERO_BUCKET = 5e8
 
 
 @dataclass(frozen=True)
@@ -258,7 +261,7 @@ class Memory:
         activations = self.activations
         logits = head_gradient = row_gradients = 0.0
         if self.stage.has_head:
-            logits, head_gradient, row_gradients = _loss(
+            logits, head_gradient, row_gradients = loss_bytes(
                 self.model, self.counts, self.launch, activations.rows, self.row_loss
             )
         left = self.counts.backward_blocks
@@ -268,7 +271,7 @@ class Memory:
             "gradients": self.accumulated + head_gradient,
             "activations": activations.waiting + activations.saved(left) + norm + row_gradients,
             "logits": logits,
-            "copies": _copies(self.counts, self.launch, left - activations.again(left)),
+            "copies": copy_bytes(self.counts, self.launch, left - activations.again(left)),
         }
 
     def in_a_block(self, done: int) -> dict[str, float]:
@@ -287,7 +290,7 @@ class Memory:
             + activations.saved(left)
             + computed_again
             + activations.passing,
-            "copies": _copies(self.counts, self.launch, cast, done),
+            "copies": copy_bytes(self.counts, self.launch, cast, done),
         }
 
     def at_the_embedding(self) -> dict[str, float]:
@@ -299,7 +302,7 @@ class Memory:
         return {
             "gradients": self.gradients + self.head_gradient * heads,
             "activations": activations.waiting + 2 * activations.residual,
-            "copies": _copies(self.counts, self.launch, 0, self.counts.backward_blocks),
+            "copies": copy_bytes(self.counts, self.launch, 0, self.counts.backward_blocks),
         }
 
     def at_the_update(self) -> dict[str, float]:
@@ -317,60 +320,10 @@ class Memory:
             # autocast keeps casts of what is trained until all answers are complete.
             copies = 2.0 * launch.autocast * self.counts.trainable
             # DDP has buckets for all gradients.
-            copies += _copies(self.counts, replace(launch, precision="no"), 0)
+            copies += copy_bytes(self.counts, replace(launch, precision="no"), 0)
         else:
-            copies = _copies(self.counts, launch, 0)
+            copies = copy_bytes(self.counts, launch, 0)
         return {"copies": copies, **sampling.parts(self.model, launch)}
-
-
-def _loss(
-    model: PreTrainedModel, counts: Counts, launch: Launch, rows: int, row_loss: str
-) -> tuple[float, float, float]:
-    """Bytes of the logits and tensors of their size, and of the loss's gradients of the head and of
-    its input rows.
-
-    If all logits are computed at once, both gradients are allocated when the activations are freed.
-    """
-    value = launch.compute_bytes
-    vocabulary = model.config.vocab_size
-    # The logits of a vocabulary that processes share are always computed in chunks.
-    is_split = launch.tp_size > 1 and splits_vocabulary(model)
-    if is_split:
-        vocabulary = -(-vocabulary // launch.tp_size)
-    device = "cpu" if launch.on_cpu else "cuda"
-    is_compiled = launch.compiles and not is_split and not row_loss
-    chunk = rows_of_a_chunk(rows, vocabulary, device, is_compiled=is_compiled)
-    logits = chunk * vocabulary
-    # Log-softmax in float32, with a gradient before and after it.
-    by_autograd = 3.0 * 4 * logits
-    if row_loss == "sum":
-        # Logits, in float32, their log-softmax, and two for the entropy; autograd needs no more.
-        by_autograd = (value % 4 + 16.0) * logits
-    if chunk == rows and not is_split and not is_compiled:
-        return by_autograd, 0.0, 0.0
-    trainable_head = counts.head if counts.head_is_trainable else 0
-    # Autograd adds the chunks' gradients in the precision of the product.
-    each = value if row_loss == "tokens" else 4
-    gradients = (
-        float(each * trainable_head),
-        float(launch.residual_bytes * rows * model.config.hidden_size),
-    )
-    if row_loss:
-        # Of "tokens" a chunk is computed again in its backward pass.
-        return by_autograd, *gradients
-    if is_compiled:
-        # Logits and their gradient: one kernel computes it from them without a tensor in float32.
-        return 2.0 * value * logits, *gradients
-    # Logits, and their log-softmax in float32.
-    bytes_per_logit = value + 4
-    # The products of the backward pass: with the gradient of the logits.
-    product = value * logits
-    if value < 4:
-        # torch casts bf16 logits before the log-softmax, and a chunk's gradient of the head is
-        # in bf16 before it is added.
-        bytes_per_logit += value if is_split else 4
-        product += value * trainable_head
-    return max(bytes_per_logit * logits, product), *gradients
 
 
 @lru_cache(maxsize=256)
@@ -386,29 +339,3 @@ def _update_bytes(
     """Bytes of the buffers of an optimizer that needs some for its update."""
     update_bytes = kind_of(OptimSection(name=name, state=state)).update_bytes
     return update_bytes(model, on_cpu, shards, processes) if update_bytes else 0.0
-
-
-def _copies(counts: Counts, launch: Launch, blocks: int, done: int | None = None) -> float:
-    """Bytes of temporary weights and gradients: cast, gathered, or in communication buckets.
-
-    `blocks`: the number of blocks whose 16-bit weights the autograd graph holds. `done`: that of
-    blocks that had their backward pass; None before it.
-    """
-    value = launch.compute_bytes
-    if launch.sharding == "fsdp":
-        gathered = counts.total - counts.outside
-        if launch.reshards:
-            # This block and the next one. torch's pipelines keep blocks from a backward to the
-            # next forward pass.
-            kept = (done or 0) * (launch.pp_size > 1)
-            gathered = min(gathered, (2 + kept) * counts.block)
-        # The gradients of a block, in the compute precision and in float32.
-        gradients = 0 if done is None else (value + 4) * counts.block
-        return value * (counts.outside - counts.gathered_alone + gathered) + gradients
-    if launch.sharding == "zero":
-        live = min(counts.total, _ZERO_3_LIVE) if launch.kind == "ZeRO-3" else 0
-        bucket = 0 if done is None else min(counts.trainable, _ZERO_BUCKET)
-        return value * (live + bucket)
-    cast = 2 * (counts.head + counts.block * blocks) if launch.autocast else 0
-    has_buckets = launch.kind == "DDP" and launch.pp_size == 1
-    return cast + has_buckets * 4 * (counts.trainable - counts.trainable_experts)

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from nanogpt_hf.distributed.launch import Launch
 from nanogpt_hf.generate.cache import starts_mergeable
 from nanogpt_hf.model.architecture import architecture_of
-from nanogpt_hf.planning.counts import cache_bytes
+from nanogpt_hf.planning.kept_bytes import cache_bytes
 
 # Bytes for each logit of a draw (generate/draws.py): it, divided by the temperature, its
 # probability, and a cumulative sum in float64.

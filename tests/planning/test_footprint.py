@@ -38,7 +38,6 @@ from nanogpt_hf.model.lora import add_adapters
 from nanogpt_hf.model.recompute import recompute_blocks
 from nanogpt_hf.model.written_out_attention import write_out_attention
 from nanogpt_hf.optim.optimizer import build_optimizer
-from nanogpt_hf.planning.counts import block_bytes
 from nanogpt_hf.planning.footprint import (
     BOTTOM,
     CHECKPOINT,
@@ -48,6 +47,7 @@ from nanogpt_hf.planning.footprint import (
     UPDATE,
     footprint,
 )
+from nanogpt_hf.planning.kept_bytes import block_bytes
 from nanogpt_hf.planning.steps import step_of
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.state import TrainState
