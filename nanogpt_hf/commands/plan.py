@@ -13,13 +13,12 @@ from nanogpt_hf.commands.arguments import (
     add_recipe_argument,
     check_steps_known,
     load_optional_recipe,
-    load_text_recipe,
     size,
 )
 from nanogpt_hf.config.dial import dial_lines
 from nanogpt_hf.config.json_schema import recipe_schema
-from nanogpt_hf.config.load import Overrides, stated_knobs
-from nanogpt_hf.config.methods import NEXT_TOKEN, POLICY, recipe_method_of
+from nanogpt_hf.config.load import Overrides, load_config, stated_knobs
+from nanogpt_hf.config.methods import POLICY, recipe_method_of, start_knob_of
 from nanogpt_hf.config.schema import (
     SECTIONS,
     Config,
@@ -37,6 +36,7 @@ from nanogpt_hf.runs.files import output_target, write_json
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+    from nanogpt_hf.distributed.launch import Launch
     from nanogpt_hf.planning.candidates import Proposal
 
 
@@ -78,26 +78,8 @@ def run_estimate(arguments: Namespace, overrides: Overrides) -> None:
     docs/machines.md says how far they have been checked.
     """
     _check_options(arguments)
-    # A model to fine-tune has its own sizes, which are read from its folder or the Hub.
-    base = None
-    stated = stated_knobs(arguments.recipe, overrides)
-    method = recipe_method_of(stated.get)
-    if method is POLICY and arguments.gpus:
-        raise UserError(
-            "--gpus: the time in which `rl` samples answers is not estimated, so that no layout is "
-            "proposed; give --config_file"
-        )
-    if method is not NEXT_TOKEN or stated.get("finetune.model"):
-        from nanogpt_hf.methods.finetuning import finetune_config
-
-        config, base = finetune_config(arguments.recipe, overrides, method)
-    else:
-        config = load_text_recipe("estimate", arguments.recipe, overrides)
+    config, base = _load_planned(arguments, overrides)
     # The imports below take seconds; mistakes above and --help should not wait for them.
-    import torch
-
-    from nanogpt_hf.distributed.launch import Launch
-    from nanogpt_hf.planning.config_files import read_launch
     from nanogpt_hf.planning.estimate import estimate
     from nanogpt_hf.planning.estimate_lines import estimate_figures, estimate_lines, layout_lines
 
@@ -105,17 +87,12 @@ def run_estimate(arguments: Namespace, overrides: Overrides) -> None:
     lines = [*dial_lines(config), *stage_lines(config)]
     # A machine has to hold the largest of a recipe's stages.
     config = largest_stage(config)
-    proposal = None
-    if arguments.gpus:
-        proposal = _proposal(arguments, config, base)
-        launch = proposal.layout.launch
+    proposal = _proposal(arguments, config, base) if arguments.gpus else None
+    launch = proposal.layout.launch if proposal else _stated_launch(arguments.config_file)
+    if proposal:
         size = proposal.layout.micro_batch_size
         config = replace_knobs(config, {"train.micro_batch_size": size})
         lines += [*layout_lines(proposal, config), ""]
-    elif arguments.config_file:
-        launch = read_launch(arguments.config_file)
-    else:
-        launch = Launch(device="cuda" if torch.accelerator.is_available() else "cpu")
     result = estimate(config, launch, base, mfu=arguments.mfu, memory=arguments.memory)
     lines += [*estimate_lines(result, launch), *filter(None, [result.useless])]
     # Their memory depends on a library or on another model.
@@ -133,6 +110,38 @@ def run_estimate(arguments: Namespace, overrides: Overrides) -> None:
         lines += ["", *rehearsal.lines()]
     show(*lines, sep="\n")
     write_json(arguments.json, figures)
+
+
+def _load_planned(
+    arguments: Namespace, overrides: Overrides
+) -> "tuple[Config, PreTrainedConfig | None]":
+    """Resolve the recipe of `estimate`; a model to start from has its own sizes, which are read
+    from its folder or the Hub.
+    """
+    value_of = stated_knobs(arguments.recipe, overrides).get
+    method = recipe_method_of(value_of)
+    if method is POLICY and arguments.gpus:
+        raise UserError(
+            "--gpus: the time in which `rl` samples answers is not estimated, so that no layout is "
+            "proposed; give --config_file"
+        )
+    if start_knob_of(value_of) is None:
+        return load_config(arguments.recipe, overrides), None
+    from nanogpt_hf.methods.finetuning import finetune_config
+
+    return finetune_config(arguments.recipe, overrides, method)
+
+
+def _stated_launch(config_file: str | None) -> "Launch":
+    """The launch of an accelerate config; without one, a process on this machine."""
+    import torch
+
+    from nanogpt_hf.distributed.launch import Launch
+    from nanogpt_hf.planning.config_files import read_launch
+
+    if config_file:
+        return read_launch(config_file)
+    return Launch(device="cuda" if torch.accelerator.is_available() else "cpu")
 
 
 def _check_options(arguments: Namespace) -> None:

@@ -50,7 +50,7 @@ class Method:
     # those that it reads without one.
     noun: str = "blocks"
     sequences: int = 1
-    scored: int = 0
+    forward_only: Callable[[Config], int] = lambda config: 0
     # What the objective gives the model in place of its own cross-entropy: "tokens" is the loss of
     # each token (`token_losses`), "sum" a summed loss of logits.
     row_loss: Literal["", "tokens", "sum"] = ""

@@ -103,6 +103,8 @@ POLICY = Method(
     begin_step=draw_rollouts,
     full_blocks=lambda config, _: FullRollouts(config),
     noun="completions",
+    # Log-probabilities under the start model, and under the model that has sampled.
+    forward_only=lambda config: bool(config.rl.kl) + (config.rl.updates > 1),
     row_loss="sum",
     updates=lambda config: config.rl.updates,
 )

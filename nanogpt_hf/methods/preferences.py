@@ -170,5 +170,5 @@ KTO = replace(
     noun="answers",
     # The mismatched pair of an answer is read without a gradient.
     sequences=1,
-    scored=1,
+    forward_only=lambda config: 1,
 )

@@ -65,6 +65,7 @@ class Estimate:
     flops: float  # the whole run's, with the optimizer's if they are not negligible
     mfu: float
     devices: list[Device]
+    uses_prepared_data: bool  # else its method reads the data when a run starts
     noun: str  # what a block is
     sequences: int  # that a step reads of each, with a gradient
     blocks: int
@@ -91,20 +92,16 @@ def estimate(
     """
     accumulation = check_layout(config, launch)
     method = method_of(config)
-    # Pairs and questions are read when a run starts.
     manifest = find_manifest(config.data) if method.uses_prepared_data else None
     model, vocabulary = _meta_model(config, base, manifest)
     check_balance(config, model.config)
-    if config.rl.task and not starts_mergeable(model.config):
-        raise UserError(
-            f"model.architecture {config.model.architecture}: the memory in which it samples "
-            "answers is not known; only key-value caches are estimated"
-        )
+    _check_sampling(config, model)
     micro = config.train.min_micro_batch_size
     # Sequences of a process in a step, which any micro-batch size divides.
     sequences = micro * accumulation
     per_token = _mean_flops_per_token(config, model)
-    flops = planned_tokens(config) * per_token
+    tokens = planned_tokens(config)
+    flops = tokens * per_token
     step = step_of(config)
 
     # Micro-batches of several devices are of the same sizes, so estimates are kept.
@@ -114,19 +111,19 @@ def estimate(
         return footprint(model, launch, micro_batch_size=size, accumulation=accumulation, **step)
 
     one = step | {"micro_batch_size": micro, "accumulation": accumulation}
-    # Padding of the vocabulary takes memory and disk, but is no parameter of the model.
-    padding = padding_rows(model.config) * model.config.hidden_size
-    total = model.num_parameters()
+    parameters, trainable = _parameters(model)
     # Experts that a token does not reach, and embeddings that are only looked up, compute nothing.
-    active = total - padding - architecture_of(model).sizes(model.config).idle
+    active = parameters - architecture_of(model).sizes(model.config).idle
+    # Sampling takes a time that is not estimated.
+    timed_flops = None if config.rl.task else flops
     return Estimate(
         recipe=config.name,
         machine=str(launch),
         vocabulary=vocabulary,
-        parameters=total - padding,
+        parameters=parameters,
         active=active,
-        trainable=_trainable(model, padding),
-        by_part=_parameters_by_part(model, padding),
+        trainable=trainable,
+        by_part=_parameters_by_part(model),
         micro_batch_size=micro,
         block_size=config.data.block_size,
         accumulation=accumulation,
@@ -135,19 +132,26 @@ def estimate(
         flops_per_token=per_token,
         flops=flops + kind_of(config.optim).update_flops(model) * config.train.max_steps,
         mfu=mfu,
-        # Sampling takes a time that is not estimated.
-        devices=_devices(
-            footprint_of, sequences, launch, memory, None if config.rl.task else flops, mfu
-        ),
+        devices=_devices(footprint_of, sequences, launch, memory, timed_flops, mfu),
+        uses_prepared_data=method.uses_prepared_data,
         noun=method.noun,
         sequences=method.sequences,
         blocks=sum(stage.tokens // stage.config.data.block_size for stage in stages_of(config)),
-        tokens=planned_tokens(config) * method.sequences,
+        tokens=tokens * method.sequences,
         chinchilla_tokens=CHINCHILLA * active,
         epochs=_epochs(config, manifest),
         data_bytes=_data_bytes(config) if manifest else None,
-        run_bytes=run_bytes(total, _saved_state_bytes(config, model), config.checkpoint.keep),
+        run_bytes=_run_bytes(config, model),
     )
+
+
+def _check_sampling(config: Config, model: PreTrainedModel) -> None:
+    """Raises UserError if the run samples answers in a memory that is not known."""
+    if config.rl.task and not starts_mergeable(model.config):
+        raise UserError(
+            f"model.architecture {config.model.architecture}: the memory in which it samples "
+            "answers is not known; only key-value caches are estimated"
+        )
 
 
 def _devices(
@@ -187,34 +191,41 @@ def _mean_flops_per_token(config: Config, model: PreTrainedModel) -> float:
     return mean
 
 
-def _saved_state_bytes(config: Config, model: PreTrainedModel) -> float:
-    """Bytes of the optimizer state in a checkpoint: float32, whatever it is in training."""
+def _run_bytes(config: Config, model: PreTrainedModel) -> int:
+    # A checkpoint's optimizer state is float32, whatever it is in training.
     in_float32 = dataclasses.replace(config.optim, state="float32")
-    return kind_of(in_float32).state_bytes(model, 1)
+    state = kind_of(in_float32).state_bytes(model, 1)
+    return run_bytes(model.num_parameters(), state, config.checkpoint.keep)
 
 
-def _trainable(model: PreTrainedModel, padding: int) -> int:
-    """Count the trainable parameters, without the padding of the vocabulary."""
-    trainable = model.num_parameters(only_trainable=True)
+def _padding(model: PreTrainedModel) -> int:
+    """Count the parameters that pad the vocabulary. They take memory and disk, but are none of the
+    model's.
+    """
+    return padding_rows(model.config) * model.config.hidden_size
+
+
+def _parameters(model: PreTrainedModel) -> tuple[int, int]:
+    """Count the parameters without padding, all and the trainable ones."""
+    padding = _padding(model)
     embedding = next(model.get_input_embeddings().parameters())
-    return trainable - padding if embedding.requires_grad else trainable
+    trainable = model.num_parameters(only_trainable=True) - padding * embedding.requires_grad
+    return model.num_parameters() - padding, trainable
 
 
 def planned_parameters(config: Config, base: PreTrainedConfig) -> tuple[int, int]:
     """Count the parameters of a run from the model of `base`, all and the trainable ones of its
     last step.
     """
-    model = meta_model(config, base, step=config.train.max_steps - 1)
-    padding = padding_rows(model.config) * model.config.hidden_size
-    return model.num_parameters() - padding, _trainable(model, padding)
+    return _parameters(meta_model(config, base, step=config.train.max_steps - 1))
 
 
-def _parameters_by_part(model: PreTrainedModel, padding: int) -> dict[str, int]:
+def _parameters_by_part(model: PreTrainedModel) -> dict[str, int]:
     """Numbers of parameters by the part of the model that they are in, without padding."""
     by_part = Counter[str]()
     for name, parameter in model.named_parameters():
         by_part[part_of(name)] += parameter.numel()
-    by_part["token embedding and head"] -= padding
+    by_part["token embedding and head"] -= _padding(model)
     return dict(by_part)
 
 

@@ -155,7 +155,7 @@ def _devices(estimate: Estimate, launch: Launch) -> list[str]:
 
 def _tokens(estimate: Estimate) -> list[str]:
     # Other methods than the next token's have nothing to compare with.
-    if estimate.noun != "blocks":
+    if not estimate.uses_prepared_data:
         amount = f"{_amount(estimate.tokens)} tokens if every answer fills a block"
         return [f"{estimate.noun}: {estimate.blocks:,}, with {amount}"]
     # The tokens that train a model of this size to the lowest loss for its compute.
@@ -172,7 +172,7 @@ def _tokens(estimate: Estimate) -> list[str]:
 def _disk(estimate: Estimate) -> list[str]:
     size = estimate.data_bytes
     lines = [f"disk: {format_bytes(estimate.run_bytes)} at most for the run folder"]
-    if estimate.noun == "blocks":
+    if estimate.uses_prepared_data:
         data = "not prepared yet" if size is None else f"{format_bytes(size)}, prepared"
         lines.append(f"  data: {data}")
     return lines

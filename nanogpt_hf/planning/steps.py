@@ -38,8 +38,6 @@ def flops_per_token(config: Config, model: PreTrainedModel) -> float:
     """FLOPs of a token of a block, of which a method may read several sequences."""
     method = method_of(config)
     flops = architecture_of(model).flops_per_token(model.config, config.data.block_size)
-    rl = config.rl
-    # Log-probabilities under the start model, and under the model that has sampled.
-    scored = method.scored + bool(rl.task and rl.kl) + (rl.updates > 1)
     # A pass without a gradient is a third of a forward and a backward pass.
-    return flops * (method.sequences * method.updates(config) + scored / 3)
+    passes = method.sequences * method.updates(config) + method.forward_only(config) / 3
+    return flops * passes
