@@ -187,9 +187,9 @@ def _family_rules(optim: OptimSection) -> Rules:
         )
 
 
-def _is_number(value: Any, most: float) -> bool:
-    """Whether a value of a mapping is a number of 0 to `most`. NaN is not."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= most
+def _is_number(value: Any, limit: float) -> bool:
+    """Whether a value of a mapping is a number of 0 to `limit`. NaN is not."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= limit
 
 
 def _step_rules(config: Config) -> Rules:

@@ -147,7 +147,7 @@ def _check_own(run: RunFolder, manifest: Manifest, folder: str) -> None:
     recorded = [start["data"] for start in read_starts(run) if isinstance(start.get("data"), dict)]
     learned = recorded[-1] if recorded else {}
     now = manifest.content()
-    # Tokens that other programs made have no digest, and the revision is that of their files.
+    # Tokens that other programs made have no digest; their revision identifies the files.
     keys = ("tokenizer_hash", "validation tokens", "validation sha256", "train sha256")
     keys += () if now["train sha256"] else ("revision",)
     changed = [key for key in keys if key in learned and learned[key] != now[key]]

@@ -136,7 +136,6 @@ def divergence(run: Run, blocks: LabeledAnswers, indices: np.ndarray) -> float:
     return max(0.0, sum_over_ranks(run.accelerator, total).item() / len(indices))
 
 
-_ACCURACY = Score("val/accuracy", "accuracy", "accuracy on held-out pairs", is_reward=True)
 PREFERENCES = Method(
     "preference training",
     recipe=recipes.PREFERENCES,
@@ -147,7 +146,7 @@ PREFERENCES = Method(
     score=Score("val/loss", "val loss", "loss on held-out pairs"),
     # Each loss has its own scale, which beta and the other weights change.
     scored_by=(*(f"align.{field.name}" for field in fields(AlignSection)), "data.tokenizer"),
-    score_across=_ACCURACY,
+    score_across=Score("val/accuracy", "accuracy", "accuracy on held-out pairs", is_reward=True),
     begin_step=begin_pairs,
     full_blocks=full_answers,
     noun="pairs",

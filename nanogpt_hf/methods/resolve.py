@@ -39,7 +39,7 @@ def resolve(recipe: str | None, overrides: Overrides) -> Resolved:
 
 def defaults_of(recipe: str | None, overrides: Overrides) -> dict[str, Any]:
     """The defaults of the knobs that recipe and overrides do not state, where they differ from the
-    schema's: those of fine-tuning or of a method. Raises UserError without the model.
+    schema's: the defaults of fine-tuning or of a method. Raises UserError without the model.
     """
     method = _method_from_a_model(recipe, overrides)
     return start_defaults(recipe, overrides, method) if method else {}
@@ -69,7 +69,7 @@ def missing_path(config: Config) -> str | None:
     for key in ("finetune.model", "distill.teacher"):
         name = get_value(config, key)
         try:
-            # A name that may be on the Hub is looked up by who loads it.
+            # A name that may be on the Hub is looked up where it is loaded.
             if name is not None:
                 folder_or_hub_id(name)
         except UserError:

@@ -20,7 +20,7 @@ from nanogpt_hf.formatting import format_bytes
 from nanogpt_hf.model.experts import experts_of
 from nanogpt_hf.planning.footprint import Footprint, footprint
 from nanogpt_hf.planning.hardware import LINK_SHARE, USABLE_MEMORY, Gpu
-from nanogpt_hf.planning.steps import flops_per_token, step_of
+from nanogpt_hf.planning.steps import flops_per_token, footprint_arguments
 from nanogpt_hf.planning.transfers import COMPUTATION, LAST_BACKWARD, Transfer, transfers
 
 # A simpler layout is proposed if its step is at most this many times as long.
@@ -151,7 +151,7 @@ def _costed(
     for size in reversed(divisors(sequences)):
         accumulation = sequences // size
         batch = {"micro_batch_size": size, "block_size": block_size}
-        step = step_of(config)
+        step = footprint_arguments(config)
         memory = footprint(model, launch, micro_batch_size=size, accumulation=accumulation, **step)
         # A pipeline needs a micro-batch per stage.
         if accumulation < launch.pp_size or (size > 1 and memory.peak > cluster.usable_memory):

@@ -28,7 +28,7 @@ from nanogpt_hf.model.checks import check_balance
 from nanogpt_hf.optim.optimizer import kind_of
 from nanogpt_hf.planning.footprint import Footprint, footprint, useless_checkpointing
 from nanogpt_hf.planning.hardware import GPUS, USABLE_MEMORY
-from nanogpt_hf.planning.steps import flops_per_token, step_of
+from nanogpt_hf.planning.steps import flops_per_token, footprint_arguments
 
 CHINCHILLA = 20  # compute-optimal tokens per parameter: arXiv:2203.15556, table 3
 
@@ -102,7 +102,7 @@ def estimate(
     per_token = _mean_flops_per_token(config, model)
     tokens = planned_tokens(config)
     flops = tokens * per_token
-    step = step_of(config)
+    step = footprint_arguments(config)
 
     # Micro-batches of several devices are of the same sizes, so estimates are kept.
     @cache

@@ -78,7 +78,7 @@ def footprint(
     """Estimate the memory of a training step; `model` may be on the meta device.
 
     With accumulation, gradients stay allocated after the first micro-batch. `optim`: that of the
-    recipe; without it AdamW with float32 state. `sequences` and `row_loss` are those of a method
+    recipe; without it AdamW with float32 state. `sequences` and `row_loss` come from a method
     (methods/method.py). `sampling` makes the answers that are sampled at once from the size of a
     micro-batch. `keeps_start`: the model that the run started from stays, too. Of a pipeline it is
     the stage with the highest peak, of other kinds of parallelism any device.

@@ -43,7 +43,7 @@ class GpuKernels(TorchFunctionMode):
 
 def block_bytes(model: PreTrainedModel, block_size: int, launch: Launch) -> tuple[float, float]:
     """Bytes per token that autograd saves of a block of a model on the meta device, and what
-    selective checkpointing keeps beside the block's input. The mean if there are several kinds.
+    selective checkpointing keeps in addition to its input. The mean if there are several kinds.
 
     The difference of two batches leaves out what does not grow with the batch: weights and their
     casts, tables of angles.

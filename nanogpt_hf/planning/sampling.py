@@ -28,11 +28,12 @@ class Sampling:
     columns: int
 
     def parts(self, model: PreTrainedModel, launch: Launch) -> dict[str, float]:
-        """Bytes of the parts that sampling has beside weights, at its peak."""
+        """Bytes of the parts that sampling adds to the weights, at its peak."""
         sizes = model.config
-        # Of states and convolutions it is not known; `estimate` refuses them.
+        logits = float(_BYTES_OF_A_DRAW * self.rows * sizes.vocab_size)
+        # The memory of states and convolutions is not known; `estimate` refuses them.
         if not starts_mergeable(sizes):
-            return {"logits": float(_BYTES_OF_A_DRAW * self.rows * sizes.vocab_size)}
+            return {"logits": logits}
         cache = self.rows * cache_bytes(model, launch, self.columns)
         of_prompt = cache_bytes(model, launch, self.prompt)
         # The newest prompt is kept, since the next row may have it, too.
@@ -41,13 +42,13 @@ class Sampling:
         # row by row.
         read = self.prompts * of_prompt
         tokens = self.prompts * self.prompt
-        inner = architecture_of(model).inner_width(architecture_of(model).blocks(model)[-1], sizes)
+        architecture = architecture_of(model)
+        inner = architecture.inner_width(architecture.blocks(model)[-1], sizes)
         passing = tokens * (
             2 * launch.residual_bytes * sizes.hidden_size + 2 * launch.compute_bytes * inner
         )
         joining = {"cache": cache + read + max(0.0, read - passing), "activations": passing}
         # A token is appended to the keys or the values of a layer by a copy.
-        logits = float(_BYTES_OF_A_DRAW * self.rows * sizes.vocab_size)
         of_a_layer = cache / (2 * sizes.num_hidden_layers)
         drawing = {"cache": cache + max(0.0, of_a_layer - logits), "logits": logits}
         return max(joining, drawing, key=lambda parts: sum(parts.values()))

@@ -11,7 +11,7 @@ from nanogpt_hf.model.architecture import architecture_of
 from nanogpt_hf.planning.sampling import Sampling
 
 
-def step_of(config: Config) -> dict[str, Any]:
+def footprint_arguments(config: Config) -> dict[str, Any]:
     """Arguments of `footprint` for a step of a recipe, without its micro-batches."""
     method = method_of(config)
     return {

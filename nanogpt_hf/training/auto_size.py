@@ -22,7 +22,7 @@ from nanogpt_hf.model.build import model_of_run
 from nanogpt_hf.optim.state import local_part
 from nanogpt_hf.planning.footprint import footprint, start_model_bytes
 from nanogpt_hf.planning.hardware import USABLE_MEMORY, free_memory, peak_memory
-from nanogpt_hf.planning.steps import step_of
+from nanogpt_hf.planning.steps import footprint_arguments
 from nanogpt_hf.runs.recipe import known_recipe
 from nanogpt_hf.training.micro_batch import (
     build_batches,
@@ -76,7 +76,7 @@ def _reserved(run: Run) -> int:
     model that the run started from, if its method keeps it, and a checkpoint's copy.
     """
     size = 0
-    if step_of(run.config)["keeps_start"]:
+    if footprint_arguments(run.config)["keeps_start"]:
         model: Any = run.accelerator.unwrap_model(run.model)
         size = start_model_bytes(model)
     if run.accelerator.device.type != "cpu":

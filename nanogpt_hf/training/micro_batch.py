@@ -28,7 +28,7 @@ from nanogpt_hf.model.architecture import architecture_of
 from nanogpt_hf.model.build import model_of_run
 from nanogpt_hf.planning.footprint import footprint, useless_checkpointing
 from nanogpt_hf.planning.hardware import free_memory
-from nanogpt_hf.planning.steps import step_of
+from nanogpt_hf.planning.steps import footprint_arguments
 from nanogpt_hf.program import program
 from nanogpt_hf.training.step import train_step
 
@@ -142,7 +142,7 @@ def _check_free_memory(config: Config, model: PreTrainedModel, accelerator: Acce
         # Each process builds the whole model in float32 before it keeps its shard.
         needed = 4.0 * model.num_parameters()
     else:
-        sequences = config.train.min_micro_batch_size * step_of(config)["sequences"]
+        sequences = config.train.min_micro_batch_size * footprint_arguments(config)["sequences"]
         tokens = sequences * config.data.block_size
         needed = architecture_of(model).memory_bound(model, tokens, config.data.block_size)
         # Most machines have more than the bound. Only the others need the estimate, which runs
@@ -168,7 +168,7 @@ def launch_of_one(launch: Launch) -> Launch:
 def one_micro_batch(config: Config) -> dict[str, Any]:
     """Return the arguments of `footprint` for a step of one micro-batch, the smallest step."""
     one = {"micro_batch_size": config.train.min_micro_batch_size, "accumulation": 1}
-    return step_of(config) | one
+    return footprint_arguments(config) | one
 
 
 def gather_counts(accelerator: Accelerator, count: int) -> list[int]:

@@ -48,7 +48,7 @@ from nanogpt_hf.planning.footprint import (
     footprint,
 )
 from nanogpt_hf.planning.kept_bytes import block_bytes
-from nanogpt_hf.planning.steps import step_of
+from nanogpt_hf.planning.steps import footprint_arguments
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.state import TrainState
 from nanogpt_hf.training.step import train_step
@@ -211,7 +211,7 @@ def estimated(case: Case):
     )
     with torch.device("meta"):
         model = build(**case.model)
-    step = step_of(Config(align=AlignSection(loss=case.loss), optim=case.optim))
+    step = footprint_arguments(Config(align=AlignSection(loss=case.loss), optim=case.optim))
     return footprint(
         model,
         launch,
