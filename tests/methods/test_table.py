@@ -9,13 +9,17 @@ from assertions import column, copy_at, same_weights
 from nanogpt_hf.config import methods
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.methods import RecipeMethod
+from nanogpt_hf.config.schema import replace_knobs
 from nanogpt_hf.data.blocks import Blocks
+from nanogpt_hf.distributed.launch import Launch
 from nanogpt_hf.evaluation.loss import evaluate_blocks
 from nanogpt_hf.methods import method, table
 from nanogpt_hf.methods.method import Method
 from nanogpt_hf.methods.run import Evaluated
 from nanogpt_hf.methods.table import method_of
 from nanogpt_hf.methods.text import TEXT
+from nanogpt_hf.planning.estimate import estimate
+from nanogpt_hf.planning.estimate_lines import estimate_lines
 from nanogpt_hf.training.loop import train
 from nanogpt_hf.training.start import prepare_run
 
@@ -89,6 +93,17 @@ def config(tmp_path, make_recipe, monkeypatch):
         "checkpoint__keep": 9,
     }
     return load_config(make_recipe(tmp_path / "halves.yaml", **knobs))
+
+
+def test_estimate_compares_tokens_of_text_alone(config):
+    on_halves = replace_knobs(config, {"data.tokenizer": "gpt2"})
+    on_text = replace_knobs(on_halves, {"data.max_epochs": None})
+    lines = []
+    for each in (on_halves, on_text):
+        figures = estimate(each, Launch())
+        lines.append("\n".join(estimate_lines(figures, Launch())))
+    assert [text.count("not prepared yet") for text in lines] == [0, 1]
+    assert [text.count("compute-optimal") for text in lines] == [0, 1]
 
 
 @pytest.mark.long

@@ -105,6 +105,23 @@ def test_a_pair_is_two_sequences_and_a_labeled_answer_one(base):
     assert two == 2 * one
 
 
+def test_log_probabilities_are_passes_without_a_gradient(base):
+    """Under the start model for rl.kl, and under the model that has sampled for a second update."""
+    variants = {
+        "plain": {},
+        "kl": {"rl.kl": "0.1"},
+        "twice": {"rl.updates": "2"},
+        "both": {"rl.kl": "0.1", "rl.updates": "2"},
+    }
+    flops = {}
+    for name, knobs in variants.items():
+        config, model = resolved_rewards(base, 1, **knobs)
+        flops[name] = estimate(config, ONE, model).flops_per_token
+    factors = {name: flops[name] / flops["plain"] for name in variants}
+    expected = {"plain": 1, "kl": 1 + 1 / 3, "twice": 2 + 1 / 3, "both": 2 + 2 / 3}
+    assert factors == pytest.approx(expected)
+
+
 # launch, knobs, micro-batch
 REWARDS = [
     (BF16, {}, 8),
