@@ -103,18 +103,21 @@ class SummedLoss(PreTrainedModel if TYPE_CHECKING else object):
     # `batch_loss`, compiled, of a model that is compiled with its loss.
     compiled_batch_loss: Any = None
 
-    def takes_one_graph(self, input_ids, targets):
-        """Whether a call with these tokens and targets alone is one compiled graph: in training, if
-        all logits are computed at once.
+    def one_graph_output(self, input_ids, targets, position_ids, num_items_in_batch):
+        """The output of a call with these arguments alone if it is one compiled graph, or None: in
+        training, if all logits are computed at once.
 
         A graph of several chunks might compute the logits of the next before it frees these.
         """
         if self.compiled_batch_loss is None or targets is None or not torch.is_grad_enabled():
-            return False
+            return None
         rows = targets.numel()
         device = input_ids.device.type
         chunk = rows_of_a_chunk(rows, self.config.vocab_size, device, is_compiled=True)
-        return rows == chunk and isinstance(self.get_output_embeddings(), Head)
+        if rows != chunk or not isinstance(self.get_output_embeddings(), Head):
+            return None
+        loss = self.compiled_batch_loss(self, input_ids, targets, position_ids)
+        return CausalLMOutputWithPast(loss=loss_per_item(loss, targets, num_items_in_batch))
 
     def summed_loss(self, hidden, targets, row_loss=None):
         """(N, C), (N,) -> sum of the cross-entropies in float32, without N × V logits in memory.

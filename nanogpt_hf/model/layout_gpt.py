@@ -19,6 +19,7 @@ from transformers.core_model_loading import (
 )
 
 from .configuration_gpt import GPTConfig
+from .head_gpt import Head
 
 # GPT-2's name for a layer -> ours. GPT-2 stores (in, out) matrices, with q, k and v concatenated in
 # one.
@@ -134,7 +135,7 @@ def check_loaded(name: Any, kind: str, info: dict[str, Any]) -> None:
 
 
 class GPT2Files(PreTrainedModel if TYPE_CHECKING else object):
-    """Mixin of a model with our names that reads and writes GPT-2's files."""
+    """Mixin of a model with our names, head and padded rows that reads and writes GPT-2's files."""
 
     config: Any
 
@@ -167,6 +168,14 @@ class GPT2Files(PreTrainedModel if TYPE_CHECKING else object):
         if zeros_for_no_bias:
             drop_zero_biases(model)
         return (model, info) if output_loading_info else model
+
+    def resize_token_embeddings(self, *args, **kwargs):
+        self.config.padded_vocab_size = None  # exactly the size that was asked for
+        embeddings = super().resize_token_embeddings(*args, **kwargs)
+        # transformers replaces our head by a plain layer, which knows no loss.
+        if type(self.lm_head) is nn.Linear:
+            self.lm_head = Head.of(self.lm_head)
+        return embeddings
 
     def load_state_dict(self, state_dict, *args, **kwargs):
         return super().load_state_dict(from_gpt2_state_dict(state_dict), *args, **kwargs)

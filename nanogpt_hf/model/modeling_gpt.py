@@ -24,13 +24,13 @@ from transformers.activations import ACT2FN
 from transformers.cache_utils import DynamicCache
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from .configuration_gpt import GPTConfig
-from .head_gpt import Head, SummedLoss, loss_per_item, shifted_labels
+from .head_gpt import Head, SummedLoss, shifted_labels
 from .layout_gpt import GPT2Files
 
 
@@ -76,8 +76,7 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
         self.v_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
         self.o_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
-        # `_init_weights` reads this mark.
-        self.o_proj.writes_residual = True  # pyright: ignore[reportArgumentType]
+        self.o_proj.writes_residual = True  # pyright: ignore[reportArgumentType]  (for _init_weights)
 
     def forward(self, x, attention_mask=None, past_key_values=None, **kwargs):
         # (B, T, C) -> (B, T, H, D) -> (B, H, T, D): each head attends by itself. The number of
@@ -88,9 +87,8 @@ class Attention(nn.Module):
             # In generation: keys and values of all earlier positions come from the cache.
             key, value = past_key_values.update(key, value, self.layer_idx)
         # The fused kernel, flex attention or another function, by the config.
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(
-            str(self.config._attn_implementation), eager_attention_forward
-        )
+        kind = str(self.config._attn_implementation)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(kind, eager_attention_forward)
         dropout = self.dropout if self.training else 0.0
         out, weights = attend(
             self, query, key, value, attention_mask, scaling=self.scaling, dropout=dropout, **kwargs
@@ -205,11 +203,10 @@ class GPTModel(GPTPreTrainedModel):
     ):
         if inputs_embeds is None:
             inputs_embeds = self.wte(input_ids)  # (B, T) -> (B, T, C)
-        if inputs_embeds.shape[1] > self.config.n_positions:
-            limit = self.config.n_positions
-            raise ValueError(
-                f"{inputs_embeds.shape[1]} tokens are more than the model's {limit} positions"
-            )
+        length = inputs_embeds.shape[1]
+        limit = self.config.n_positions
+        if length > limit:
+            raise ValueError(f"{length} tokens are more than the model's {limit} positions")
         # In generation each pass adds the keys and values of its tokens to the cache, (B, H, T, D)
         # in each layer, so that the next pass reads new tokens alone.
         if use_cache and past_key_values is None:
@@ -225,7 +222,7 @@ class GPTModel(GPTPreTrainedModel):
             mask = create_causal_mask(self.config, inputs_embeds, *given)
         if position_ids is None:
             past = past_key_values.get_seq_length() if past_key_values is not None else 0
-            places = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device)
+            places = torch.arange(length, device=inputs_embeds.device)
             position_ids = (places + past)[None]  # (1, T), the same for all rows
         # Learned positions are added to the tokens: (B, T, C) + (1, T, C).
         x = self.drop(inputs_embeds + self.wpe(position_ids))
@@ -237,9 +234,8 @@ class GPTModel(GPTPreTrainedModel):
                 position_ids=position_ids,
                 **kwargs,
             )
-        return BaseModelOutputWithPast(
-            last_hidden_state=self.ln_f(x), past_key_values=past_key_values if use_cache else None
-        )
+        cache = past_key_values if use_cache else None
+        return BaseModelOutputWithPast(last_hidden_state=self.ln_f(x), past_key_values=cache)
 
 
 class GPTForCausalLM(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -252,9 +248,8 @@ class GPTForCausalLM(  # pyright: ignore[reportIncompatibleMethodOverride]
     def __init__(self, config: GPTConfig):
         super().__init__(config)
         self.transformer = GPTModel(config)
-        self.lm_head = Head(
-            config.n_embd, config.padded_vocab_size or config.vocab_size, bias=False
-        )
+        rows = config.padded_vocab_size or config.vocab_size
+        self.lm_head = Head(config.n_embd, rows, bias=False)
         self.post_init()
 
     @can_return_tuple
@@ -281,12 +276,10 @@ class GPTForCausalLM(  # pyright: ignore[reportIncompatibleMethodOverride]
         if use_cache is None and shift_labels is not None:
             use_cache = False  # training reads each text once
         others = (attention_mask, past_key_values, inputs_embeds, row_loss)
-        is_plain = skip_logits and not kwargs and all(each is None for each in others)
-        if is_plain and self.takes_one_graph(input_ids, shift_labels):
-            loss = self.compiled_batch_loss(self, input_ids, shift_labels, position_ids)
-            return CausalLMOutputWithPast(
-                loss=loss_per_item(loss, shift_labels, num_items_in_batch)
-            )
+        if skip_logits and not kwargs and all(each is None for each in others):
+            batch = (input_ids, shift_labels, position_ids, num_items_in_batch)
+            if (out := self.one_graph_output(*batch)) is not None:
+                return out
         out = self.transformer(
             input_ids,
             attention_mask=attention_mask,
@@ -299,14 +292,6 @@ class GPTForCausalLM(  # pyright: ignore[reportIncompatibleMethodOverride]
         return self.with_loss(
             out, shift_labels, num_items_in_batch, skip_logits, logits_to_keep, row_loss
         )
-
-    def resize_token_embeddings(self, *args, **kwargs):
-        self.config.padded_vocab_size = None  # exactly the size that was asked for
-        embeddings = super().resize_token_embeddings(*args, **kwargs)
-        # transformers replaces our head by a plain layer, which knows no loss.
-        if type(self.lm_head) is nn.Linear:
-            self.lm_head = Head.of(self.lm_head)
-        return embeddings
 
 
 AutoConfig.register(GPTConfig.model_type, GPTConfig, exist_ok=True)
