@@ -109,8 +109,8 @@ def run_compare(arguments: Namespace) -> None:
 
 
 def _default_plot() -> Path:
-    """The plot of a call without --output. Raises UserError if another program's file has its name,
-    which nobody asked to replace.
+    """The plot of a call without --output. Raises UserError if a file of another program has its
+    name: the command did not ask to replace it.
     """
     from nanogpt_hf.reports.plot_file import is_own_plot
 

@@ -57,9 +57,8 @@ def run_sweep(arguments: Namespace, overrides: Overrides) -> int:
     for run in runs:
         check_steps_known("sweep", knob_values(run.config))
     # The imports take seconds; mistakes above should not wait for them.
-    from nanogpt_hf.reports.settings import settings_table
     from nanogpt_hf.training import sweep as sweeps
-    from nanogpt_hf.training.sweep_results import best_lines, planned, table, write_results
+    from nanogpt_hf.training.sweep_results import planned, table, write_results
 
     swept = dict.fromkeys(key for run in runs for key in run.values)
     knobs = "-".join(key.rpartition(".")[2] for key in swept)
@@ -87,23 +86,32 @@ def run_sweep(arguments: Namespace, overrides: Overrides) -> int:
         with sweeps.locked(sweep):
             statuses, exit_status = sweeps.train_runs(sweep)
             tree = write_results(sweep, statuses)
-        lines = [table(tree["runs"], sweep.score), ""]
-        if law := tree["fit"]:
-            lines.append(
-                f"scaling over depths: loss = {law['coefficient']:.4g} × "
-                f"FLOPs^{law['exponent']:.4f} ± {law['standard_error']:.4f}"
-            )
-        if len(tree["settings"]) < len(runs):
-            lines += [
-                "means over the seeds, best first:",
-                settings_table(tree["settings"], sweep.score),
-                "",
-            ]
-        lines += best_lines(tree, sweep.score)
-        # No run may have been evaluated, and no knob may have two numbers.
-        written = ("sweep.png", "settings.png", "sweep.json")
-        names = ", ".join(name for name in written if (folder / name).is_file())
-        lines.append(f"{folder}: {names}")
+        lines = _results(sweep, tree)
     show("\n".join(lines))
     write_json(arguments.json, tree)
     return exit_status
+
+
+def _results(sweep: Sweep, tree: dict[str, Any]) -> list[str]:
+    """Lines about the runs of a sweep: table, scaling law, means over seeds, best runs, files."""
+    from nanogpt_hf.reports.settings import settings_table
+    from nanogpt_hf.training.sweep_results import best_lines, table
+
+    lines = [table(tree["runs"], sweep.score), ""]
+    if law := tree["fit"]:
+        lines.append(
+            f"scaling over depths: loss = {law['coefficient']:.4g} × "
+            f"FLOPs^{law['exponent']:.4f} ± {law['standard_error']:.4f}"
+        )
+    if len(tree["settings"]) < len(sweep.runs):
+        lines += [
+            "means over the seeds, best first:",
+            settings_table(tree["settings"], sweep.score),
+            "",
+        ]
+    lines += best_lines(tree, sweep.score)
+    # No run may have been evaluated, and no knob may have two numbers.
+    written = ("sweep.png", "settings.png", "sweep.json")
+    names = ", ".join(name for name in written if (sweep.folder / name).is_file())
+    lines.append(f"{sweep.folder}: {names}")
+    return lines
