@@ -270,7 +270,7 @@ def _read_model(found: Found) -> tuple[Any, Any, str | None]:
         weights = sorted(Path(found.folder).glob("model*.safetensors"))
         before = file_state(weights)
         model = load_model(found.folder)
-        tokenizer = build_tokenizer(found.folder, ())
+        tokenizer = build_tokenizer(found.folder, (), knob="")
         digest = file_digest(weights) if weights else None
         if file_state(weights) == before:
             check_vocabulary(found.name, tokenizer.vocab_size, model.config.vocab_size)

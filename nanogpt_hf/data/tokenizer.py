@@ -63,11 +63,16 @@ class Tokenizer:
 
 
 def build_tokenizer(
-    name: str, texts: Iterable[str], vocab_size: int | None = None, bpe_pattern: BpePattern = "gpt2"
+    name: str,
+    texts: Iterable[str],
+    vocab_size: int | None = None,
+    bpe_pattern: BpePattern = "gpt2",
+    *,
+    knob: str = "data.tokenizer",
 ) -> Tokenizer:
-    """Return the tokenizer that `data.tokenizer` names.
+    """Return the tokenizer of this name, which `knob` states ("" if none does).
 
-    Only those of MADE_TOKENIZERS read `texts`, and only `bpe` the last two.
+    Only those of MADE_TOKENIZERS read `texts`, and only `bpe` the next two.
     """
     match name:
         case "char":
@@ -80,12 +85,14 @@ def build_tokenizer(
         case "gpt2":
             return gpt2_tokenizer()
         case _:
-            return library_tokenizer(name)
+            return library_tokenizer(name, knob)
 
 
-def library_tokenizer(name: str) -> Tokenizer:
-    """A Hugging Face tokenizer from a folder or the Hub. Raises DataError if there is none."""
-    hf = load_tokenizer(name, "data.tokenizer")
+def library_tokenizer(name: str, knob: str = "") -> Tokenizer:
+    """A Hugging Face tokenizer from a folder or the Hub. Raises DataError if there is none, which
+    names the knob that states it.
+    """
+    hf = load_tokenizer(name, knob)
 
     def encode_batch(texts: list[str]) -> list[np.ndarray]:
         return [np.asarray(ids, dtype=np.uint32) for ids in encode_texts(hf, texts)]

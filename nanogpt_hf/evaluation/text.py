@@ -86,7 +86,7 @@ def measure_texts(
 
     folder = find_model(model)
     loaded: Any = load_model(folder)
-    tokenizer = build_tokenizer(folder, ())
+    tokenizer = build_tokenizer(folder, (), knob="")
     check_vocabulary(folder, tokenizer.vocab_size, loaded.config.vocab_size)
     # From here on it is `evaluate`, for texts in memory instead of a source.
     positions = loaded.config.max_position_embeddings

@@ -57,6 +57,17 @@ def test_evaluate_text_prints_and_writes_figures(capsys, letter_model, text, tmp
     assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
 
 
+def test_model_without_a_tokenizer_is_named_without_a_knob(refused, letter_model, text, tmp_path):
+    """No knob states the tokenizer of a model that is measured."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        shutil.copyfile(letter_model / name, folder / name)
+    line = refused("evaluate", folder, "--data", text)
+    assert f"{folder}: no Hugging Face tokenizer in that folder: " in line
+    assert "data.tokenizer" not in line
+
+
 @pytest.mark.parametrize("replacements", [1, 3])
 def test_model_that_is_replaced_while_it_is_read(
     capsys, letter_model, text, tmp_path, monkeypatch, replacements
