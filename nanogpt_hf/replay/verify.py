@@ -139,9 +139,11 @@ def first_difference(
     first = run.state.step
     built_at = first
     recorded = _metrics_by_step(folder)
+    end = read_checkpoint(folder.checkpoint(last)).state
     # Resumes with other knobs. The ones at the first step hold already.
-    history = read_checkpoint(folder.checkpoint(last)).state.history
-    resumes = [entry for entry in history if entry["step"] > first]
+    resumes = [entry for entry in end.history if entry["step"] > first]
+    # Whether the run was stopped there before its evaluation, and has saved without it.
+    stopped_at_end = end.evaluated_step < last and "val/loss" not in recorded.get(last, {})
     # What differs at the current step: metrics, and tensors of its checkpoint.
     lines: list[str] = []
     tensors: list[str] = []
@@ -150,7 +152,7 @@ def first_difference(
         while True:
             step = run.state.step
             resumed = [entry for entry in resumes if _is_next(entry, run.state)]
-            stopping = bool(resumed) or (step == last and _was_stopped(folder, recorded, step))
+            stopping = bool(resumed) or (step == last and stopped_at_end)
             match next_action(
                 run.config, run.state, run.saved, built_at=built_at, stopping=stopping
             ):
@@ -196,12 +198,6 @@ def _is_next(entry: KnobChange, state: TrainState) -> bool:
     """
     is_evaluated = state.evaluated_step >= state.step
     return entry["step"] == state.step and (entry["evaluated_step"] >= state.step) == is_evaluated
-
-
-def _was_stopped(folder: RunFolder, recorded: dict[int, dict[str, Any]], step: int) -> bool:
-    """Whether the run was stopped at a step before its evaluation, and has saved without it."""
-    saved = read_checkpoint(folder.checkpoint(step))
-    return saved.state.evaluated_step < step and "val/loss" not in recorded.get(step, {})
 
 
 def _compare_tensors(run: Run, folder: RunFolder, bound: float) -> list[str]:
