@@ -280,7 +280,9 @@ def check_resume(
     lines = _change_lines(folder, config)
     checkpoint = newest_checkpoint(folder)
     method = method_of(config)
-    _check_end(config, folder, checkpoint)
+    # Without the data, the steps of train.epochs are not counted yet.
+    if config.train.epochs is None:
+        _check_end(config, folder, checkpoint)
     if method.uses_prepared_data and find_manifest(config.data) is None:
         lines.append(f"not compared with the run: {config.data.dir} is not prepared yet")
     else:

@@ -18,6 +18,7 @@ from nanogpt_hf.data.prepare import prepare
 from nanogpt_hf.data.prepared import load_prepared
 from nanogpt_hf.runs.recipe import changed_knobs
 from nanogpt_hf.training.epochs import steps_of, with_steps_of_known_data
+from nanogpt_hf.training.start import check_resume
 
 
 @pytest.mark.parametrize(
@@ -174,6 +175,18 @@ def test_resume_keeps_the_steps_and_more_epochs_are_more_steps(pretrain, caplog)
     assert shorter.status == 2
     assert f"step {more} is past train.max_steps" in shorter.line
     assert "--train.epochs" in shorter.line
+
+
+def test_dry_run_of_a_resume_needs_no_data_to_count_steps(pretrain):
+    """Without the data only the real resume knows whether the run is past its last step."""
+    run = pretrain(train__max_steps=2, eval__every=2, checkpoint__every=2).run
+    recorded = load_config(run.recipe)
+    shutil.rmtree(recorded.data.dir)
+    # Fine-tuning has so few steps by default, which epochs replace.
+    config = replace_knobs(recorded, {"train.epochs": 9.0, "train.max_steps": 1})
+    not_prepared, resumes = check_resume(config, run.path, resume=True)
+    assert not_prepared.endswith(f"{recorded.data.dir} is not prepared yet")
+    assert resumes == f"resumes from {run.checkpoint(2)}"
 
 
 def test_dry_run_names_the_steps_of_prepared_data(pretrain, prepared, write_recipe):
