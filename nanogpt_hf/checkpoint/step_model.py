@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -22,7 +23,6 @@ from nanogpt_hf.runs.find import find_model
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.recipe import read_recipe
 from nanogpt_hf.runs.state import TrainState
-from nanogpt_hf.runs.tensor_files import Box
 
 _WEIGHTS = re.compile(r"\.safetensors(\.index\.json)?$")
 
@@ -36,13 +36,9 @@ def model_of_step(run: RunFolder, checkpoint: Path) -> Iterator[Path]:
     model. Raises RunFolderError if the run has no model yet, or the checkpoint is damaged.
     """
     model = Path(find_model(str(run.path)))
-    saved = read_checkpoint(checkpoint)
+    saved: Any = read_checkpoint(checkpoint)
     config = read_recipe(run)
-    layout = saved.weights.layout
-    weights = {
-        key: saved.weights.read(key, Box((0,) * len(shape), shape))
-        for key, (shape, _) in layout.items()
-    }
+    weights = dict(saved.weights)
     with tempfile.TemporaryDirectory(prefix="nanogpt_hf-") as scratch:
         folder = Path(scratch) / checkpoint.name
         with new_folder(folder) as partial:
