@@ -74,11 +74,11 @@ def push(
     """Push a model folder to the model repository `repo_id` (user/name), and return the commit's
     URL.
 
-    The recipe, the metrics and the loss plot of `run` are pushed, too; of best/ and final/ it is
-    the folder that they are in. A
-    missing repository or branch `revision` is created; nothing is ever deleted. The card shows the
-    figures of `results`, a file that `evaluate --json` has written. Raises UserError; for a file
-    that holds a secret, or is a link out of the folder, before anything is sent.
+    The recipe, the metrics and the loss plot of `run` are pushed, too; for best/ and final/ it is
+    by default the run that they are in. A missing repository or branch `revision` is created;
+    nothing is ever deleted. The card shows the figures of `results`, a file that `evaluate --json`
+    has written. Raises UserError; for a file that holds a secret, or is a link out of the folder,
+    before anything is sent.
     """
     huggingface_hub.utils.logging.set_verbosity_error()  # else every retry is logged
     warnings.filterwarnings("ignore", module="httpx|huggingface_hub")  # such as remarks on a card
