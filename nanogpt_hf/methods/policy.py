@@ -15,7 +15,7 @@ from nanogpt_hf.tasks.task import Question
 
 # Held-out questions whose first answer is logged.
 _EXAMPLES = 4
-REWARD = Score("val/reward", "reward", "mean reward on held-out questions", is_reward=True)
+REWARD = Score("val/reward", "reward", "mean reward on held-out questions")
 
 
 def rollouts_of(run: Run) -> Rollouts:

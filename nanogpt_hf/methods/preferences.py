@@ -146,7 +146,7 @@ PREFERENCES = Method(
     score=Score("val/loss", "val loss", "loss on held-out pairs"),
     # Each loss has its own scale, which beta and the other weights change.
     scored_by=(*(f"align.{field.name}" for field in fields(AlignSection)), "data.tokenizer"),
-    score_across=Score("val/accuracy", "accuracy", "accuracy on held-out pairs", is_reward=True),
+    score_across=Score("val/accuracy", "accuracy", "accuracy on held-out pairs"),
     begin_step=begin_pairs,
     full_blocks=full_answers,
     noun="pairs",
@@ -164,7 +164,7 @@ KTO = replace(
     evaluate=evaluate_answers,
     describe_best=lambda score: f"best loss on held-out answers {format_number(score, 4)}",
     score=Score("val/loss", "val loss", "loss on held-out answers"),
-    score_across=Score("val/accuracy", "accuracy", "accuracy on held-out answers", is_reward=True),
+    score_across=Score("val/accuracy", "accuracy", "accuracy on held-out answers"),
     begin_step=begin_answers,
     noun="answers",
     # The mismatched pair of an answer is read without a gradient.

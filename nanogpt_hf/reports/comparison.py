@@ -7,7 +7,7 @@ import numpy as np
 from nanogpt_hf.config.schema import KNOBS, Config
 from nanogpt_hf.config.sources import knob_text
 from nanogpt_hf.formatting import align, format_duration
-from nanogpt_hf.runs.metrics import Event, column, is_number, last_value, names
+from nanogpt_hf.runs.metrics import RISING, Event, column, is_number, last_value, names
 
 REWARD = "val/reward"
 
@@ -27,8 +27,7 @@ def best_of(events: list[Event], metric: str) -> tuple[int, float, bool | None] 
     steps, values = column(events, metric)
     if not len(values):
         return None
-    # A reward is better if it is higher, a loss if it is lower.
-    best = int((-values if metric == REWARD else values).argmin())
+    best = int((-values if metric in RISING else values).argmin())
     # Evaluations that are not finite count: they were no better than the start.
     evaluated = [event["step"] for event in events if metric in event]
     beats_start = bool(steps[best]) if len(evaluated) > 1 and not evaluated[0] else None

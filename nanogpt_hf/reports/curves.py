@@ -13,7 +13,7 @@ from nanogpt_hf.config.stages import stages_of
 from nanogpt_hf.reports.plot_file import save_plot
 from nanogpt_hf.reports.reference import Curve, Reference, find_reference
 from nanogpt_hf.runs.folder import RunFolder
-from nanogpt_hf.runs.metrics import Event, column, names, smooth
+from nanogpt_hf.runs.metrics import RISING, Event, column, names, smooth
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -36,7 +36,6 @@ _DOTTED: dict[str, Any] = {
 # The part of a training loss with terms (a teacher, a z-loss) that compares with val/loss.
 _CROSS_ENTROPY = "train/cross_entropy"
 _MANY_RUNS = 6
-_RISING = ("val/accuracy", "val/reward", "val/pass@1")
 # x and y of a curve
 Points = tuple[np.ndarray, np.ndarray]
 # For each validation metric: the metric of training in the same plot, the metric in the small plot
@@ -124,15 +123,20 @@ def draw_curves(
     _draw_stages([axes, *below], stages, last)
     units = {"tokens": "training tokens", "seconds": "seconds of training"}
     (axes, *below)[-1].set_xlabel(units.get(by, by))
-    # Losses fall, and rewards rise. Many names would hide the curves.
-    place: dict[str, Any] = {"loc": "lower right" if metric in _RISING else "upper right"}
-    if len(runs) > _MANY_RUNS:
-        place = {"loc": "upper left", "bbox_to_anchor": (1.01, 1.0)}
-    axes.legend(frameon=False, fontsize=9, **place)
+    _add_legend(axes, metric, len(runs))
     axes.set_title(_plain(title), loc="left", fontweight="bold")
     axes.set_title(note, loc="right", color=_GRAY, fontsize=9)
     save_plot(figure, path)
     return True
+
+
+def _add_legend(axes: "Axes", metric: str, count: int) -> None:
+    """Add the legend of `count` runs, in the corner that curves of the metric leave free."""
+    place: dict[str, Any] = {"loc": "lower right" if metric in RISING else "upper right"}
+    # Many names would hide the curves.
+    if count > _MANY_RUNS:
+        place = {"loc": "upper left", "bbox_to_anchor": (1.01, 1.0)}
+    axes.legend(frameon=False, fontsize=9, **place)
 
 
 def _mark_best(axes: "Axes", evaluated: Points) -> str:

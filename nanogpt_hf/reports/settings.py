@@ -43,7 +43,7 @@ def settings_of(runs: Sequence[tuple[Mapping[str, Any], float | None]], score: S
             }
         )
     # A setting without a score comes last.
-    sign = -1 if score.is_reward else 1
+    sign = -1 if score.is_rising else 1
     return sorted(settings, key=lambda row: math.inf if row["mean"] is None else sign * row["mean"])
 
 

@@ -12,6 +12,8 @@ from nanogpt_hf.runs.folder import RunFolder
 Event = dict[str, Any]
 # The x axes of plots. None of them ever decreases during a run.
 AXES = ("step", "tokens", "seconds")
+# Metrics whose highest value is the best. The lowest is the best of all others.
+RISING = ("val/accuracy", "val/reward", "val/pass@1")
 
 
 @dataclass(frozen=True)
@@ -22,8 +24,6 @@ class Score:
     # In tables and plots: a short name, and the label of an axis.
     words: str
     label: str
-    # Whether the highest is the best.
-    is_reward: bool = False
 
     @property
     def column(self) -> str:
@@ -31,8 +31,12 @@ class Score:
         return self.metric.replace("/", "_")
 
     @property
+    def is_rising(self) -> bool:
+        return self.metric in RISING
+
+    @property
     def extreme(self) -> str:
-        return "highest" if self.is_reward else "lowest"
+        return "highest" if self.is_rising else "lowest"
 
 
 def read_metrics(run: RunFolder) -> list[Event]:

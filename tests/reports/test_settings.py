@@ -9,7 +9,7 @@ from nanogpt_hf.reports.settings import draw_settings, settings_of, settings_tab
 from nanogpt_hf.runs.metrics import Score
 
 LOSS = Score("val/loss", "val loss", "validation loss")
-REWARD = Score("val/reward", "reward", "mean reward", is_reward=True)
+REWARD = Score("val/reward", "reward", "mean reward")
 RUNS = [
     ({"optim.learning_rate": 1e-3, "train.seed": 1}, 2.0),
     ({"optim.learning_rate": 1e-3, "train.seed": 2}, 2.2),
