@@ -18,7 +18,7 @@ from nanogpt_hf.commands.arguments import (
 from nanogpt_hf.config.dial import dial_lines
 from nanogpt_hf.config.json_schema import recipe_schema
 from nanogpt_hf.config.load import Overrides, load_config, stated_knobs
-from nanogpt_hf.config.methods import POLICY, recipe_method_of, start_knob_of
+from nanogpt_hf.config.methods import POLICY, start_method_of
 from nanogpt_hf.config.schema import (
     SECTIONS,
     Config,
@@ -118,14 +118,13 @@ def _load_planned(
     """Resolve the recipe of `estimate`; a model to start from has its own sizes, which are read
     from its folder or the Hub.
     """
-    value_of = stated_knobs(arguments.recipe, overrides).get
-    method = recipe_method_of(value_of)
+    method = start_method_of(stated_knobs(arguments.recipe, overrides).get)
     if method is POLICY and arguments.gpus:
         raise UserError(
             "--gpus: the time in which `rl` samples answers is not estimated, so that no layout is "
             "proposed; give --config_file"
         )
-    if start_knob_of(value_of) is None:
+    if method is None:
         return load_config(arguments.recipe, overrides), None
     from nanogpt_hf.methods.finetuning import finetune_config
 

@@ -76,13 +76,10 @@ def recipe_method_of(value_of: Callable[[str], Any]) -> RecipeMethod:
     return next(chosen, NEXT_TOKEN)
 
 
-def start_knob_of(value_of: Callable[[str], Any]) -> str | None:
-    """The knob by which a recipe trains a model further; None if it trains from scratch.
-
-    `value_of` is a function that gives the values of its knobs.
-    """
-    knob = recipe_method_of(value_of).knob or "finetune.model"
-    return knob if value_of(knob) else None
+def start_method_of(value_of: Callable[[str], Any]) -> RecipeMethod | None:
+    """The method by which a recipe trains a model further; None if it trains from scratch."""
+    method = recipe_method_of(value_of)
+    return method if method is not NEXT_TOKEN or value_of("finetune.model") else None
 
 
 def objective_rules(

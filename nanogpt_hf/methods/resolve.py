@@ -4,12 +4,7 @@ import os
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nanogpt_hf.config.load import Overrides, load_config, stated_knobs
-from nanogpt_hf.config.methods import (
-    NEXT_TOKEN,
-    RecipeMethod,
-    recipe_method_of,
-    start_knob_of,
-)
+from nanogpt_hf.config.methods import NEXT_TOKEN, RecipeMethod, start_method_of
 from nanogpt_hf.config.names import folder_or_hub_id
 from nanogpt_hf.config.schema import Config, get_value
 from nanogpt_hf.data.manifest import find_manifest
@@ -31,7 +26,7 @@ class Resolved(NamedTuple):
 
 def resolve(recipe: str | None, overrides: Overrides) -> Resolved:
     """Resolve a recipe for the command that its knobs choose. Raises what that command raises."""
-    method = _method_from_a_model(recipe, overrides)
+    method = start_method_of(stated_knobs(recipe, overrides).get)
     if method is None:
         return Resolved("pretrain", load_config(recipe, overrides))
     return Resolved(method.command, *resolve_from_model(recipe, overrides, method))
@@ -41,7 +36,7 @@ def defaults_of(recipe: str | None, overrides: Overrides) -> dict[str, Any]:
     """The defaults of the knobs that recipe and overrides do not state, where they differ from the
     schema's: the defaults of fine-tuning or of a method. Raises UserError without the model.
     """
-    method = _method_from_a_model(recipe, overrides)
+    method = start_method_of(stated_knobs(recipe, overrides).get)
     return start_defaults(recipe, overrides, method) if method else {}
 
 
@@ -80,11 +75,3 @@ def missing_path(config: Config) -> str | None:
         if tool.endswith(".py") and not os.path.isfile(os.path.expanduser(tool)):
             return f"rl.tools {tool}"
     return None
-
-
-def _method_from_a_model(recipe: str | None, overrides: Overrides) -> RecipeMethod | None:
-    """The method by which the stated knobs train a model further; None if they train from
-    scratch.
-    """
-    value_of = stated_knobs(recipe, overrides).get
-    return recipe_method_of(value_of) if start_knob_of(value_of) else None
