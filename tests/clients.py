@@ -4,6 +4,8 @@ import http.client
 import time
 from contextlib import closing, contextmanager
 
+QUESTION = {"role": "user", "content": "1+1?"}
+
 
 @contextmanager
 def client_of(server):

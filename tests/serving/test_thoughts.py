@@ -4,10 +4,9 @@ import json
 from importlib.util import find_spec
 
 import pytest
-from transformers import AutoTokenizer
 
 from chat_templates import CALLING
-from clients import client_of, post
+from clients import QUESTION, post
 
 if find_spec("openai") is None:
     pytest.skip(
@@ -18,7 +17,6 @@ pytest.importorskip("uvicorn", reason="the extra `serve` is not installed")
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"x": 1}}\n</tool_call>'
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
-QUESTION = {"role": "user", "content": "1+1?"}
 # The place of the last question: Qwen 3's template writes only the thoughts after it.
 LAST = (
     "{% set last = namespace(user=0) %}{% for m in messages %}{% if m.role == 'user' %}"
@@ -47,36 +45,11 @@ def server(request, save_chat_model, tmp_path_factory, running):
     folder = tmp_path_factory.mktemp("models") / "thinker"
     save_chat_model(folder, change, n_positions=1024)
     with running(folder, "thinker") as server:
-        server.tokenizer = AutoTokenizer.from_pretrained(folder)
         yield server
 
 
 def with_template(*names):
     return pytest.mark.parametrize("server", names, indirect=True)
-
-
-@pytest.fixture
-def ask(server, monkeypatch):
-    """Ask the server, whose model writes a text; the prompts are in `ask.prompts`."""
-    prompts = []
-
-    def ask(text: str, messages=(QUESTION,), cut: bool = False, **options):
-        tokens = server.tokenizer(text, add_special_tokens=False)["input_ids"]
-
-        def generate(model, ids, *, max_new_tokens, **_):
-            prompts.append(server.tokenizer.decode(ids))
-            yield from ([token] for token in tokens[:max_new_tokens])
-
-        monkeypatch.setattr("nanogpt_hf.serving.generation.generate_tokens", generate)
-        given = {"model": "thinker"} | options
-        if cut:
-            given["max_tokens"] = len(tokens)
-        with client_of(server) as client:
-            answer = client.chat.completions.create(messages=list(messages), **given)
-            return list(answer) if options.get("stream") else answer.choices[0]
-
-    ask.prompts = prompts
-    return ask
 
 
 def thought_of(message) -> str:

@@ -4,9 +4,8 @@ import json
 from importlib.util import find_spec
 
 import pytest
-from transformers import AutoTokenizer
 
-from clients import client_of, post
+from clients import QUESTION, post
 
 if find_spec("openai") is None:
     pytest.skip(
@@ -25,7 +24,6 @@ TOOLS = [
         },
     }
 ]
-QUESTION = {"role": "user", "content": "1+1?"}
 
 
 @pytest.fixture(scope="module")
@@ -33,43 +31,18 @@ def server(save_chat_model, tmp_path_factory, running):
     folder = tmp_path_factory.mktemp("models") / "caller"
     save_chat_model(folder, n_positions=1024)
     with running(folder, "caller") as server:
-        server.tokenizer = AutoTokenizer.from_pretrained(folder)
         yield server
 
 
-@pytest.fixture
-def ask(server, monkeypatch):
-    """Ask the server, whose model writes a text; the prompts are in `ask.prompts`."""
-    prompts = []
-
-    def ask(text: str, messages=(QUESTION,), cut: bool = False, **options):
-        tokens = server.tokenizer(text, add_special_tokens=False)["input_ids"]
-
-        def generate(model, ids, *, max_new_tokens, **_):
-            prompts.append(server.tokenizer.decode(ids))
-            yield from ([token] for token in tokens[:max_new_tokens])
-
-        monkeypatch.setattr("nanogpt_hf.serving.generation.generate_tokens", generate)
-        given = {"tools": TOOLS, "model": "caller"} | options
-        if cut:
-            given["max_tokens"] = len(tokens)
-        with client_of(server) as client:
-            answer = client.chat.completions.create(messages=list(messages), **given)
-            return list(answer) if options.get("stream") else answer.choices
-
-    ask.prompts = prompts
-    return ask
-
-
 def test_a_call_comes_back_as_tool_calls_and_its_result_goes_to_the_template(ask):
-    (choice,) = ask(CALL)
+    choice = ask(CALL, tools=TOOLS)
     assert choice.finish_reason == "tool_calls"
     assert choice.message.content is None
     (call,) = choice.message.tool_calls
     assert (call.type, call.function.name) == ("function", "add")
     assert json.loads(call.function.arguments) == {"x": 1, "word": "ü"}
     result = {"role": "tool", "tool_call_id": call.id, "content": "2"}
-    (choice,) = ask("Two.", [QUESTION, choice.message, result])
+    choice = ask("Two.", [QUESTION, choice.message, result], tools=TOOLS)
     assert (choice.finish_reason, choice.message.content) == ("stop", "Two.")
     assert choice.message.tool_calls is None
     assert f"{CALL}<|endoftext|>### Tool:\n2\n\n### Assistant:\n" in ask.prompts[1]
@@ -77,18 +50,18 @@ def test_a_call_comes_back_as_tool_calls_and_its_result_goes_to_the_template(ask
 
 @pytest.mark.parametrize("text", ["Let me see.", "a <", "<tool_cal", ""])
 def test_text_comes_before_the_calls_and_each_call_has_an_id(ask, text):
-    (choice,) = ask(f"{text}\n{CALL}\n{CALL}")
+    choice = ask(f"{text}\n{CALL}\n{CALL}", tools=TOOLS)
     assert (choice.message.content or "") == text
     assert len({call.id for call in choice.message.tool_calls}) == 2
 
 
 @pytest.mark.parametrize("text", [f"So.\n{CALL}\n{CALL}", CALL, f"{CALL} then"])
 def test_a_stream_equals_the_whole_answer(ask, text):
-    (whole,) = ask(text)
+    whole = ask(text, tools=TOOLS)
     content = ""
     calls = []
     reasons = []
-    for chunk in ask(text, stream=True):
+    for chunk in ask(text, tools=TOOLS, stream=True):
         (choice,) = chunk.choices
         content += choice.delta.content or ""
         calls += choice.delta.tool_calls or []
@@ -119,12 +92,11 @@ def test_a_stream_equals_the_whole_answer(ask, text):
 )
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_is_no_call_stays_text(ask, text, options, reason, stream):
-    found = ask(text, stream=stream, **options)
+    found = ask(text, stream=stream, **{"tools": TOOLS} | options)
     expected = text.removesuffix("</tool_call>") if "stop" in options else text
     if not stream:
-        (choice,) = found
-        assert (choice.message.content, choice.finish_reason) == (expected, reason)
-        assert choice.message.tool_calls is None
+        assert (found.message.content, found.finish_reason) == (expected, reason)
+        assert found.message.tool_calls is None
         return
     parts = [chunk.choices[0] for chunk in found]
     assert "".join(part.delta.content or "" for part in parts) == expected
@@ -133,7 +105,7 @@ def test_what_is_no_call_stays_text(ask, text, options, reason, stream):
 
 
 def test_completions_have_no_tools(ask, server):
-    ask(CALL)
+    ask(CALL, tools=TOOLS)
     body = {"prompt": "1+1?", "tools": TOOLS, "max_tokens": 200}
     status, answer = post(server, "/v1/completions", json.dumps(body).encode())
     assert status == 200
