@@ -164,6 +164,7 @@ def test_losses_of_other_scales_are_ranked_by_the_accuracy(base, in_process, cap
         assert (row["best"], row["best_step"]) == (best["val/accuracy"], best["step"])
         assert row["val_loss"] == events[-1]["val/loss"]
     means = [row["mean"] for row in tree["settings"]]
+    assert len(means) == len(tree["runs"]) == 4
     assert means == sorted(means, reverse=True)
     assert "highest accuracy" in capsys.readouterr().out
 
@@ -267,30 +268,36 @@ def test_all_runs_start_from_the_commit_that_the_grid_has_found(base, tmp_path, 
         assert command[command.index("--finetune.revision") + 1] == "abc"
 
 
-# Recipes that train a model further; the other recipes train from scratch.
-FURTHER = {
+# Recipes that leave the model to start from to the command line, with their command.
+WITHOUT_A_MODEL = {
     "arithmetic_align": "align",
     "arithmetic_rl": "rl",
     "arithmetic_sft": "finetune",
-    "finetune_lora": "finetune",
-    "finetune_shakespeare": "finetune",
-    "finetune_smollm2": "finetune",
     "gsm8k_rl": "rl",
     "sft_instructions": "finetune",
     "sft_mixture": "finetune",
 }
-WITHOUT_A_MODEL = FURTHER.keys() - {"finetune_lora", "finetune_shakespeare", "finetune_smollm2"}
+# Recipes that name one of the Hub, which tests do not reach.
+OF_THE_HUB = {"finetune_lora", "finetune_shakespeare", "finetune_smollm2"}
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
+def test_recipes_name_the_command_of_their_runs(save_chat_model, tmp_path):
+    save_chat_model(tmp_path / "long", n_positions=4096)
+    seeds, model = ("train.seed", "1,2"), ("finetune.model", str(tmp_path / "long"))
+    found = {}
+    for recipe in RECIPES:
+        if recipe.stem not in OF_THE_HUB:
+            overrides = [seeds, model] if recipe.stem in WITHOUT_A_MODEL else [seeds]
+            found[recipe.stem] = {run.command for run in build_grid(str(recipe), overrides)}
+    assert found.keys() > WITHOUT_A_MODEL.keys()
+    assert found == {name: {WITHOUT_A_MODEL.get(name, "pretrain")} for name in found}
+
+
+@pytest.mark.parametrize("name", WITHOUT_A_MODEL)
 def test_recipe_that_leaves_the_model_to_the_command_line_is_not_trained_from_scratch(
-    refused, in_process, recipe
+    refused, in_process, root, name
 ):
+    recipe = root / "recipes" / f"{name}.yaml"
     words = argv("sweep {} --optim.learning_rate 1e-4,2e-4 --train.seed 1", recipe)
-    if recipe.stem in WITHOUT_A_MODEL:
-        assert "start from: --from gpt2, a model folder or a run folder" in refused(*words)
-    elif recipe.stem not in FURTHER:
-        assert {run.command for run in build_grid(str(recipe), [("train.seed", "1,2")])} == {
-            "pretrain"
-        }
+    assert "start from: --from gpt2, a model folder or a run folder" in refused(*words)
     assert in_process == []
