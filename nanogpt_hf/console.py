@@ -39,13 +39,27 @@ def escape_controls(text: str) -> str:
     return _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
+def has_styles() -> bool:
+    """Whether stdout is a terminal that shows dimmed text, and its user wants that."""
+    wanted = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    return wanted and sys.stdout.isatty()
+
+
 # Failed writes to stdout since this list was last looked at.
 _failed_writes: list[OSError] = []
 
 
-def show_text(text: str, end: str = "", file: IO[str] | None = None) -> None:
-    """Print a part of a model's text; control characters are escaped on a terminal only."""
-    print(escape_controls(text) if sys.stdout.isatty() else text, end=end, file=file, flush=True)
+def show_text(
+    text: str, end: str = "", file: IO[str] | None = None, *, is_dim: bool = False
+) -> None:
+    """Print a part of a model's text; control characters are escaped on a terminal only.
+
+    `is_dim`: for a terminal that `has_styles`.
+    """
+    shown = escape_controls(text) if sys.stdout.isatty() else text
+    # Each part by itself, so that an interruption leaves the terminal as it was.
+    shown = f"\x1b[2m{shown}\x1b[22m" if is_dim else shown
+    print(shown, end=end, file=file, flush=True)
     if _failed_writes:
         raise _failed_writes.pop()
 

@@ -18,13 +18,14 @@ from nanogpt_hf.commands.generate import (
 )
 from nanogpt_hf.config.schema import KNOBS
 from nanogpt_hf.config.seeds import derive_seed
-from nanogpt_hf.console import show, show_text
+from nanogpt_hf.console import escape_controls, has_styles, show, show_text
 from nanogpt_hf.errors import DataError, UserError, one_line
 from nanogpt_hf.program import program
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from nanogpt_hf.data.answer_format import AnswerFormat
     from nanogpt_hf.data.call_format import Call
     from nanogpt_hf.data.chat_template import ChatFormat
     from nanogpt_hf.data.messages import Message
@@ -76,8 +77,10 @@ def run_chat(arguments: Namespace) -> None:
     Each line is a question; its answer is printed as it is generated. /reset clears the
     conversation, /quit exits. Ctrl-C ends an answer, Ctrl-D exits. Lines can be piped in: answers
     go to stdout, all other output to stderr. With --tools an answer may call tools: each call is
-    printed with its result, and the model continues.
+    printed with its result, and the model continues. A thought before an answer is dimmed on a
+    terminal, and goes to stderr if stdout is none.
     """
+    from nanogpt_hf.data.answer_format import answer_format
     from nanogpt_hf.data.chat_template import ChatFormat
     from nanogpt_hf.distributed.accelerator import build_evaluation_accelerator
     from nanogpt_hf.tasks.tools import load_tools
@@ -98,8 +101,9 @@ def run_chat(arguments: Namespace) -> None:
         return
     form = ChatFormat(tokenizer)
     turns = build_turns(form, tools, MAX_TURNS, "--tools") if tools else None
+    answers = turns.form if turns else answer_format(form).without_calls()
     model.to(accelerator.device)
-    chat = _Chat(model, form, turns, partial(autocast, accelerator), arguments)
+    chat = _Chat(model, form, answers, turns, partial(autocast, accelerator), arguments)
     if sys.stdin.isatty():
         show_note("/reset clears the conversation, /quit exits, Ctrl-C ends an answer")
     for line in questions():
@@ -116,8 +120,49 @@ class _Turn(NamedTuple):
     """What the model has written in one turn."""
 
     tokens: list[int]
+    thought: str
     text: str  # without calls of tools
     end_id: int | None  # the token that ended it; None if it was cut off or interrupted
+
+
+class _Screen:
+    """Prints a turn as it comes: its text, and before it its thought, which is dimmed, or a note on
+    stderr if stdout is no terminal that shows this.
+    """
+
+    def __init__(self):
+        self._is_dim = has_styles()
+        self._in_thought = False
+        self._has_text = False
+
+    def add(self, thought: str, text: str) -> None:
+        if thought and self._is_dim:
+            show_text(thought, is_dim=True)
+        elif thought:
+            begin = "" if self._in_thought else "(thought: "
+            show_text(escape_controls(begin + thought), file=sys.stderr)
+        self._in_thought = self._in_thought or bool(thought)
+        if text and self._in_thought:
+            self._end_thought()
+            # An empty line between them.
+            show_text("\n" if self._is_dim else "")
+        show_text(text)
+        self._has_text = self._has_text or bool(text)
+
+    def end(self, *, is_answer: bool) -> None:
+        """End the line of a turn. An answer has one, if it is empty, too."""
+        on_line = self._in_thought and self._is_dim
+        if self._in_thought:
+            self._end_thought()
+        if self._has_text or (is_answer and not on_line):
+            show_text("", end="\n")
+
+    def _end_thought(self) -> None:
+        if self._is_dim:
+            show_text("", end="\n")
+        else:
+            show_text(")", end="\n", file=sys.stderr)
+        self._in_thought = False
 
 
 class _Chat:
@@ -127,6 +172,7 @@ class _Chat:
         self,
         model: "PreTrainedModel",
         form: "ChatFormat",
+        answers: "AnswerFormat",
         turns: "Turns | None",
         precision: Callable[[], contextlib.AbstractContextManager],
         arguments: Namespace,
@@ -136,6 +182,7 @@ class _Chat:
         self._model = model
         self._precision = precision
         self._format = form
+        self._answer_format = answers
         self._turns = turns
         self._tools = turns.tools.schemas if turns else None
         self._seed = arguments.seed
@@ -161,6 +208,7 @@ class _Chat:
 
         asked = [*self._messages, {"role": "user", "content": line}]
         try:
+            asked = self._for_template(asked)
             ids, kept = encode_chat(self._format, asked, self._longest_prompt, self._tools)
         except (ValueError, DataError) as error:
             # The conversation is as before, so the user can ask again.
@@ -177,6 +225,8 @@ class _Chat:
         """Generate the turns of an answer, and run the tools that they call. Return the messages
         that are remembered; the last one is the last turn.
         """
+        from nanogpt_hf.data.messages import spoken
+
         messages: list[Any] = []
         # The same question, asked again, gets another answer.
         seed = self._seed + self._answers
@@ -184,7 +234,7 @@ class _Chat:
         while True:
             turn = self._turn(ids, derive_seed(seed, "turns", number) if number else seed)
             number += 1
-            last = {"role": "assistant", "content": turn.text}
+            last = spoken(turn.text, turn.thought)
             # A turn that was cut off or interrupted calls nothing.
             if self._turns is None or turn.end_id is None:
                 return [*messages, last]
@@ -218,29 +268,38 @@ class _Chat:
         """
         if len(messages) > 1:
             try:
-                asked = {"role": "user", "content": "Why?"}
-                self._format.prompt_ids([*kept, *messages, asked], self._tools)
+                asked = [*kept, *messages, {"role": "user", "content": "Why?"}]
+                self._format.prompt_ids(self._for_template(asked), self._tools)
             except DataError:
                 return messages[-1:]
         return messages
 
+    def _for_template(self, messages: "list[Message]") -> "list[Message]":
+        """Leave out the thoughts that the chat template does not write, as `serve` does."""
+        if not self._answer_format.thinks:
+            return messages
+        return self._format.without_lost_thoughts(messages, self._tools)
+
     def _turn(self, ids: list[int], seed: int) -> _Turn:
         """Generate a turn, and print its text as it comes; Ctrl-C ends it."""
-        from nanogpt_hf.data.answer_format import CallSplitter
+        from nanogpt_hf.data.answer_format import AnswerSplitter
         from nanogpt_hf.generate import TextStream, generate_tokens
 
         limit = min(self._max_new_tokens, self._context - len(ids))
-        form = self._turns.form if self._turns else None
-        stream = TextStream(self._format.hf, (), form)
-        splitter = CallSplitter(form, self._tools or []) if form else None
-        text = ""
+        form = self._answer_format
+        has_marks = form.thinks or form.calls is not None
+        stream = TextStream(self._format.hf, (), form if has_marks else None)
+        splitter = AnswerSplitter(form, self._tools)
+        screen = _Screen()
+        thought = text = ""
         tokens: list[int] = []
         end_id = None
 
-        def add(new: str) -> None:
-            nonlocal text
+        def add(new_thought: str, new: str) -> None:
+            nonlocal thought, text
+            thought += new_thought
             text += new
-            show_text(new)
+            screen.add(new_thought, new)
 
         steps = generate_tokens(
             self._model,
@@ -259,20 +318,18 @@ class _Chat:
                     end_id = token
                     break
                 tokens.append(token)
-                new = stream.add(token)
-                add(splitter.add(new) if splitter else new)
+                add(*splitter.add(stream.add(token)))
         # Bytes that are no whole character yet.
-        rest = stream.end()
-        if splitter:
-            rest = splitter.add(rest)
-            rest += splitter.end()[0] if end_id is not None else splitter.cut()
-        add(rest)
+        add(*splitter.add(stream.end()))
+        in_thought = splitter.in_thought
+        more, rest, _ = splitter.end(is_cut=end_id is None)
+        add(more, rest)
         # A turn that only calls tools has no line.
-        if text or not splitter:
-            show_text("", end="\n")
+        screen.end(is_answer=self._turns is None)
         if len(tokens) == limit:
-            show_note(f"cut off after {limit} tokens")
-        return _Turn(tokens, text, end_id)
+            where = ", within its thought" if in_thought else ""
+            show_note(f"cut off after {limit} tokens{where}")
+        return _Turn(tokens, thought, text, end_id)
 
 
 def _shown(call: "Call") -> str:

@@ -6,6 +6,7 @@ the model was trained with.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from nanogpt_hf.data.call_format import EXAMPLES, Call, CallFormat, derive_format
@@ -94,15 +95,25 @@ class AnswerFormat:
         start = self.calls.start(text[stop:])
         return None if start is None else stop + start
 
+    def thought_span(self, text: str) -> tuple[int, int | None] | None:
+        """The places behind the first mark of the thought and before the second one, which is None
+        if the thought does not end. None without a thought.
+        """
+        begun = text.lstrip()
+        if not self.thinks or not begun.startswith(self.opening):
+            return None
+        start = len(text) - len(begun) + len(self.opening) if self.opening else 0
+        stop = text.find(self.closing, start)
+        return start, None if stop < 0 else stop
+
     def _thought_stop(self, text: str) -> int | None:
         """The place behind the thought and its marks: 0 without a thought, None if it does not
         end.
         """
-        begun = text.lstrip()
-        if not self.thinks or not begun.startswith(self.opening):
+        span = self.thought_span(text)
+        if span is None:
             return 0
-        start = text.find(self.closing, len(text) - len(begun) + len(self.opening))
-        return None if start < 0 else start + len(self.closing)
+        return None if span[1] is None else span[1] + len(self.closing)
 
     def _thought_of(self, text: str) -> tuple[str, str]:
         """The thought of an answer, and its text."""
@@ -187,7 +198,7 @@ class ThoughtSplitter:
         self._form = form
         self._held = ""  # what was not returned yet
         self._is_begun = False  # whether the answer has begun, with its thought or without one
-        self._in_thought = False
+        self.in_thought = False
         # Whether white space at the beginning of what is held is left out.
         self._strips = False
 
@@ -203,8 +214,8 @@ class ThoughtSplitter:
         self._held += text
         if not self._is_begun and not self._begin(ended):
             return "", ""
-        thought = self._take_thought(ended) if self._in_thought else ""
-        if self._in_thought:
+        thought = self._take_thought(ended) if self.in_thought else ""
+        if self.in_thought:
             return thought, ""
         rest = self._held.lstrip() if self._strips else self._held
         self._strips = self._strips and not rest
@@ -215,10 +226,10 @@ class ThoughtSplitter:
         """Find out whether the answer begins with a thought; return whether that is known."""
         opening = self._form.opening
         begun = self._held.lstrip()
-        self._in_thought = self._strips = begun.startswith(opening)
-        if self._in_thought:
+        self.in_thought = self._strips = begun.startswith(opening)
+        if self.in_thought:
             self._held = begun[len(opening) :]
-        self._is_begun = self._in_thought or ended or not opening.startswith(begun)
+        self._is_begun = self.in_thought or ended or not opening.startswith(begun)
         return self._is_begun
 
     def _take_thought(self, ended: bool) -> str:
@@ -227,7 +238,7 @@ class ThoughtSplitter:
         held = self._held.lstrip() if self._strips else self._held
         thought, mark, rest = held.partition(closing)
         if mark:
-            self._in_thought = False
+            self.in_thought = False
             self._strips = True
             self._held = rest
             return thought.rstrip()
@@ -281,3 +292,66 @@ class CallSplitter:
         text = self._text[self._shown : stop]
         self._shown = max(stop, self._shown)
         return text
+
+
+class AnswerSplitter:
+    """Divides an answer into thought, text and calls while it is generated. Without a form, or
+    without marks in it, all is text.
+    """
+
+    def __init__(self, form: AnswerFormat | None, tools: Sequence[Any] | None):
+        self._thoughts = ThoughtSplitter(form) if form and form.thinks else None
+        self._calls = None
+        if form and form.calls:
+            self._calls = CallSplitter(form.without_thoughts(), tools or [])
+
+    def add(self, text: str) -> tuple[str, str]:
+        """The thought and the text that are certain after `text` was added."""
+        thought = ""
+        if self._thoughts:
+            thought, text = self._thoughts.add(text)
+        return thought, self._calls.add(text) if self._calls else text
+
+    @property
+    def in_thought(self) -> bool:
+        """Whether the thought has begun and not ended."""
+        return self._thoughts is not None and self._thoughts.in_thought
+
+    def end(self, *, is_cut: bool) -> tuple[str, str, list[Call]]:
+        """The rest of the thought and of the text, and the calls, after the last token. An answer
+        that was cut off calls nothing.
+        """
+        thought, text = self._thoughts.end() if self._thoughts else ("", "")
+        if not self._calls:
+            return thought, text, []
+        text = self._calls.add(text)
+        rest, calls = (self._calls.cut(), []) if is_cut else self._calls.end()
+        return thought, text + rest, calls
+
+
+class ThoughtTokens:
+    """Counts the tokens of an answer that are between the marks of its thought. One that has a part
+    of a mark and a part of the thought counts.
+    """
+
+    def __init__(self, form: AnswerFormat | None):
+        self._form = form or AnswerFormat()
+        self._text = ""
+        self._ends: list[int] = []  # characters of the text after each token
+
+    def add(self, text: str) -> None:
+        """Add a token, with the text that it completes."""
+        self._text += text
+        self._ends.append(len(self._text))
+
+    def count(self) -> int:
+        span = self._form.thought_span(self._text)
+        if span is None:
+            return 0
+        start, stop = span
+        stop = len(self._text) if stop is None else stop
+        return sum(
+            # A token without text is a part of a character, or a special token that is hidden.
+            max(begin, start) < min(end, stop) or start <= begin == end <= stop
+            for begin, end in pairwise([0, *self._ends])
+        )

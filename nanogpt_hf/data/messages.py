@@ -84,6 +84,11 @@ def texts_of(conversation: Conversation) -> Iterator[str]:
         yield json.dumps(conversation.tools, ensure_ascii=False)
 
 
+def spoken(content: str, thought: str = "") -> Message:
+    """An answer of the assistant, with its thought if it has one."""
+    return {"role": "assistant", "content": content} | ({THOUGHT: thought} if thought else {})
+
+
 def exchange(question: Any, answer: Any) -> list[Message]:
     """A question of the user and the assistant's answer."""
     return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]

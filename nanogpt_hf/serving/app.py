@@ -156,7 +156,7 @@ async def _events(
 ) -> AsyncGenerator[str]:
     """Yield the server-sent events of a stream: a line `data: JSON` and an empty line each."""
 
-    def event(choices: list[dict[str, Any]], usage: dict[str, int] | None = None) -> str:
+    def event(choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> str:
         fields = {**head, "choices": choices}
         # As in OpenAI's API: every event has the field then, and all but the last have null.
         if include_usage:

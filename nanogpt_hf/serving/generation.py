@@ -14,8 +14,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from nanogpt_hf.data.answer_format import (
     AnswerFormat,
-    CallSplitter,
-    ThoughtSplitter,
+    AnswerSplitter,
+    ThoughtTokens,
     answer_format,
     begun_at_end,
 )
@@ -174,18 +174,18 @@ class Choice:
         limit: int,
         text: TextStream,
         stops: list[str],
-        thoughts: ThoughtSplitter | None,
-        splitter: CallSplitter | None,
+        splitter: AnswerSplitter,
+        thought_tokens: ThoughtTokens,
     ):
         self.steps = steps
         self.length = 0  # tokens
+        self.thought_tokens = thought_tokens
         self.finish_reason = ""
         # Calls of tools in OpenAI's form, once the text has ended.
         self.calls: list[dict[str, Any]] = []
         self._limit = limit
         self._text = text
         self._stop = StopText(stops)
-        self._thoughts = thoughts
         self._splitter = splitter
 
     def add(self, token: int | None) -> tuple[str, str]:
@@ -193,32 +193,22 @@ class Choice:
         if token is not None:
             self.length += 1
             new = self._text.add(token)
+            self.thought_tokens.add(new)
         else:
             new = self._text.end()
         text, stopped = self._stop.add(new)
         if token is None and not stopped:
             text += self._stop.end()
+        thought, text = self._splitter.add(text)
         if stopped or token is None:
-            self.finish_reason = "stop" if stopped or self.length < self._limit else "length"
-        thought = ""
-        if self._thoughts:
-            thought, text = self._thoughts.add(text)
-            if self.finish_reason:
-                thoughts, texts = self._thoughts.end()
-                thought, text = thought + thoughts, text + texts
-        return thought, self._without_calls(text) if self._splitter else text
-
-    def _without_calls(self, text: str) -> str:
-        """Take the calls of tools out of the text. An answer that was cut off calls none."""
-        assert self._splitter is not None
-        text = self._splitter.add(text)
-        if self.finish_reason == "stop":
-            rest, calls = self._splitter.end()
-            self.calls = list(map(_call_for_client, calls))
+            is_cut = not stopped and self.length >= self._limit
+            self.finish_reason = "length" if is_cut else "stop"
+            more, rest, calls = self._splitter.end(is_cut=is_cut)
             if calls:
+                self.calls = list(map(_call_for_client, calls))
                 self.finish_reason = "tool_calls"
-            return text + rest
-        return text + self._splitter.cut() if self.finish_reason else text
+            return thought + more, text + rest
+        return thought, text
 
 
 def _call_for_client(call: Call) -> dict[str, Any]:
@@ -260,6 +250,7 @@ class Generation:
 
     def __init__(self, served: Served, request: Request, ids: list[int]):
         self._served = served
+        self._is_chat = bool(request.messages)
         self._prompt_tokens = len(ids)
         self.choices = list[Choice]()
         # As in OpenAI's API: 16 tokens by default, and a chat may fill the context.
@@ -278,11 +269,9 @@ class Generation:
             )
             form = _form_of(served, request)
             text = TextStream(served.tokenizer, () if request.messages else ids, form)
-            thoughts = ThoughtSplitter(form) if form and form.thinks else None
-            calls = None
-            if form and form.calls:
-                calls = CallSplitter(form.without_thoughts(), request.offered_tools or [])
-            self.choices.append(Choice(steps, limit, text, request.stop, thoughts, calls))
+            splitter = AnswerSplitter(form, request.offered_tools)
+            tokens = ThoughtTokens(form)
+            self.choices.append(Choice(steps, limit, text, request.stop, splitter, tokens))
 
     async def pieces(self) -> AsyncGenerator[Piece]:
         """Texts as they arrive, until all choices have a finish reason.
@@ -323,7 +312,14 @@ class Generation:
         except Exception as error:
             pieces.put_nowait(error)
 
-    def usage(self) -> dict[str, int]:
+    def usage(self) -> dict[str, Any]:
         completion = sum(choice.length for choice in self.choices)
-        counts = {"prompt_tokens": self._prompt_tokens, "completion_tokens": completion}
-        return counts | {"total_tokens": self._prompt_tokens + completion}
+        counts: dict[str, Any] = {
+            "prompt_tokens": self._prompt_tokens,
+            "completion_tokens": completion,
+            "total_tokens": self._prompt_tokens + completion,
+        }
+        if self._is_chat:
+            thoughts = sum(choice.thought_tokens.count() for choice in self.choices)
+            counts["completion_tokens_details"] = {"reasoning_tokens": thoughts}
+        return counts

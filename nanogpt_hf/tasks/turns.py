@@ -7,7 +7,7 @@ from nanogpt_hf.config.schema import KNOBS
 from nanogpt_hf.data.answer_format import Answer, AnswerFormat, answer_format
 from nanogpt_hf.data.call_format import Call
 from nanogpt_hf.data.chat_template import ChatFormat, call_id
-from nanogpt_hf.data.messages import Message
+from nanogpt_hf.data.messages import Message, spoken
 from nanogpt_hf.errors import DataError, UserError
 from nanogpt_hf.tasks.tools import ToolResult, Tools
 
@@ -64,9 +64,7 @@ class Turns:
         return Reply(names, results, ids[1:] if ids[:1] == [end_id] else ids)
 
     def messages(self, answer: Answer, reply: Reply) -> list[Message]:
-        """An answer that calls tools, and the results, as messages of the conversation. Templates
-        leave out the thoughts of earlier turns, and so does this.
-        """
+        """An answer that calls tools, and the results, as messages of the conversation."""
         calls: list[Call] = [
             call | {"id": call_id(number)} for number, call in enumerate(answer.calls)
         ]
@@ -79,7 +77,8 @@ class Turns:
             }
             for call, result in zip(calls, reply.results, strict=True)
         ]
-        return [{"role": "assistant", "content": answer.content, "tool_calls": calls}, *results]
+        said = spoken(answer.content, answer.thought) | {"tool_calls": calls}
+        return [said, *results]
 
 
 def build_turns(chat: ChatFormat | None, tools: Tools, limit: int, where: str) -> Turns:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from nanogpt_hf import generate
 from nanogpt_hf.commands import main
 from nanogpt_hf.training import sweep
 
@@ -21,3 +22,27 @@ def in_process(monkeypatch, forget_accelerate):
 
     monkeypatch.setattr(sweep, "run_process", run)
     return started
+
+
+@pytest.fixture
+def scripted(monkeypatch):
+    """Replace the model's answers; return the list of (prompt ids, max_new_tokens) that it was
+    called with.
+    """
+    calls = []
+
+    def script(*answers):
+        remaining = list(answers)
+
+        def generate_tokens(model, ids, *, max_new_tokens, **options):
+            calls.append((ids, max_new_tokens))
+            answer = remaining.pop(0)
+            for token in answer[:max_new_tokens]:
+                if token is KeyboardInterrupt:
+                    raise KeyboardInterrupt
+                yield [token]
+
+        monkeypatch.setattr(generate, "generate_tokens", generate_tokens)
+        return calls
+
+    return script

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 from transformers import AutoTokenizer
 
-from nanogpt_hf import generate
 from nanogpt_hf.commands import main
 from nanogpt_hf.commands.chat import questions
 
@@ -22,30 +21,6 @@ def talk(capsys, monkeypatch, chat_model):
         return capsys.readouterr()
 
     return talk
-
-
-@pytest.fixture
-def scripted(monkeypatch):
-    """Replace the model's answers; return the list of (prompt ids, max_new_tokens) that it was
-    called with.
-    """
-    calls = []
-
-    def script(*answers):
-        remaining = list(answers)
-
-        def generate_tokens(model, ids, *, max_new_tokens, **options):
-            calls.append((ids, max_new_tokens))
-            answer = remaining.pop(0)
-            for token in answer[:max_new_tokens]:
-                if token is KeyboardInterrupt:
-                    raise KeyboardInterrupt
-                yield [token]
-
-        monkeypatch.setattr(generate, "generate_tokens", generate_tokens)
-        return calls
-
-    return script
 
 
 @pytest.fixture

@@ -11,7 +11,13 @@ from pathlib import Path
 import pytest
 
 from chat_templates import CALLING, QWEN, SHAPES, byte_level, calling
-from nanogpt_hf.data.answer_format import Answer, CallSplitter, ThoughtSplitter, answer_format
+from nanogpt_hf.data.answer_format import (
+    Answer,
+    CallSplitter,
+    ThoughtSplitter,
+    ThoughtTokens,
+    answer_format,
+)
 from nanogpt_hf.data.call_format import call_of
 from nanogpt_hf.data.chat_template import ChatFormat
 from nanogpt_hf.data.own_template import chat_template
@@ -242,6 +248,39 @@ def test_thoughts_that_arrive_in_pieces_are_those_of_a_whole_answer(formats, nam
         assert thought == answer.thought, text
         # The text keeps the white space at its end, and without a thought at its beginning.
         assert rest.rstrip() == answer.content.rstrip(), text
+
+
+@pytest.mark.parametrize(
+    ("tokens", "count"),
+    [
+        (["<think>", "\n", "a b", "\n", "</think>", "c"], 3),
+        (["<think>", "</think>", "c"], 0),
+        (["<think>", "\n\n", "</think>", "c"], 1),
+        (["<", "think", ">\n", "a", "\n</", "think", ">", "c"], 3),  # with a part of a mark
+        (["<", "think", "></", "think", ">", "c"], 0),
+        (["<think>a</think>b"], 1),
+        ([" ", "\n", "<think>", "a", "</think>"], 1),
+        (["<think>", "", "", "ü", "", "", "", "🤔", "</think>", "", "é"], 7),  # parts of characters
+        (["<think>", "a", "", "", "</think>"], 3),  # special tokens that are hidden
+        (["", "<think>", "</think>", ""], 0),
+        (["<think>", "a", ""], 2),  # cut within a character
+        (["<think>", "a", "</thi"], 2),
+        (["<think>", "a", "<think>", "b", "</think>", "c", "</think>"], 3),
+        (["a", "<think>", "b", "</think>"], 0),
+        (["<thi"], 0),
+        ([""], 0),
+        ([], 0),
+    ],
+)
+def test_tokens_between_the_marks_are_counted(formats, tokens, count):
+    counter = ThoughtTokens(formats["hermes that thinks"][1])
+    for text in tokens:
+        counter.add(text)
+    assert counter.count() == count
+    without = ThoughtTokens(formats["hermes"][1])
+    for text in tokens:
+        without.add(text)
+    assert without.count() == ThoughtTokens(None).count() == 0
 
 
 def test_a_prompt_that_closes_the_thought_asks_for_an_answer_without_one():

@@ -41,7 +41,9 @@ def endless(monkeypatch):
 
 @pytest.fixture
 def ask(server, monkeypatch):
-    """Ask the file's `server`, whose model writes a text; the prompts are in `ask.prompts`."""
+    """Ask the file's `server`, whose model writes a text; the prompts are in `ask.prompts`, and the
+    usage of an answer that is no stream in `ask.usage`.
+    """
     served = server.served
     prompts = []
 
@@ -61,6 +63,7 @@ def ask(server, monkeypatch):
             )
             if options.get("stream"):
                 return list(answer)
+            ask.usage = answer.usage
             (choice,) = answer.choices
             return choice
 

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 import pytest
 
 from chat_templates import CALLING
-from clients import QUESTION, post
+from clients import QUESTION, client_of, post
 
 if find_spec("openai") is None:
     pytest.skip(
@@ -112,6 +112,67 @@ def test_thought_is_shown_while_it_is_written(ask):
     chunks = [chunk.choices[0].delta for chunk in ask("<think>\nabc\n</think>\n\nde", stream=True)]
     assert [thought_of(delta) for delta in chunks if thought_of(delta)] == ["a", "b", "c"]
     assert [delta.content for delta in chunks if delta.content] == ["d", "e"]
+
+
+def reasoning_tokens(ask, text, **options):
+    """The tokens of the thought, as the usage of an answer and of a stream has them."""
+    ask(text, **options)
+    whole = ask.usage
+    chunks = ask(text, stream=True, stream_options={"include_usage": True}, **options)
+    assert chunks[-1].usage == whole
+    assert [chunk.usage for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
+    assert whole.total_tokens == whole.prompt_tokens + whole.completion_tokens
+    return whole.completion_tokens_details.reasoning_tokens
+
+
+@pytest.mark.parametrize("text", ANSWERS)
+def test_usage_has_the_tokens_between_the_marks(ask, text):
+    """Each token is a byte."""
+    between = ""
+    if text.lstrip().startswith("<think>"):
+        between = text.partition("<think>")[2].partition("</think>")[0]
+    assert reasoning_tokens(ask, text, tools=TOOLS) == len(between.encode())
+    assert ask.usage.completion_tokens == len(text.encode())
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "count"),
+    [
+        ("<think>a b c</think>d", {"stop": [" b"]}, 3),  # the stop string was written, too
+        ("<think>a b c</think>d e", {"stop": [" e"]}, 5),
+        ("<think>a</think>b", {"stop": ["</think>"]}, 1),
+        ("<think>a</think>b", {"stop": ["<think>"]}, 0),
+        ("<think>a", {"cut": True}, 1),
+        ("<think>a</thi", {"cut": True}, 6),
+        ("<th", {"cut": True}, 0),
+        ("<think>ü", {"cut": True}, 2),
+        ("<think>a</think>b", {"n": 1}, 1),
+    ],
+)
+def test_usage_of_a_thought_that_is_stopped_or_cut(ask, text, options, count):
+    assert reasoning_tokens(ask, text, **options) == count
+
+
+@with_template("plain")
+def test_usage_without_thoughts_has_none(ask):
+    assert reasoning_tokens(ask, "<think>\nTwo.\n</think>\n\nFour.") == 0
+
+
+def test_usage_is_of_all_choices(server, ask):
+    ask("<think>abc</think>d")
+    with client_of(server) as client:
+        asked = {"model": "thinker", "messages": [QUESTION], "max_tokens": 200}
+        usage = client.chat.completions.create(n=3, **asked).usage
+    assert usage.completion_tokens_details.reasoning_tokens == 9
+    assert usage.completion_tokens == 3 * len("<think>abc</think>d")
+
+
+@with_template("prompt thinks")
+@pytest.mark.parametrize(
+    ("text", "count"), [("Two.\n</think>\n\nFour.", 5), (" Two.", 5), ("</think>Four.", 0), ("", 0)]
+)
+def test_usage_of_a_thought_that_the_prompt_opens(ask, text, count):
+    assert reasoning_tokens(ask, text) == count
 
 
 @with_template("prompt thinks")
@@ -241,3 +302,4 @@ def test_completions_keep_thoughts_as_text(ask, server):
     assert status == 200
     (choice,) = json.loads(answer)["choices"]
     assert choice["text"] == text
+    assert "completion_tokens_details" not in json.loads(answer)["usage"]
