@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator
 from datetime import datetime
 from functools import lru_cache
+from itertools import count
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -107,9 +108,12 @@ class ChatFormat:
         """Leave out the thoughts that the template does not write in the prompt for an answer:
         many write no thought of an answer before the last question.
         """
-        thoughts = {n: f"Thought{n}of" for n, m in enumerate(messages) if THOUGHT in m}
-        if not thoughts:
+        if not any(THOUGHT in message for message in messages):
             return messages
+        # Names that the conversation has not, whatever it is about.
+        texts = "\n".join(texts_of(Conversation(messages, tools)))
+        free = next(name for n in count() if (name := f"Thought{n}of") not in texts)
+        thoughts = {n: f"{free}{n}." for n, m in enumerate(messages) if THOUGHT in m}
         named = [m | {THOUGHT: thoughts[n]} if n in thoughts else m for n, m in enumerate(messages)]
         text = self.render(Conversation(named, tools), add_generation_prompt=True)
         return [
