@@ -10,10 +10,8 @@ from nanogpt_hf.commands.arguments import (
     add_option,
     add_output,
     add_recipe_argument,
-    check_steps_known,
 )
 from nanogpt_hf.config.load import Overrides
-from nanogpt_hf.config.schema import knob_values
 from nanogpt_hf.console import show
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.formatting import plural
@@ -54,11 +52,10 @@ def run_sweep(arguments: Namespace, overrides: Overrides) -> int:
 
     # The knobs with several values name the folder: another grid gets another one.
     runs = build_grid(arguments.recipe, overrides)
-    for run in runs:
-        check_steps_known("sweep", knob_values(run.config))
     # The imports take seconds; mistakes above should not wait for them.
     from nanogpt_hf.training import sweep as sweeps
     from nanogpt_hf.training.sweep_results import planned, table, write_results
+    from nanogpt_hf.training.sweep_steps import with_steps
 
     swept = dict.fromkeys(key for run in runs for key in run.values)
     knobs = "-".join(key.rpartition(".")[2] for key in swept)
@@ -77,11 +74,12 @@ def run_sweep(arguments: Namespace, overrides: Overrides) -> int:
     exit_status = 0
     # All runs are checked before the first one is trained, which may take hours.
     sweeps.check_runs(sweep)
+    sweep = with_steps(sweep)
     if arguments.dry_run:
         rows = planned(sweep)
         tree: dict[str, Any] = {"sweep": str(folder), "runs": rows}
         lines = [f"{plural(len(runs), 'run')} below {folder}", "", table(rows, sweep.score)]
-        lines += ["", "nothing was started"]
+        lines += ["", *_unknown_steps(sweep), "nothing was started"]
     else:
         with sweeps.locked(sweep):
             statuses, exit_status = sweeps.train_runs(sweep)
@@ -90,6 +88,16 @@ def run_sweep(arguments: Namespace, overrides: Overrides) -> int:
     show("\n".join(lines))
     write_json(arguments.json, tree)
     return exit_status
+
+
+def _unknown_steps(sweep: Sweep) -> list[str]:
+    """Lines on the knobs from which runs find their steps when they start."""
+    found = {
+        "train.epochs": "counted after `prepare`",
+        "train.budget": "timed when the run starts",
+    }
+    knobs = {run.config.train.steps_from for run in sweep.runs}
+    return [f"steps of {knob}: {how}" for knob, how in found.items() if knob in knobs]
 
 
 def _results(sweep: Sweep, tree: dict[str, Any]) -> list[str]:

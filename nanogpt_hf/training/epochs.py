@@ -39,30 +39,45 @@ def with_steps_of_epochs(config: Config, data: PreparedData) -> Config:
     epochs = config.train.epochs
     if epochs is None:
         return config
-    # With data.order random, windows that overlap: a fraction of blocks has all tokens once.
-    sequences = data.train.samples_per_epoch
-    size = config.data.block_size
-    sequences_per_step = config.train.tokens_per_step // size
-    steps = steps_of(epochs, sequences, sequences_per_step, size)
-    counted = (
-        f"an epoch has {sequences:,.10g} sequences, a step {sequences_per_step:,} of "
-        "train.tokens_per_step"
+    known = count_steps(config, data.train.samples_per_epoch)
+    steps = known.train.max_steps
+    logger.info(
+        f"train.epochs {epochs:g}: {plural(steps, 'step')}: "
+        f"{_sizes(config, data.train.samples_per_epoch)}; the run records train.max_steps {steps}"
     )
+    for line in repetition_warnings(known, data):
+        logger.warning(line)
+    return known
+
+
+def count_steps(config: Config, sequences: float) -> Config:
+    """The recipe with the number of steps that read an epoch of `sequences` sequences
+    train.epochs times. Raises UserError if the warm-up is longer.
+
+    With data.order random they are windows that overlap: a fraction of blocks has all tokens once.
+    """
+    epochs = config.train.epochs
+    assert epochs is not None
+    steps = steps_of(epochs, sequences, _sequences_per_step(config), config.data.block_size)
     warmup_steps = config.optim.warmup_in(steps)
     if steps < warmup_steps:
         raise UserError(
             f"optim.warmup_steps: {warmup_steps:,} is more than the {plural(steps, 'step')} of "
-            f"train.epochs {epochs:g}: {counted}; lower it: below 1 it is a share of the steps, "
-            "such as 0.05"
+            f"train.epochs {epochs:g}: {_sizes(config, sequences)}; lower it: below 1 it is a "
+            "share of the steps, such as 0.05"
         )
-    logger.info(
-        f"train.epochs {epochs:g}: {plural(steps, 'step')}: {counted}; the run records "
-        f"train.max_steps {steps}"
+    return with_known_steps(config, steps)
+
+
+def _sequences_per_step(config: Config) -> int:
+    return config.train.tokens_per_step // config.data.block_size
+
+
+def _sizes(config: Config, sequences: float) -> str:
+    return (
+        f"an epoch has {sequences:,.10g} sequences, a step {_sequences_per_step(config):,} of "
+        "train.tokens_per_step"
     )
-    known = with_known_steps(config, steps)
-    for line in repetition_warnings(known, data):
-        logger.warning(line)
-    return known
 
 
 def with_steps_of_known_data(config: Config) -> Config:
@@ -71,9 +86,14 @@ def with_steps_of_known_data(config: Config) -> Config:
     """
     if config.train.epochs is None:
         return config
+    data = known_data(config)
+    return config if data is None else with_steps_of_epochs(config, data)
+
+
+def known_data(config: Config) -> PreparedData | None:
+    """The data that a recipe trains on; None if it is not prepared yet."""
     method = method_of(config)
     if not method.uses_prepared_data:
-        return with_steps_of_epochs(config, method.load(config))
-    if find_manifest(config.data) is None:
-        return config
-    return with_steps_of_epochs(config, load_prepared(config))
+        return method.load(config)
+    # Not by its method, which may load a teacher, too.
+    return None if find_manifest(config.data) is None else load_prepared(config)

@@ -160,7 +160,10 @@ def _is_done(run: GridRun, folder: RunFolder) -> bool:
     """
     # The last checkpoint is written before final/, and final/ at the end: both are there.
     has_model = any((folder.final / name).is_file() for name in MODEL_FILES)
-    if not has_model or diverged_at(read_metrics(folder)) is not None:
+    # A run whose steps are not known, since its data is gone, finds them when it starts.
+    if not has_model or run.config.train.steps_from:
+        return False
+    if diverged_at(read_metrics(folder)) is not None:
         return False
     try:
         # By eval.patience it may have ended before its last step.

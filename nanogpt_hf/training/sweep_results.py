@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from nanogpt_hf.config.stages import planned_tokens
+from nanogpt_hf.config.stages import planned_tokens, with_known_steps
 from nanogpt_hf.distributed.launch import Launch
 from nanogpt_hf.formatting import align, format_duration, format_number
 from nanogpt_hf.methods.table import method_of
@@ -20,25 +20,42 @@ from nanogpt_hf.reports.settings import draw_settings, settings_of
 from nanogpt_hf.runs.files import write_json
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.metrics import Event, Score, last_value, read_metrics
+from nanogpt_hf.runs.recipe import read_recipe
 from nanogpt_hf.training.sweep_grid import GridRun, Row, Sweep
 
 
 def planned(sweep: Sweep, started: Container[str] = ()) -> list[Row]:
-    """Return the runs as they would be; the vocabulary of the runs that `started` is known."""
-    return [dict(_planned(run, run.name in started)) for run in sweep.runs]
+    """Return the runs as they would be, steps and tokens None if they are not known; the
+    vocabulary of the runs that `started` is known.
+    """
+    rows = []
+    for run in sweep.runs:
+        is_started = run.name in started
+        folder = RunFolder(sweep.folder / run.name)
+        is_recorded = run.config.train.steps_from and is_started and folder.recipe.is_file()
+        steps = read_recipe(folder).train.max_steps if is_recorded else None
+        rows.append(dict(_planned(run, is_started, steps)))
+    return rows
 
 
 @cache
-def _planned(run: GridRun, started: bool) -> Row:
-    """Return the row of a run, estimated once before and once after its data is prepared."""
-    row = {"run": run.name, "status": "planned", "steps": run.config.train.max_steps} | run.values
+def _planned(run: GridRun, started: bool, steps: int | None) -> Row:
+    """Return the row of a run, estimated once before and once after its data is prepared. `steps`
+    is the number that it has found when it started.
+    """
+    config = with_known_steps(run.config, steps) if steps else run.config
+    row = {"run": run.name, "status": "planned", "steps": config.train.max_steps} | run.values
     if run.base is not None:
         # FLOPs depend on what is frozen, sampled or compared with, so they are not estimated.
-        total, trainable = planned_parameters(run.config, run.base)
-        row |= {"parameters": total, "trainable": trainable}
-        return row | {"tokens": planned_tokens(run.config)}
-    sizes = estimate(run.config, Launch(device="cpu"))
-    return row | {name: getattr(sizes, name) for name in ("parameters", "tokens", "flops")}
+        total, trainable = planned_parameters(config, run.base)
+        row |= {"parameters": total, "trainable": trainable, "tokens": planned_tokens(config)}
+    else:
+        sizes = estimate(config, Launch(device="cpu"))
+        row |= {name: getattr(sizes, name) for name in ("parameters", "tokens", "flops")}
+    if config.train.steps_from:
+        # The recipe has the default number of steps, which this run does not take.
+        row |= {name: None for name in ("steps", "tokens", "flops") if name in row}
+    return row
 
 
 def write_results(sweep: Sweep, statuses: dict[str, str]) -> dict[str, Any]:
@@ -51,8 +68,9 @@ def write_results(sweep: Sweep, statuses: dict[str, str]) -> dict[str, Any]:
         events = events_of[run.name] = read_metrics(RunFolder(sweep.folder / run.name))
         last = {"step": 0, "tokens": 0, "seconds": None} | (events[-1] if events else {})
         if "flops" in row:
-            # Planned FLOPs, in proportion to what the run has seen of its tokens.
-            row["flops"] *= last["tokens"] / row["tokens"]
+            # Planned FLOPs, in proportion to what the run has seen of its tokens. A run without a
+            # plan has not begun.
+            row["flops"] = row["flops"] * last["tokens"] / row["tokens"] if row["tokens"] else 0.0
         row |= {"status": statuses.get(run.name, "not started"), "steps": last["step"]}
         row |= {"tokens": last["tokens"], "seconds": last["seconds"]}
         method = method_of(run.config)
@@ -100,9 +118,9 @@ def table(rows: Sequence[Row], score: Score) -> str:
         columns = [*columns, *scores, "time"]
     lines = [["run", *columns, "status"]]
     for row in rows:
-        cells = [f"{row[name]:,}" for name in sizes]
+        cells = [_formatted(row[name], ",") for name in sizes]
         if from_scratch:
-            cells.append(f"{row['flops']:.2e}")
+            cells.append(_formatted(row["flops"], ".2e"))
         if is_measured:
             if not from_scratch:
                 step = row["best_step"]
@@ -110,6 +128,10 @@ def table(rows: Sequence[Row], score: Score) -> str:
             cells += [_shown(row[score.column]), format_duration(row["seconds"] or 0)]
         lines.append([row["run"], *cells, row["status"]])
     return align(lines, right=range(1, len(columns) + 1))
+
+
+def _formatted(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)
 
 
 def _shown(value: float | None) -> str:
