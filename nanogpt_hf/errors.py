@@ -48,6 +48,18 @@ class DataError(UserError):
     """Text, prepared data or a tokenizer that cannot be used as asked."""
 
 
+class ChangedError(DataError):
+    """What data was prepared from is no longer what it was.
+
+    A run that starts may have other data. For one that has learned the data, `of_a_run` is the
+    message: it cannot continue with other data.
+    """
+
+    def __init__(self, fault: str, remedy: str, remedy_of_a_run: str):
+        super().__init__(f"{fault}; {remedy}")
+        self.of_a_run = f"{fault}; {remedy_of_a_run}"
+
+
 class RunFolderError(UserError):
     """A run folder, checkpoint or model folder that cannot be read or must not be written."""
 

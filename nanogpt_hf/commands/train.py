@@ -6,7 +6,7 @@ import os
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -249,13 +249,17 @@ def _dry_run(config: Config, arguments: Namespace, base: "PreTrainedConfig | Non
     from nanogpt_hf.model.architecture import count_parameters
     from nanogpt_hf.model.build import describe_trainable, meta_model, model_of_run
     from nanogpt_hf.training.epochs import with_steps_of_known_data
+    from nanogpt_hf.training.start import check_resume, folder_of, remedies_of_run
 
     mesh: Mesh = arguments.mesh
     if mesh.world_size > 1:
         from nanogpt_hf.distributed.accelerate_config import check_launch
 
         check_launch(config, mesh)
-    config = with_steps_of_known_data(config)
+    may_resume = arguments.resume or arguments.auto_resume
+    folder = folder_of(config, arguments.run_dir)
+    with remedies_of_run(folder, config) if may_resume else nullcontext():
+        config = with_steps_of_known_data(config)
     try:
         vocab_size, source = known_vocab_size(config.data, find_manifest(config.data))
         # Building the configuration finds mistakes in the sizes of the model.
@@ -280,9 +284,7 @@ def _dry_run(config: Config, arguments: Namespace, base: "PreTrainedConfig | Non
         total = f"tokens in {config.train.max_steps:,} steps: {planned_tokens(config):,}"
     sizes.append(f"tokens per step: {tokens:,}; {total}")
     # What a resume would refuse, it is better to know before a job is queued.
-    if (arguments.resume or arguments.auto_resume) and mesh.is_main:
-        from nanogpt_hf.training.start import check_resume
-
+    if may_resume and mesh.is_main:
         options = {name: getattr(arguments, name) for name in ("resume", "auto_resume")}
         sizes += check_resume(config, arguments.run_dir, **options)
     left_out = f"{unread} that this run does not read: left out above"

@@ -39,7 +39,8 @@ def read_column(folder: Path, name: str) -> list[Any]:
                     raise ValueError(f"{name} is no column of lists")
     except DamagedFileError as error:
         raise DataError(
-            f"{folder}: cannot be read as prepared tokens: {error}; prepare the data again"
+            f"{folder}: cannot be read as prepared tokens: {error}; copy it again, or remove "
+            f"{folder.parent} to prepare it again"
         ) from None
     return chunks
 

@@ -18,6 +18,11 @@ from nanogpt_hf.own_files import as_type, read_json, reading
 MANIFEST = "manifest.json"
 FORMAT = 2  # the version of manifest.json; another one cannot be read
 SPLITS = ("train", "validation")
+# The remedy for prepared data of another recipe or text.
+OTHER_FOLDER = (
+    "choose another --data.dir, or, if no run is to resume with it, remove the folder to prepare "
+    "it again"
+)
 TEACHER_CONFIG = "teacher config"  # a key of `Manifest.content`
 
 # The knobs that decide the tokens. Prepared data is reused only if all of them are equal.
@@ -219,7 +224,7 @@ def mixed_manifest(sources: list[PreparedSource]) -> Manifest:
         if source.manifest.tokenizer_hash != first.tokenizer_hash:
             raise DataError(
                 f"{source.data.dir}: prepared with another tokenizer than {sources[0].data.dir}; "
-                "remove one of the folders to prepare it again"
+                "remove the folder whose tokenizer is the wrong one to prepare it again"
             )
 
     def digest(parts: list[Any]) -> str:

@@ -15,6 +15,7 @@ from nanogpt_hf.data.chat_examples import finder_of
 from nanogpt_hf.data.formats import format_of
 from nanogpt_hf.data.hf_tokenizer import end_of_text_id_of, load_tokenizer, vocabulary_hash
 from nanogpt_hf.data.manifest import (
+    OTHER_FOLDER,
     SPLITS,
     Manifest,
     SplitFacts,
@@ -26,10 +27,9 @@ from nanogpt_hf.data.manifest import (
 )
 from nanogpt_hf.data.mixture import MixedBlocks
 from nanogpt_hf.data.source import is_url, local_files
-from nanogpt_hf.errors import DataError
+from nanogpt_hf.errors import ChangedError, DataError
 
 TOKENIZER = "tokenizer"
-_REMEDY = "choose another --data.dir, or remove the folder to prepare it again"
 
 
 @dataclass(frozen=True)
@@ -155,14 +155,14 @@ def check_fits(manifest: Manifest, data: DataSection) -> None:
         if prepared != wanted and not (knob == "source" and Path(prepared) == Path(wanted)):
             raise DataError(
                 f"{data.dir}: prepared with data.{knob} {prepared!r}, the recipe says {wanted!r}; "
-                f"{_REMEDY}"
+                f"{OTHER_FOLDER}"
             )
     # 2. A text from a URL is the one that the recipe expects.
     expected = data.sha256 and f"sha256:{data.sha256.lower()}"
     if is_url(data.one_source) and expected and manifest.revision != expected:
         raise DataError(
             f"{data.dir}: prepared from a text with {manifest.revision}, not the recipe's "
-            f"{data.sha256}"
+            f"{data.sha256}; {OTHER_FOLDER}"
         )
     # 3. Local files have not changed. Sizes and times show that without reading; if they differ,
     # the content decides, since a copy has another time.
@@ -178,8 +178,14 @@ def check_fits(manifest: Manifest, data: DataSection) -> None:
         if not files or (state := file_state(files)) == manifest.file_state:
             return
         if manifest.revision != f"sha256:{file_digest(files)}":
-            raise DataError(
-                f"{data.dir}: {data.source} has changed since it was prepared; {_REMEDY}"
+            back = "this run has learned the old one: put that back"
+            if not FORMATS[data.format].has_tokens:
+                back += ", or move the new one away, since a run needs only its prepared data"
+            raise ChangedError(
+                f"{data.dir}: {data.source} has changed since it was prepared",
+                OTHER_FOLDER,
+                f"{back}; for the new one start another run or a branch, with another --run-dir "
+                "and --data.dir",
             )
         # The next call need not read the text again. A folder that cannot be written is no problem.
         with contextlib.suppress(OSError):
@@ -193,8 +199,8 @@ def open_tokenizer(folder: Path, manifest: Manifest) -> PreTrainedTokenizerBase:
     facts = vocabulary_hash(tokenizer), len(tokenizer)
     if facts != (manifest.tokenizer_hash, manifest.vocab_size):
         raise DataError(
-            f"{folder / TOKENIZER}: not the tokenizer that made these tokens; prepare the "
-            "data again"
+            f"{folder / TOKENIZER}: not the tokenizer that made these tokens; copy it again, or "
+            f"remove {folder} to prepare it again"
         )
     return tokenizer
 

@@ -155,5 +155,5 @@ def _check_own(run: RunFolder, manifest: Manifest, folder: str) -> None:
         raise UserError(
             f"{run.path}: {folder} was prepared again since the run has learned it: another "
             f"{', '.join(changed)}; name a text by --data, or prepare the run's own in another "
-            "folder"
+            "folder, and name that by --data"
         )

@@ -31,7 +31,7 @@ from nanogpt_hf.data.hf_tokenizer import check_vocabulary, load_tokenizer, vocab
 from nanogpt_hf.data.prepared import PreparedData
 from nanogpt_hf.data.tokenizer import build_tokenizer
 from nanogpt_hf.distributed.accelerate_config import requested_precision
-from nanogpt_hf.errors import DataError, UserError
+from nanogpt_hf.errors import ChangedError, DataError, UserError
 from nanogpt_hf.methods.term import RowValues, Term
 from nanogpt_hf.model.architecture import architecture_of
 from nanogpt_hf.model.checks import check_causal
@@ -70,9 +70,11 @@ def load_with_teacher(config: Config, load: Callable[[Config], PreparedData]) ->
         # Reinforcement learning has questions, which the student's own tokenizer encodes.
         whose = "student" if config.rl.task else "data"
         remedy = "" if config.rl.task else "prepare the data with it, or "
-        raise UserError(
+        raise ChangedError(
             f"distill.teacher: {name}: its tokenizer has {len(tokenizer):,} tokens, and is not "
-            f"the tokenizer of the {whose}, with {tokens:,}: {remedy}name another model"
+            f"the tokenizer of the {whose}, with {tokens:,}",
+            f"{remedy}name another model",
+            "put back the teacher from which this run has learned",
         )
     # A resumed run has to learn from the same teacher: its identity is the hash of the weights,
     # and the digest of config.json, which decides what the weights compute.

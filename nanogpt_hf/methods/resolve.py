@@ -7,7 +7,7 @@ from nanogpt_hf.config.load import Overrides, load_config, stated_knobs
 from nanogpt_hf.config.methods import NEXT_TOKEN, RecipeMethod, start_method_of
 from nanogpt_hf.config.names import folder_or_hub_id
 from nanogpt_hf.config.schema import Config, get_value
-from nanogpt_hf.data.manifest import find_manifest
+from nanogpt_hf.data.manifest import OTHER_FOLDER, find_manifest
 from nanogpt_hf.errors import DataError, UserError
 from nanogpt_hf.methods.finetuning import check_tokenizer, finetune_config, start_defaults
 
@@ -53,8 +53,8 @@ def resolve_from_model(
     manifest = find_manifest(config.data) if method is NEXT_TOKEN else None
     if manifest and manifest.tokenizer_hash != vocabulary:
         raise DataError(
-            f"{config.data.dir}: prepared with another tokenizer than {config.data.tokenizer}; "
-            "prepare it again"
+            f"{config.data.dir}: prepared with another tokenizer than {config.data.tokenizer}; if "
+            f"that has changed, put it back, else {OTHER_FOLDER}"
         )
     return config, base
 

@@ -33,7 +33,7 @@ from nanogpt_hf.runs.recipe import read_recipe
 from nanogpt_hf.runs.state import KnobChange, TrainState, knobs_at
 from nanogpt_hf.training.build import start_again
 from nanogpt_hf.training.loop import Action, next_action, record_evaluation
-from nanogpt_hf.training.start import prepare_run
+from nanogpt_hf.training.start import prepare_run, remedies_of_run
 from nanogpt_hf.training.step import next_step
 
 
@@ -86,7 +86,7 @@ def run_at(folder: RunFolder, config: Config, first: int, mesh: Mesh) -> Iterato
             # A resume forgets the best loss, and evaluates again, if best/ was removed.
             copy.best.mkdir()
         try:
-            with _without_lines():
+            with _without_lines(), remedies_of_run(folder, config):
                 run = prepare_run(config, copy.path, resume=first > 0, mesh=mesh)
         except RunFolderError as error:
             raise RunFolderError(str(error).replace(str(copy.path), str(folder.path))) from None

@@ -1,11 +1,11 @@
 """Prepare a run: check folder, recipe and machine, prepare the data, and build the run."""
 
-import contextlib
 import logging
 import os
 import secrets
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from nanogpt_hf.checkpoint.reader import (
     Checkpoint,
     check_identity,
     find_checkpoint,
+    identity_of,
     newest_checkpoint,
 )
 from nanogpt_hf.config.compatibility import check_settings
@@ -33,7 +34,7 @@ from nanogpt_hf.distributed.accelerate_config import check_launch
 from nanogpt_hf.distributed.accelerator import build_accelerator, is_deterministic
 from nanogpt_hf.distributed.mesh import Mesh, mesh_of
 from nanogpt_hf.distributed.rendezvous import one_line_for_a_lost_process, prepare_on_all_ranks
-from nanogpt_hf.errors import RunFolderError, UserError
+from nanogpt_hf.errors import ChangedError, DataError, RunFolderError, UserError
 from nanogpt_hf.export.hub import check_login
 from nanogpt_hf.methods.reference import raise_on_all_ranks
 from nanogpt_hf.methods.run import Run
@@ -50,6 +51,11 @@ from nanogpt_hf.training.epochs import with_steps_of_epochs
 from nanogpt_hf.training.micro_batch import one_line_for_too_little_memory
 
 logger = logging.getLogger(__name__)
+
+
+def folder_of(config: Config, run_dir: str | os.PathLike[str] | None) -> RunFolder:
+    """Return the run folder of a command, by default runs/<the name of its recipe>."""
+    return RunFolder(Path(run_dir or Path("runs") / config.name))
 
 
 def prepare_run(
@@ -72,7 +78,7 @@ def prepare_run(
     """
     disable_progress_bar()
     mesh = mesh or Mesh.from_environment()
-    folder = RunFolder(Path(run_dir or Path("runs") / config.name))
+    folder = folder_of(config, run_dir)
     launch = check_launch(config, mesh)
     check_before_the_data(config, folder)
     for line in dial_lines(config):
@@ -80,13 +86,15 @@ def prepare_run(
     method = method_of(config)
     # --resume and --overwrite exclude each other by a rule, as knobs do.
     options = {"resume": resume, "overwrite": overwrite, "auto_resume": auto_resume}
+    may_resume = resume or auto_resume
     flags = [f"--{name.replace('_', '-')}" for name, is_given in options.items() if is_given]
     check_settings({Setting(flag): flag for flag in flags})
 
     def prepare() -> tuple[PreparedData, dict[str, Any]]:
         # Only the main process decides: until another looks, it may have begun to write.
         decision = _lock(config, folder, options) if mesh.is_main else {}
-        data = method.load(config)
+        with remedies_of_run(folder, config) if may_resume else nullcontext():
+            data = method.load(config)
         for stage in stages_of(config)[1:]:
             with naming(stage):
                 # It raises if the stage's blocks are too long for the text.
@@ -132,6 +140,32 @@ def _decide(config: Config, folder: RunFolder, options: dict[str, bool]) -> dict
     changed_knobs(folder, config)
     steps = {"max_steps": _known_steps(folder)} if config.train.budget else {}
     return {"resumes": True} | steps
+
+
+@contextmanager
+def remedies_of_run(folder: RunFolder, config: Config) -> Iterator[None]:
+    """Context in which ChangedError becomes a DataError with the remedy for the run in `folder`, if
+    the prepared data of `config` is what the run has learned.
+    """
+    try:
+        yield
+    except ChangedError as error:
+        if _has_learned(folder, config):
+            raise DataError(error.of_a_run) from None
+        raise
+
+
+def _has_learned(folder: RunFolder, config: Config) -> bool:
+    """Return whether the prepared data is the data of the run's newest checkpoint."""
+    try:
+        learned = identity_of(newest_checkpoint(folder))["data"]
+    except RunFolderError:
+        return False
+    # Data of another method is in memory: there is no folder that may hold other data.
+    if not method_of(config).uses_prepared_data:
+        return True
+    manifest = find_manifest(config.data)
+    return manifest is not None and manifest.content().items() <= learned.items()
 
 
 def check_folders(config: Config, folder: RunFolder) -> None:
@@ -268,7 +302,7 @@ def check_resume(
     folder, the knobs that changed, the data, what the run starts from and its checkpoints; writes
     nothing.
     """
-    folder = RunFolder(Path(run_dir or Path("runs") / config.name))
+    folder = folder_of(config, run_dir)
     check_folders(config, folder)
     folder.check_unlocked()
     # The checks of a resume, in its order, without a lock: nothing is written.
@@ -286,7 +320,8 @@ def check_resume(
     if method.uses_prepared_data and find_manifest(config.data) is None:
         lines.append(f"not compared with the run: {config.data.dir} is not prepared yet")
     else:
-        data = method.load(config)
+        with remedies_of_run(folder, config):
+            data = method.load(config)
         origin = origin_of(config, resumes=True)
         check_identity(folder, checkpoint.state, run_identity(config, data.manifest, origin))
         if problem := method.resume_problem(config, folder, data, checkpoint.state):
@@ -307,7 +342,7 @@ def _check_shared_folder(accelerator: Accelerator, run: RunFolder) -> None:
     probe = run.path / name[0]
     if accelerator.is_main_process:
         # Such as a full disk, which the first write reports.
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             probe.touch()
     accelerator.wait_for_everyone()
     processes = gather_object([(socket.gethostname(), os.path.exists(probe))])

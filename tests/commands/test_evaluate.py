@@ -128,7 +128,7 @@ def test_evaluate_run_on_prepared_data_equals_training(
 
 @pytest.mark.long
 def test_run_is_not_measured_on_data_that_was_prepared_again(
-    write_recipe, tmp_path, forget_accelerate, refused
+    write_recipe, tmp_path, forget_accelerate, refused, capsys
 ):
     config = load_config(write_recipe())
     loop.train(prepare_run(config, tmp_path / "run"))
@@ -140,6 +140,10 @@ def test_run_is_not_measured_on_data_that_was_prepared_again(
     line = refused("evaluate", tmp_path / "run")
     assert f"{folder} was prepared again" in line
     assert "validation sha256" in line
+    assert line.endswith("prepare the run's own in another folder, and name that by --data")
+    own = replace_knobs(config, {"data.dir": str(tmp_path / "own")})
+    prepare(own)
+    measure(capsys, tmp_path / "run", "--data", own.data.dir)
     shutil.rmtree(folder)
     assert f"{folder} holds no text of its recipe" in refused("evaluate", tmp_path / "run")
 
