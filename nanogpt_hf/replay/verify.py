@@ -17,7 +17,7 @@ from nanogpt_hf.checkpoint.writer import CheckpointWriter
 from nanogpt_hf.config.checks import accumulation_steps
 from nanogpt_hf.config.schema import KNOBS, Config, replace_knobs
 from nanogpt_hf.config.stages import config_at
-from nanogpt_hf.distributed.accelerator import sum_over_ranks
+from nanogpt_hf.distributed.accelerator import precision_of, sum_over_ranks
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.distributed.rendezvous import one_line_for_a_lost_process, prepare_on_all_ranks
 from nanogpt_hf.errors import RunFolderError, Stopped, UserError
@@ -91,10 +91,12 @@ def run_at(folder: RunFolder, config: Config, first: int, mesh: Mesh) -> Iterato
         except RunFolderError as error:
             raise RunFolderError(str(error).replace(str(copy.path), str(folder.path))) from None
         try:
-            continue_on(folder, run.accelerator.device, mesh.local_world_size)
+            accelerator = run.accelerator
+            processes = mesh.local_world_size
+            continue_on(folder, accelerator.device, processes, precision_of(accelerator))
             yield run
             # The main process removes the folder, which others may still read.
-            run.accelerator.wait_for_everyone()
+            accelerator.wait_for_everyone()
         finally:
             copy.unlock()
 

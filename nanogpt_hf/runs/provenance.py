@@ -204,15 +204,18 @@ def record_verification(run: RunFolder, first: int, last: int, result: str) -> N
         logger.warning(f"{run.verified}: cannot be written: {error.strerror}")
 
 
-def continue_on(run: RunFolder, device: torch.device, local_world_size: int) -> None:
+def continue_on(
+    run: RunFolder, device: torch.device, local_world_size: int, precision: str
+) -> None:
     """Compute with as many CPU threads as the run did at its last start: their number decides the
     last bits of a sum. A number that the user states wins, and so does a machine of fewer cores.
 
-    What then differs from the fingerprint of that start is logged in one line.
+    What then differs from that start in fingerprint or precision is logged in one line.
     """
     if not (starts := read_starts(run)):
         return
-    before = starts[-1].get("fingerprint", {})
+    before = {"precision": starts[-1].get("precision", precision)}
+    before |= starts[-1].get("fingerprint", {})
     # Sums are split over threads, and added in another order if their number differs.
     stated = stated_threads(local_world_size) is not None
     # A user's number, or that of the last start if this machine has as many cores.
@@ -222,13 +225,13 @@ def continue_on(run: RunFolder, device: torch.device, local_world_size: int) -> 
     # A fact that an older version did not record is taken as unchanged.
     parts = [
         f"{name} {before[name]} -> {value}"
-        for name, value in fingerprint(device).items()
+        for name, value in {"precision": precision, **fingerprint(device)}.items()
         if before.get(name, value) != value
     ]
     if threads != torch.get_num_threads():
         parts.append(f"OMP_NUM_THREADS={threads} OMP_DYNAMIC=false keeps the threads")
     if parts:
         logger.warning(
-            f"the fingerprint of this machine is not that of the run's last start: "
+            f"this machine or its accelerate config is not that of the run's last start: "
             f"{', '.join(parts)}: losses will agree to rounding only, not bit for bit"
         )

@@ -31,7 +31,7 @@ from nanogpt_hf.cpu import share_threads
 from nanogpt_hf.data.manifest import find_manifest, identity
 from nanogpt_hf.data.prepared import PreparedData, load_prepared
 from nanogpt_hf.distributed.accelerate_config import check_launch
-from nanogpt_hf.distributed.accelerator import build_accelerator, is_deterministic
+from nanogpt_hf.distributed.accelerator import build_accelerator, is_deterministic, precision_of
 from nanogpt_hf.distributed.mesh import Mesh, mesh_of
 from nanogpt_hf.distributed.rendezvous import one_line_for_a_lost_process, prepare_on_all_ranks
 from nanogpt_hf.errors import ChangedError, DataError, RunFolderError, UserError
@@ -234,7 +234,7 @@ def _start_or_resume(
     processes = mesh_of(accelerator).local_world_size
     share_threads(processes)
     if facts["resumes"]:
-        continue_on(folder, accelerator.device, processes)
+        continue_on(folder, accelerator.device, processes, precision_of(accelerator))
         if not is_deterministic(config, accelerator.device):
             logger.info(
                 "losses will agree with an uninterrupted run to rounding, not bit for bit: "

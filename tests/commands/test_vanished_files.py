@@ -1,13 +1,18 @@
 """A user's file that vanishes, or becomes a link to itself, after the command has read its
-arguments: one line with the knob and the path.
+arguments, or between the start of a run and its resume: one line with the knob and the path, or a
+run that needs the file no more.
 """
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
+import torch
 
+from assertions import weights
 from nanogpt_hf.commands import main, train
+from nanogpt_hf.runs.folder import RunFolder
 
 pytestmark = pytest.mark.long
 MESSAGES = {"messages": [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "c"}]}
@@ -75,3 +80,62 @@ def test_line_names_the_knob_and_the_path(case, is_loop, folder, monkeypatch, ca
     assert knob in line, line
     assert name in line, line
     assert not list(folder.glob("runs/*/recipe.yaml"))
+
+
+# What a resume does not read again: the prepared data has the tokens and their tokenizer.
+NOT_READ_AGAIN = {"text", "tokenizer"}
+RECIPE = ("pretrain tiny.yaml", "tiny.yaml", "tiny.yaml")
+SHORT = "--checkpoint.every 1 --eval.every 2 --optim.warmup_steps 0 --run-dir run"
+# Of runs from a model, whose prompts may have a tool.
+SMALL = "--data.block_size 416 --train.tokens_per_step 1664 --train.micro_batch_size 4"
+SMALL_RL = "--rl.samples 2 --rl.eval_questions 1 --rl.eval_samples 1"
+
+
+@pytest.mark.parametrize("case", [*CASES, "recipe"])
+def test_run_without_a_file_of_its_start(
+    case, folder, capsys, forget_accelerate, save_chat_model, letter_tasks
+):
+    words, name, knob = (CASES | {"recipe": RECIPE})[case]
+    # Their tokenizer has every byte, and they have a chat template.
+    for model in ("base", "other"):
+        shutil.rmtree(model)
+        save_chat_model(folder / model, n_positions=416, n_layer=1, n_embd=16)
+    program, rest = words.split(maxsplit=1)
+    if case == "tasks":
+        # One whose questions are here.
+        for path in (Path(letter_tasks[0]), Path(letter_tasks[0]).with_name("letters.jsonl")):
+            shutil.copy(path, name if path.suffix == ".yaml" else path.name)
+        rest += " --data.tokenizer base"
+    if program != "pretrain":
+        rest = f"{SMALL} {SMALL_RL if program == 'rl' else ''} {rest}"
+
+    def call(words: str) -> int:
+        forget_accelerate()
+        capsys.readouterr()
+        return main(words.split())
+
+    command = f"{program} {rest} {SHORT} --train.max_steps"
+    assert call(f"{command} 2") == 0
+    shutil.copytree("run", "kept")
+    assert call(f"{command} 3 --resume") == 0
+    expected = weights(RunFolder("run"))
+    (folder / name).rename(folder / "moved")
+    for is_loop in (False, True):
+        if is_loop:
+            (folder / name).symlink_to(folder / name)
+        for again in (f"{command} 3 --resume", "resume run --train.max_steps 3"):
+            shutil.rmtree("run")
+            shutil.copytree("kept", "run")
+            own = case == "recipe" and again.startswith("resume")
+            status = call(again)
+            error = capsys.readouterr().err
+            if own or case in NOT_READ_AGAIN:
+                assert status == 0, error
+                found = weights(RunFolder("run"))
+                assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
+                continue
+            assert status == 2
+            line = error.removesuffix("1 problem; nothing was started.\n").splitlines()[-1]
+            assert knob in line, line
+            assert name in line, line
+            assert not RunFolder("run").checkpoint(3).exists()

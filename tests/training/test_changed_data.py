@@ -353,3 +353,27 @@ def test_a_run_that_starts_may_have_the_changed_text(begun, tmp_path, monkeypatc
         assert run.again(*words) == 2
         line = capsys.readouterr().err.splitlines()[-1]
         assert "choose another --data.dir, or, if no run is to resume with it, remove" in line
+
+
+@pytest.mark.parametrize("is_lost", [False, True], ids=["changed", "lost"])
+def test_template_of_the_start_is_no_part_of_a_run_on_prepared_conversations(
+    is_lost, begun, tmp_path, monkeypatch
+):
+    run, expected = begun("conversations", tmp_path / "work", monkeypatch)
+    path = run.folder / "base" / "chat_template.jinja"
+    before = path.read_text()
+    path.unlink() if is_lost else path.write_text(f"{before} ")
+    assert run.resume() == 0
+    found = weights(RunFolder("run"))
+    assert all(torch.equal(found[key], tensor) for key, tensor in expected.items())
+    assert (RunFolder("run").final / path.name).read_text() == before
+
+
+def test_resume_in_another_precision_is_one_line(begun, tmp_path, monkeypatch, capsys):
+    run, _ = begun("text", tmp_path / "work", monkeypatch)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    capsys.readouterr()
+    assert run.resume() == 0
+    lines = [line for line in capsys.readouterr().err.splitlines() if "precision" in line]
+    assert len(lines) == 1
+    assert "precision fp32 -> bf16: losses will agree to rounding only" in lines[0]

@@ -97,6 +97,10 @@ def other_template(place: Path) -> None:
     path.write_text(path.read_text().replace("\n", "", 1) + " ")
 
 
+def lost_template(place: Path) -> None:
+    (place / "start" / "chat_template.jinja").unlink()
+
+
 def other_reward(place: Path) -> None:
     (place / "reward.py").write_text(REWARD.replace("float", "-float"))
 
@@ -133,12 +137,14 @@ CASES = [
     ("finetune", (("finetune.freeze_layers", 1),), other_weights, None),
     ("finetune", (), renamed_config, None),
     ("finetune", (), other_config, CONFIG),
+    ("finetune", (), lost_template, None),
     ("finetune", LORA, other_weights, WEIGHTS),
     ("finetune", LORA, other_config, CONFIG),
     ("rl", tuple(RL.items()), other_weights, None),
     ("rl", KL, other_weights, WEIGHTS),
     ("rl", (*RL.items(), *LORA), other_weights, WEIGHTS),
     ("rl", tuple(RL.items()), other_template, "data.tokenizer changed: sha256:"),
+    ("rl", tuple(RL.items()), lost_template, "data.tokenizer changed: sha256:"),
     ("rl", tuple(RL.items()), other_reward, "data revision: {}/reward.py:score sha256:"),
     ("dpo", (), other_weights, None),
     ("dpo", (), lost_reference, None),
@@ -148,6 +154,7 @@ CASES = [
     ("dpo", (), no_weights_and_lost, "reference.safetensors: is lost or damaged, and "),
     ("dpo", LORA, other_weights, WEIGHTS),
     ("dpo", (), other_template, "data.tokenizer changed: sha256:"),
+    ("dpo", (), lost_template, "data.tokenizer changed: sha256:"),
     ("kto", (), other_weights, None),
     ("kto", (), lost_reference, None),
     ("kto", (), other_and_lost, "reference.safetensors: is lost or damaged, and "),
