@@ -11,7 +11,7 @@ import sys
 import urllib.parse
 from collections.abc import Callable, Generator, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import fsspec
 from huggingface_hub import HfApi
@@ -70,6 +70,25 @@ def _is_read(path: Path, endings: tuple[str, ...]) -> bool:
     return last == ARCHIVE
 
 
+def _files_below(folder: Path) -> Iterator[Path]:
+    """Yield what is below a folder, and below the folders to which links lead, but no folders and
+    nothing hidden. Raises DataError for a folder that cannot be read.
+    """
+
+    def refuse(error: OSError) -> NoReturn:
+        raise DataError(f"data.source: {error.filename}: {error.strerror}") from None
+
+    # A link may lead to a folder above it, or to one that is below `folder` anyway.
+    seen = set()
+    for place, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
+        real = os.path.realpath(place)
+        again = real in seen
+        seen.add(real)
+        folders[:] = [] if again else sorted(name for name in folders if name[0] != ".")
+        if not again:
+            yield from (Path(place, name) for name in names if name[0] != ".")
+
+
 def is_url(source: str) -> bool:
     return bool(re.match(r"[a-z][a-z0-9+.-]*://", source))
 
@@ -87,16 +106,21 @@ def find_files(source: str, endings: tuple[str, ...] = TEXT_ENDINGS) -> list[Pat
     path = Path(os.path.expanduser(source))
     if os.path.isdir(path):
         # Unlike Path.is_dir, this is false for a name that is too long.
-        found = [
-            file
-            for file in path.rglob("*")
-            if not any(part.startswith(".") for part in file.relative_to(path).parts)
-            and _is_read(file, endings)
-        ]
+        found = [file for file in _files_below(path) if _is_read(file, endings)]
     else:
         # A name that exists is taken as it is, even if it has characters of a pattern.
         found = [path] if os.path.exists(path) else glob.glob(str(path), recursive=True)
-    if files := sorted(Path(file) for file in found if os.path.isfile(file)):
+    files = []
+    for file in sorted(map(Path, found)):
+        if os.path.isfile(file):
+            files.append(file)
+        # Leaving it out would train on less than the user believes; a pattern may name folders.
+        elif not os.path.isdir(file) and os.path.lexists(file):
+            kind = "a pipe or a device; write its text to a file"
+            if os.path.islink(file) and not os.path.exists(file):
+                kind = "a broken link; repair or remove it"
+            raise DataError(f"data.source: {file}: is {kind}")
+    if files:
         return files
     # A Hub data set is called user/name or name. What looks like a path is a file that is missing.
     is_path = source.startswith((".", "/", "~")) or source.count("/") > 1

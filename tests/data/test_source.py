@@ -346,6 +346,58 @@ def test_folder_gives_visible_files_in_order(write, tmp_path):
     assert texts_of(tmp_path / "text", tmp_path) == ["a.txt", "b/1.md", "b/2.txt", "c.txt.gz"]
 
 
+@pytest.mark.parametrize(
+    ("links", "names"),
+    [
+        ({"text/z": "books"}, ["text/a.txt", "text/z/b.txt"]),
+        ({"text/z": ".", "text/z2": "."}, ["text/a.txt"]),
+        ({"text/z": "books", "books/up": "text"}, ["text/a.txt", "text/z/b.txt"]),
+        ({"text/b": "text/deep"}, ["text/a.txt", "text/b/c.txt"]),  # once, not under both names
+        ({"text/.z": "books"}, ["text/a.txt"]),
+        ({"text/b.txt": "books/b.txt"}, ["text/a.txt", "text/b.txt"]),
+    ],
+)
+def test_folder_gives_the_files_of_linked_folders_once(write, tmp_path, links, names):
+    write("text/a.txt", "a")
+    write("books/b.txt", "b")
+    if "text/deep" in links.values():
+        write("text/deep/c.txt", "c")
+    for link, target in links.items():
+        (tmp_path / link).symlink_to(tmp_path / ("text" if target == "." else target))
+    assert find_files(str(tmp_path / "text")) == [tmp_path / name for name in names]
+
+
+@pytest.mark.parametrize("source", ["text", "text/*", "text/b.txt"])
+@pytest.mark.parametrize("kind", ["broken link", "link to itself", "pipe"])
+def test_what_is_no_file_is_not_passed_over(write, tmp_path, source, kind):
+    write("text/a.txt", "a")
+    path = tmp_path / "text" / "b.txt"
+    if kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("missing.txt" if kind == "broken link" else "b.txt")
+    reason = "is a pipe or a device" if kind == "pipe" else "is a broken link"
+    message = refusal(find_files, str(tmp_path / source))
+    assert message.startswith(f"data.source: {path}: {reason}")
+
+
+def test_a_device_is_no_source():
+    message = refusal(find_files, "/dev/null")
+    assert message == "data.source: /dev/null: is a pipe or a device; write its text to a file"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read every folder")
+def test_folder_that_cannot_be_read_is_not_passed_over(write, tmp_path):
+    locked = write("text/locked/a.txt", "a").parent
+    write("text/b.txt", "b")
+    locked.chmod(0)
+    try:
+        message = refusal(find_files, str(tmp_path / "text"))
+    finally:
+        locked.chmod(0o700)
+    assert message == f"data.source: {locked}: Permission denied"
+
+
 def test_pattern_gives_matching_files_in_order(write, tmp_path):
     names = ["1.txt", "2.txt", "deep/3.txt", "4.md", "a[1].txt"]
     for name in reversed(names):
@@ -367,7 +419,7 @@ def test_tilde_in_source_is_home(write, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     "source",
-    ["none.txt", "./none", "/none/at/all", "a/b/c", "~nobody/a", "*.none", "/dev/null", "pictures"],
+    ["none.txt", "./none", "/none/at/all", "a/b/c", "~nobody/a", "*.none", "pictures"],
 )
 def test_path_without_files_is_one_line(write, source, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
