@@ -60,13 +60,16 @@ def run_prepare(arguments: Namespace, overrides: Overrides) -> None:
 
     from nanogpt_hf.data.prepare import prepare
     from nanogpt_hf.data.prepared import check_prepared, load_prepared
-    from nanogpt_hf.data.summary import summary_lines
+    from nanogpt_hf.data.summary import split_warnings, summary_lines
 
     # A second call reads the manifest only.
     prepared_now = prepare(config)[1]
     logger.info(f"{config.data.dir}: {'prepared' if prepared_now else 'is prepared already'}")
-    for line in summary_lines(config, load_prepared(config)):
+    data = load_prepared(config)
+    for line in summary_lines(config, data):
         logger.info(line)
+    for line in split_warnings(config, data.manifest):
+        logger.warning(line)
     # Data that was prepared before may have been damaged since; loading it checks sizes only.
     if not prepared_now:
         check_prepared(config.data)

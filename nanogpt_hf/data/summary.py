@@ -14,6 +14,9 @@ from nanogpt_hf.data.mixture import as_mixture
 from nanogpt_hf.data.prepared import PreparedData
 from nanogpt_hf.formatting import plural
 
+# A held-out share of the tokens above which too little may be left to train on.
+_LARGE_SHARE = 0.25
+
 
 def summary_lines(config: Config, data: PreparedData) -> list[str]:
     """A line for each split. For a mixture, a line for each split of each source, then the share
@@ -88,6 +91,25 @@ def epochs_by_source(config: Config, train: Blocks) -> dict[str, float]:
     tokens = np.array(blocks_read(config, steps)) * config_at(config, steps).data.block_size
     names = (source.name for source in sources_of(config.data))
     return dict(zip(names, as_mixture(train).epochs(tokens / size), strict=True))
+
+
+def split_warnings(config: Config, manifest: Manifest) -> list[str]:
+    """A line for each source of which far more is held out than stated, since whole documents are:
+    one of few documents may be most of the text.
+    """
+    sources = [(source.data, source.manifest) for source in manifest.sources]
+    lines = []
+    for data, facts in sources or [(config.data, manifest)]:
+        tokens = facts.validation.tokens
+        share = tokens / (facts.train.tokens + tokens)
+        if data.validation_split or share <= max(_LARGE_SHARE, 2 * data.validation_fraction):
+            continue
+        lines.append(
+            f"data.validation_fraction: {share:.1%} of the tokens in {data.dir} are held out, not "
+            f"{data.validation_fraction:.2%}, since whole {FORMATS[data.format].noun}s are; join "
+            "small files to one, split the largest, or set another data.validation_seed"
+        )
+    return lines
 
 
 def repetition_warnings(config: Config, data: PreparedData) -> list[str]:

@@ -9,7 +9,7 @@ from nanogpt_hf.config.methods import NEXT_TOKEN
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.data.prepare import prepare
 from nanogpt_hf.data.prepared import PreparedData, load_prepared
-from nanogpt_hf.data.summary import repetition_warnings, summary_lines
+from nanogpt_hf.data.summary import repetition_warnings, split_warnings, summary_lines
 from nanogpt_hf.evaluation.loss import evaluate_blocks, evaluate_data
 from nanogpt_hf.formatting import format_number
 from nanogpt_hf.methods.distillation import load_with_teacher
@@ -28,7 +28,7 @@ def load_text(config: Config) -> PreparedData:
     data = load_prepared(config, manifest)
     for line in summary_lines(config, data):
         logger.info(line)
-    for line in repetition_warnings(config, data):
+    for line in (*split_warnings(config, data.manifest), *repetition_warnings(config, data)):
         logger.warning(line)
     return data
 

@@ -24,6 +24,7 @@ from nanogpt_hf.data.manifest import read_manifest
 from nanogpt_hf.data.prepare import prepare
 from nanogpt_hf.data.prepared import load_prepared
 from nanogpt_hf.data.shards import ShardWriter
+from nanogpt_hf.data.summary import split_warnings
 from nanogpt_hf.data.text import text_encoder
 from nanogpt_hf.data.tokenizer import build_tokenizer
 
@@ -500,6 +501,39 @@ def test_concurrent_prepare_runs_once(rows, make):
     assert sorted(new) == [False, False, True]
     assert manifests[0] == manifests[1] == manifests[2]
     assert texts[0] == texts[1] == texts[2]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "fraction", "share"),
+    [
+        # the first is held out, by the seed
+        ([20, 900], 0.1, None),
+        ([900, 20], 0.1, "97.8%"),
+        ([300, 300, 300], 0.01, "33.3%"),
+        ([300, 300, 300], 0.2, None),
+        ([300] * 4, 0.1, None),
+        ([900], 0.5, None),
+    ],
+)
+@pytest.mark.parametrize("mixed", [False, True])
+def test_documents_that_are_far_more_than_the_stated_share_are_named(
+    text, make, tmp_path, lengths, fraction, share, mixed
+):
+    (tmp_path / "text").mkdir()
+    for number, length in enumerate(lengths):
+        text("x" * length, f"text/{number}.txt")
+    config = make(tmp_path / "text", validation_fraction=fraction)
+    if mixed:
+        entry = {"source": str(tmp_path / "text"), "name": "own", "weight": 1}
+        config = replace_knobs(config, {"data.source": [entry]})
+    manifest, _ = prepare(config)
+    lines = split_warnings(config, manifest)
+    if share is None:
+        assert lines == []
+    else:
+        (line,) = lines
+        folder = f"{config.data.dir}/own" if mixed else config.data.dir
+        assert f"{share} of the tokens in {folder} are held out, not {fraction:.2%}" in line
 
 
 # --- opening
