@@ -7,6 +7,7 @@ import difflib
 import errno
 import os
 import re
+import traceback
 from collections.abc import Iterable
 
 from nanogpt_hf.formatting import plural
@@ -131,7 +132,33 @@ def explain(error: BaseException) -> str | None:
         return f"a safetensors file cannot be read or written: {one_line(error)}"
     if names & {"httpx.TransportError", "httpx2.TransportError"}:
         return f"the network: {one_line(error) or type(error).__name__}"
-    return explain(error.__cause__) if error.__cause__ else None
+    return _failed_import(error) or (explain(error.__cause__) if error.__cause__ else None)
+
+
+def _failed_import(error: BaseException) -> str | None:
+    """One line for an error of a library that is being imported: it is not installed, is another
+    version, or cannot read a variable of the environment. None for any other error.
+    """
+    library = ""
+    # The names of the modules whose code was running, the innermost last.
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if frame.f_code.co_name == "<module>":
+            library = frame.f_globals.get("__name__", "")
+    if isinstance(error, ImportError) and error.name:
+        library = error.name
+    library = library.partition(".")[0]
+    if library in ("", "__main__", __package__):
+        return None
+    reason = f"{library} cannot be imported: {type(error).__name__}: {one_line(error)}"
+    if not isinstance(error, ImportError):
+        # Such as HF_HUB_DOWNLOAD_TIMEOUT=abc, which is no number: the message has name or value.
+        message = str(error)
+        named = [name for name in os.environ if re.search(rf"\b{re.escape(name)}\b", message)]
+        valued = [name for name, value in os.environ.items() if repr(value) in message]
+        for names in (named, valued):
+            if len(names) == 1:
+                return f"{reason}; correct or unset the variable {names[0]}"
+    return f"{reason}; install nanogpt_hf again in this environment: its packages do not fit"
 
 
 def is_utf8(text: str) -> bool:

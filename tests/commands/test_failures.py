@@ -1,5 +1,7 @@
 """Errors outside a command's own checks: one line and status 2, or the traceback of a bug."""
 
+import importlib
+import json
 import os
 import sys
 from contextlib import nullcontext
@@ -47,6 +49,69 @@ def test_os_error_is_one_line_and_traceback_with_log_level_debug(capsys, monkeyp
 def test_bug_keeps_its_traceback(monkeypatch):
     fail_with(monkeypatch, TypeError("a bug"))
     with pytest.raises(TypeError, match="a bug"):
+        main(["prepare", "r.yaml"])
+
+
+@pytest.mark.parametrize(
+    ("code", "line"),
+    [
+        (
+            "int(os.environ['LIBRARY_TIMEOUT'])",
+            "library cannot be imported: ValueError: invalid literal for int() with base 10: "
+            "'soon'; correct or unset the variable LIBRARY_TIMEOUT",
+        ),
+        (
+            "raise ValueError('Invalid settings; try LIBRARY_LOGS=help')",
+            "library cannot be imported: ValueError: Invalid settings; try LIBRARY_LOGS=help; "
+            "correct or unset the variable LIBRARY_LOGS",
+        ),
+        (
+            "raise RuntimeError('no libraries')",
+            "library cannot be imported: RuntimeError: no libraries; install nanogpt_hf again in "
+            "this environment: its packages do not fit",
+        ),
+        (
+            "import library_of_it",
+            "library_of_it cannot be imported: ModuleNotFoundError: No module named "
+            "'library_of_it'; install nanogpt_hf again in this environment: its packages do not "
+            "fit",
+        ),
+        (
+            "from json import nosuch",
+            "json cannot be imported: ImportError: cannot import name 'nosuch' from 'json' "
+            f"({json.__file__}); install nanogpt_hf again in this environment: its packages do not "
+            "fit",
+        ),
+    ],
+)
+def test_library_that_cannot_be_imported_is_one_line(capsys, monkeypatch, tmp_path, code, line):
+    monkeypatch.setenv("LIBRARY_TIMEOUT", "soon")
+    monkeypatch.setenv("LIBRARY_LOGS", "x")
+    (tmp_path / "library.py").write_text(f"import os\n{code}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "library", raising=False)
+
+    def run(arguments, overrides):
+        importlib.import_module("library")
+
+    monkeypatch.setattr("nanogpt_hf.commands.train.run_prepare", run)
+    assert complaint(capsys, "prepare", "r.yaml") == line
+
+
+@pytest.mark.parametrize("module", ["nanogpt_hf.broken", "library"])
+def test_error_while_our_own_module_is_imported_is_a_bug(monkeypatch, module):
+    """So is an error of a function of a library, when it was imported."""
+    names = {"__name__": module}
+    if module == "library":
+        exec("def call():\n    int('x')", names)
+    else:
+        names["call"] = lambda: exec("int('x')", names)
+
+    def run(arguments, overrides):
+        names["call"]()
+
+    monkeypatch.setattr("nanogpt_hf.commands.train.run_prepare", run)
+    with pytest.raises(ValueError, match="invalid literal"):
         main(["prepare", "r.yaml"])
 
 
