@@ -21,10 +21,12 @@ def find_run(name: str) -> RunFolder:
         return run
     if run.checkpoint_folders():
         read_recipe(run)
-    if run.path.is_dir():
-        raise RunFolderError(
-            f"{name}: holds no run; give a folder that `pretrain` or `finetune` wrote, as runs/NAME"
-        )
+    if run.path.exists():
+        # Such as best/ or a checkpoint of a run.
+        around = [path for path in map(RunFolder, run.path.parents) if path.recipe.is_file()]
+        inside = [path for path in around if path.checkpoints.is_dir()]
+        wrote = "a folder that `pretrain` or `finetune` wrote, as runs/NAME"
+        raise RunFolderError(f"{name}: holds no run; give {inside[0].path if inside else wrote}")
     # Near names are looked for beside the folder, and where runs are by default.
     recipes = (*run.path.parent.glob("*/recipe.yaml"), *Path("runs").glob("*/recipe.yaml"))
     near = did_you_mean(run.path.name, {recipe.parent.name for recipe in recipes})

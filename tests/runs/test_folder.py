@@ -246,3 +246,11 @@ def test_waiting_process_keeps_its_lock_after_a_run_that_was_not_started(tmp_pat
         RunFolder(tmp_path / "run").lock()
     second.unlock()
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("part", ["best", "final", "checkpoints", "checkpoints/step_00000006"])
+@pytest.mark.parametrize("command", ["resume", "report"])
+def test_a_part_of_a_run_is_refused_by_the_name_of_the_run(finished_run, capsys, command, part):
+    _, run = finished_run
+    assert main([command, str(run / part)]) == 2
+    assert capsys.readouterr().err == f"{run / part}: holds no run; give {run}\n"
