@@ -89,7 +89,12 @@ class _Output(io.FileIO):
 
 
 def survive_closed_streams() -> None:
-    """Let stdout and stderr survive the end of their reader, and escape what an encoding lacks."""
+    """Let stdout and stderr survive the end of their reader, and escape what an encoding lacks; a
+    closed stdin is an empty one.
+    """
+    # The first of the three that are opened here, since each gets the lowest number that is free.
+    if sys.stdin is None:
+        sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115
     for number, name in enumerate(("stdout", "stderr"), 1):
         stream = getattr(sys, name)
         # Closed, by `>&-` in a shell.

@@ -201,6 +201,8 @@ def judge_disk(what: str, folder: Path) -> tuple[str, str]:
     except OSError as error:
         # Such as a name that is too long.
         return "fault", f"{what} {folder}: {error.strerror}: choose another folder"
+    if os.path.lexists(path) and not path.is_dir():
+        return "fault", f"{what} {folder}: is no folder: choose another"
     # A run makes the folders that are missing in the nearest one that exists.
     while not path.is_dir():
         path = path.parent

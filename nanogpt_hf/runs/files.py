@@ -54,8 +54,13 @@ def output_target(path: Path) -> Iterator[Path]:
         file = Path(folder) / f"output{path.suffix}"
         yield file
         if file.exists():
-            with open(1, "wb", closefd=False) if path == STDOUT else path.open("ab") as out:
-                out.write(file.read_bytes())
+            try:
+                with open(1, "wb", closefd=False) if path == STDOUT else path.open("ab") as out:
+                    out.write(file.read_bytes())
+            except OSError as error:
+                # A write that fails does not know its file.
+                error.filename = error.filename or ("stdout" if path == STDOUT else str(path))
+                raise
 
 
 def write_json(path: Path | None, tree: Any) -> None:

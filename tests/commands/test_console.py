@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from tqdm import tqdm
@@ -12,6 +13,8 @@ from tqdm import tqdm
 from arguments import argv
 from forked import Forked
 from nanogpt_hf import console
+from nanogpt_hf.errors import explain
+from nanogpt_hf.runs.files import write_json
 from nanogpt_hf.runs.folder import RunFolder
 
 LOGGER = logging.getLogger("nanogpt_hf.training.somewhere")
@@ -87,6 +90,24 @@ def test_result_onto_full_disk_is_one_line(root):
         process = command(root, "knobs", out=full_device)
     assert process.communicate(timeout=60)[1] == "stdout: No space left on device\n"
     assert process.returncode == 2
+
+
+@needs_full
+def test_output_onto_full_disk_is_named():
+    with pytest.raises(OSError, match="No space left") as caught:
+        write_json(Path("/dev/full"), {})
+    assert explain(caught.value) == "/dev/full: No space left on device"
+
+
+def test_closed_stdin_is_an_empty_one(root):
+    """`<&-`: `chat` reads its questions from it."""
+    script = (
+        "import sys; from nanogpt_hf.console import survive_closed_streams\n"
+        "survive_closed_streams()\n"
+        "print(sys.stdin.fileno(), sys.stdin.isatty(), list(sys.stdin))"
+    )
+    words = ["sh", "-c", '"$@" <&-', "sh", sys.executable, "-c", script]
+    assert subprocess.check_output(words, text=True, cwd=root) == "0 False []\n"
 
 
 @pytest.mark.long

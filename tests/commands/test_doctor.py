@@ -129,9 +129,11 @@ def test_doctor_reports_processes_that_do_not_respond(tmp_path, monkeypatch):
     assert "Traceback" not in output
 
 
-@pytest.mark.parametrize("name", ["a" * 300, "loop"])
+@pytest.mark.parametrize("name", ["a" * 300, "loop", "file", "broken"])
 def test_folder_that_cannot_be_made_is_a_fault(tmp_path, name):
     (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "broken").symlink_to("missing")
+    (tmp_path / "file").touch()
     level, text = diagnose.judge_disk("run folder", tmp_path / name)
     assert level == "fault"
     assert text.startswith(f"run folder {tmp_path / name}: ")
