@@ -11,11 +11,13 @@ import time
 import traceback
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable
-from typing import NamedTuple, NoReturn
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
 
 from nanogpt_hf import __version__, console
-from nanogpt_hf.commands.arguments import add_help, add_logging_options
+from nanogpt_hf.commands.arguments import add_help, add_logging_options, output_file
 from nanogpt_hf.config.aliases import suggestion
+from nanogpt_hf.config.load import Overrides
 from nanogpt_hf.cpu import limit_spinning
 from nanogpt_hf.distributed.environment import check_environment
 from nanogpt_hf.distributed.mesh import Mesh
@@ -32,6 +34,7 @@ from nanogpt_hf.errors import (
 )
 from nanogpt_hf.program import as_started, program
 from nanogpt_hf.runs.files import STDOUT
+from nanogpt_hf.runs.folder import RunFolder
 
 
 class Command(NamedTuple):
@@ -169,6 +172,7 @@ def _parse(name: str, words: list[str]) -> tuple[Callable[[], int | None], Names
     parsed, unknown = parser.parse_known_args(words)
     if unknown:
         _refuse(parser, unknown[0], reads_knobs)
+    _check_outputs(parser, parsed, overrides)
     if not reads_knobs:
         return lambda: run(parsed), parsed
     # Flags such as --depth are short names of knobs (arguments.py). They come first: a knob that is
@@ -177,6 +181,35 @@ def _parse(name: str, words: list[str]) -> tuple[Callable[[], int | None], Names
         (key, value) for key, value in vars(parsed).items() if "." in key and value is not None
     ]
     return lambda: run(parsed, short + overrides), parsed
+
+
+def _check_outputs(parser: ArgumentParser, parsed: Namespace, overrides: Overrides) -> None:
+    """Raises UserError if two outputs are one file, or one would replace a file that the command
+    reads, or what a run has recorded.
+    """
+    read: dict[str, Any] = {f"--{key}": value for key, value in overrides}
+    files: dict[str, str] = {}
+    for action in parser._actions:
+        name = action.option_strings[0] if action.option_strings else str(action.metavar)
+        value = getattr(parsed, action.dest, None)
+        if action.type is not output_file:
+            read[name] = value
+        # A device such as /dev/null may get several outputs.
+        elif value and (value == STDOUT or value.is_file() or not value.exists()):
+            file = str(value) if value == STDOUT else os.path.realpath(value)
+            if other := files.get(file):
+                parser.error(f"{other} and {name}: both write {value}; name two files")
+            files[file] = name
+            run = RunFolder(Path(file).parent)
+            if run.metrics.is_file() and Path(file) in run.records:
+                parser.error(
+                    f"{name} {value}: is a record of the run {run.path}; name another file"
+                )
+    for name, value in read.items():
+        for word in value if isinstance(value, list) else [value]:
+            is_file = isinstance(word, str | Path) and os.path.isfile(word)
+            if is_file and (output := files.get(os.path.realpath(word))):
+                parser.error(f"{output} {word}: would replace the file of {name}; name another")
 
 
 def _show_error(message: str, mesh: Mesh, on_all_processes: bool) -> None:
@@ -206,7 +239,7 @@ def main(arguments: list[str]) -> int:
     try:
         check_environment()
         mesh = Mesh.from_environment()
-        if not arguments or arguments[0] in ("-h", "--help", "help", "--version"):
+        if arguments in ([], ["help"]) or arguments[0] in ("-h", "--help", "--version"):
             is_version = arguments[:1] == ["--version"]
             console.show(f"nanogpt_hf {__version__}" if is_version else _overview())
             return 0
@@ -217,6 +250,8 @@ def main(arguments: list[str]) -> int:
                     "rename the file"
                 )
         name, *words = arguments
+        if name == "help":
+            name, words = words[0], ["--help"]
         if name not in COMMANDS:
             raise UserError(
                 f"{program()} {name}: no such command{suggestion(name, COMMANDS)}; "

@@ -186,7 +186,7 @@ def found_model(name: str, step: int | None = None) -> Iterator[Found]:
             raise UserError(str(error).replace(str(folder), str(checkpoint))) from None
 
 
-def _output(text: str) -> Path:
+def output_file(text: str) -> Path:
     """An argparse type: the path of an output. Rejects at once what cannot be written."""
     path = Path(os.path.expanduser(text))
     if text in ("-", "/dev/stdout"):
@@ -200,7 +200,7 @@ def _output(text: str) -> Path:
 
 def add_output(parser: ArgumentParser, names: str, meaning: str) -> None:
     help_text = f"{meaning}; - is stdout"
-    parser.add_argument(*names.split(), metavar="FILE", type=_output, help=help_text)
+    parser.add_argument(*names.split(), metavar="FILE", type=output_file, help=help_text)
 
 
 # Short names of knobs: name -> (knob, metavar)

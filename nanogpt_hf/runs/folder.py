@@ -50,6 +50,8 @@ class RunFolder:
         # Preference training writes it: log-probabilities under the model before it
         self.reference = self.path / "reference.safetensors"
         self.verified = self.path / "verified.jsonl"
+        # What cannot be written again
+        self.records = (self.recipe, self.metrics, self.machine, self.reference, self.verified)
         self._files = (self.metrics, self.loss_plot, self.report, self.machine)
         self._files += (self.reference, self.verified)
         self.checkpoints = self.path / "checkpoints"

@@ -74,6 +74,14 @@ def test_knobs_lists_a_section_and_refuses_an_unknown_one(capsys):
     assert "invalid choice: 'optm'" in err
 
 
+def test_help_before_a_command_is_its_help(capsys):
+    assert help_of(capsys, "help", "pretrain") == help_of(capsys, "pretrain", "--help")
+    assert run(capsys, "help") == run(capsys)
+    status, _, err = run(capsys, "help", "pretain")
+    assert status == 2
+    assert "pretain: no such command; did you mean pretrain?" in err
+
+
 def test_version(capsys):
     assert run(capsys, "--version") == (0, f"nanogpt_hf {nanogpt_hf.__version__}\n", "")
 
