@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, NoReturn
 from nanogpt_hf.config.load import Overrides, load_config, stated_knobs
 from nanogpt_hf.config.methods import NEXT_TOKEN, recipe_method_of
 from nanogpt_hf.config.schema import KNOBS, SECTIONS, Config, knob_lines, section_lines
-from nanogpt_hf.config.values import bounded
+from nanogpt_hf.config.values import bounded, stated
 from nanogpt_hf.console import show
 from nanogpt_hf.errors import UserError, did_you_mean
 from nanogpt_hf.program import program
@@ -25,9 +25,7 @@ _PATHS = ("CKPT", "DIR", "F", "FILE", "MODEL", "OUT", "PATH", "RECIPE", "RUN")
 
 def _path(text: str) -> str:
     """An argparse type: a path or a name, with ~ expanded."""
-    if not text:
-        raise ArgumentTypeError("expected a path or a name, got nothing")
-    return os.path.expanduser(text)
+    return os.path.expanduser(stated(text))
 
 
 def size(text: str) -> int:
@@ -174,8 +172,11 @@ def found_model(name: str, step: int | None = None) -> Iterator[Found]:
     # Mistakes are reported before torch is imported, which takes seconds.
     run, checkpoint = find_checkpoint(name, step, "--step")
 
+    from transformers.utils.logging import disable_progress_bar
+
     from nanogpt_hf.checkpoint.step_model import model_of_step
 
+    disable_progress_bar()
     with model_of_step(run, checkpoint) as folder:
         try:
             yield Found(str(folder), str(checkpoint), run)

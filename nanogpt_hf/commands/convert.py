@@ -1,6 +1,7 @@
 """The commands that convert and share models: export, import-nanogpt and push."""
 
 import importlib.util
+import re
 import shlex
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 
 from nanogpt_hf.commands.arguments import add_flag, add_model_argument, add_option, found_model
 from nanogpt_hf.config.checks import REPO_ID
+from nanogpt_hf.config.values import stated
 from nanogpt_hf.console import show
 from nanogpt_hf.errors import RunFolderError, UserError
 from nanogpt_hf.formatting import shows_bars
@@ -17,8 +19,9 @@ from nanogpt_hf.program import program
 _DTYPES = {"float32": "float32", "bf16": "bfloat16", "fp16": "float16", "q8_0": "float32"}
 # The packages of a format; the extra that installs them has the format's name.
 _NEEDS = {"gguf": ("gguf",), "onnx": ("onnx", "onnxscript", "onnxruntime")}
-# The library that opens the written files again.
+# The types of llama.cpp's quantizer.
 _QUANTIZED = ("q2_k", "q3_k_m", "q4_0", "q4_k_s", "q4_k_m", "q5_k_s", "q5_k_m", "q6_k", "q8_0")
+# The library that opens the written files again.
 _READERS = {"safetensors": "transformers", "gguf": "transformers", "onnx": "onnxruntime"}
 
 
@@ -144,7 +147,9 @@ def _use_of_export(kind: str, out: Path) -> str:
     """A command that uses an exported model."""
     if kind == "gguf" and (out / "Modelfile").is_file():
         modelfile = shlex.quote(str(out / "Modelfile"))
-        return f"ollama create {shlex.quote(out.resolve().name.lower())} -f {modelfile}"
+        # A name of ollama's has these characters, and begins with one of the first two kinds.
+        name = re.sub(r"[^a-z0-9._-]+", "-", out.resolve().name.lower()).strip("-._")
+        return f"ollama create {name or 'model'} -f {modelfile}"
     if kind == "gguf":
         return f"llama-cli -m {shlex.quote(str(out / 'model.gguf'))}"
     if kind == "onnx":
@@ -275,8 +280,8 @@ def add_push_arguments(parser: ArgumentParser) -> None:
     add_option(parser, "repo_id REPO_ID", "user/name; created if it does not exist", type=_repo_id)
     add_flag(parser, "--private", "create a private repository")
     branch = "a branch to push to, created if it does not exist"
-    add_option(parser, "--revision BRANCH", branch)
-    add_option(parser, "--message", "the message of the commit")
+    add_option(parser, "--revision BRANCH", branch, type=stated)
+    add_option(parser, "--message", "the message of the commit", type=stated)
     figures = "show the figures of FILE, which `evaluate --json` has written, on the model's page"
     add_option(parser, "--results FILE", figures, type=Path)
 

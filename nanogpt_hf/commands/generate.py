@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanogpt_hf.commands.arguments import add_model_argument, add_option, found_model
-from nanogpt_hf.config.values import bounded
+from nanogpt_hf.config.values import bounded, stated
 from nanogpt_hf.console import show_text
 from nanogpt_hf.errors import UserError
 
@@ -133,7 +133,8 @@ def run_sample(arguments: Namespace) -> None:
 
 def add_serve_arguments(parser: ArgumentParser) -> None:
     add_model_argument(parser)
-    add_option(parser, "--host", "address to listen on", default="127.0.0.1")
+    # An empty address, as of a variable that is not set, would listen on all of the machine's.
+    add_option(parser, "--host", "address to listen on", default="127.0.0.1", type=stated)
     add_option(
         parser,
         "--port",

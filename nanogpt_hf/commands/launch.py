@@ -34,6 +34,7 @@ from nanogpt_hf.console import show, show_end
 from nanogpt_hf.distributed.environment import (
     check_accelerate_config,
     check_environment,
+    check_launch_options,
     read_accelerate_config,
 )
 from nanogpt_hf.errors import EXIT_STOPPED, EXIT_USER_ERROR, UserError, one_line
@@ -97,6 +98,7 @@ def _parse(words: list[str], commands: Collection[str]) -> argparse.Namespace:
     settings = _read_config(file, vars(arguments)) if file else {}
     # An option on the command line wins over the config, as for accelerate's own.
     given = getattr(arguments, "nondefault", ())
+    check_launch_options({name: getattr(arguments, name, None) for name in given})
     stated = (settings.get("parallelism_config") or {}) | (settings.get("fsdp_config") or {})
     for name in _PASSED_ON:
         value = vars(arguments)[name] if name in given else stated.get(name)
@@ -107,6 +109,8 @@ def _parse(words: list[str], commands: Collection[str]) -> argparse.Namespace:
         where = "" if arguments.gpu_ids else f"--config_file {file}: "
         _check_gpu_ids(arguments.gpu_ids or settings.get("gpu_ids"), where)
     command = arguments.training_script
+    if command == "launch":
+        raise UserError(f"{program()} launch: launch: starts a command; give another COMMAND")
     if command in commands:
         # Start the processes as this one was started: by cli.py, or as the installed package.
         as_script = Path(sys.argv[0]).name == "cli.py"

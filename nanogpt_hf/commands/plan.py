@@ -28,7 +28,7 @@ from nanogpt_hf.config.schema import (
     replace_knobs,
 )
 from nanogpt_hf.config.stages import largest_stage, stage_lines
-from nanogpt_hf.config.values import bounded
+from nanogpt_hf.config.values import bounded, stated
 from nanogpt_hf.console import show
 from nanogpt_hf.errors import UserError, did_you_mean
 from nanogpt_hf.runs.files import output_target, write_json
@@ -53,7 +53,7 @@ def add_estimate_arguments(parser: ArgumentParser) -> None:
     proposal = "propose how to lay the run out over N GPUs"
     add_option(layout, "--gpus N", proposal, type=bounded(int, 1, 1_000_000))
     gpus = "with --gpus: their kind: H100, A100, 'RTX 4090', ... (default: H100, or by --memory)"
-    add_option(parser, "--gpu NAME", gpus)
+    add_option(parser, "--gpu NAME", gpus, type=stated)
     machine = "with --gpus: GPUs in each machine, or all if they are fewer"
     add_option(parser, "--per-machine N", machine, type=bounded(int, 1, 1024), default=8)
     network = "with --gpus: Gb/s between machines, per GPU and direction (default 400)"

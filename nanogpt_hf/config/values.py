@@ -285,6 +285,13 @@ def convert_entries(
     return converted
 
 
+def stated(text: str) -> str:
+    """An argparse type: a path or a name."""
+    if not text.strip(" ,"):
+        raise argparse.ArgumentTypeError(f"expected a path or a name, got {text!r}")
+    return text
+
+
 def bounded(
     kind: type[int] | type[float], low: float, high: float | None = None
 ) -> Callable[[str], int | float]:

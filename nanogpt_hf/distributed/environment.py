@@ -211,33 +211,38 @@ def check_accelerate_config(
 
     `options` are the names that `accelerate launch` knows; it ignores any other key of a section.
     """
+    where = f"--config_file {file}: "
     for key, value in settings.items():
         if key not in _SECTIONS:
             if value is not None or key not in _MAY_BE_NULL:
-                _check(file, key, value, _KEYS.get(key))
+                _check(where, key, value, _KEYS.get(key))
             continue
         if not isinstance(value, dict | None):
-            raise UserError(
-                f"--config_file {file}: {key} is {value!r:.60}; set keys with values under it"
-            )
+            raise UserError(f"{where}{key} is {value!r:.60}; set keys with values under it")
         prefix, variables = _SECTIONS[key]
         for name, part in (value or {}).items():
             option = f"{prefix}{str(name).removeprefix(prefix)}"
             ignored = key == "parallelism_config" and option != name
             if options and (ignored or option not in options):
                 near = did_you_mean(option, options)
-                raise UserError(f"--config_file {file}: {key}: {name} is no key of it{near}")
+                raise UserError(f"{where}{key}: {name} is no key of it{near}")
             upper = option.removeprefix(prefix).upper().removesuffix("_FLAG")
             pattern = VARIABLES.get(f"{variables}{upper}") or VARIABLES.get(f"ACCELERATE_{upper}")
-            _check(file, f"{key}: {name}", part, pattern)
+            _check(where, f"{key}: {name}", part, pattern)
 
 
-def _check(file: str, key: str, value: Any, pattern: str | None) -> None:
+def check_launch_options(options: Mapping[str, Any]) -> None:
+    """Raises UserError if an option of `launch` has a value that the key of the config may not."""
+    for key, value in options.items():
+        _check("launch: --", key, value, _KEYS.get(key))
+
+
+def _check(where: str, key: str, value: Any, pattern: str | None) -> None:
     if pattern and not any(re.fullmatch(pattern, text) for text in (str(value), repr(value))):
         words = _words(pattern)
         if value is False and "no" in words:
             words += "; YAML reads a bare no as false: quote it"
-        raise UserError(f"--config_file {file}: {key} is {value!r:.60}; set {words}")
+        raise UserError(f"{where}{key} is {value!r:.60}; set {words}")
 
 
 def _words(pattern: str) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from nanogpt_hf.config.schema import Config
-from nanogpt_hf.config.values import bounded
+from nanogpt_hf.config.values import bounded, stated
 from nanogpt_hf.distributed.mesh import Mesh, mesh_of
 from nanogpt_hf.formatting import format_number
 
@@ -31,7 +31,7 @@ class Option(NamedTuple):
 
     usage: str  # flag and metavar: `--limit N`
     meaning: str
-    kind: Callable[[str], Any] = str
+    kind: Callable[[str], Any] = stated
     names_source: bool = False  # the value names data, which the knobs of `data` describe
 
     @property

@@ -8,6 +8,7 @@ import contextlib
 import hashlib
 import pickle
 import re
+import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,6 +58,8 @@ def reading_checkpoint(path: Path) -> Iterator[dict[str, Any]]:
         raise
     except Exception as error:
         reason = one_line(error) or repr(error)
+        if not isinstance(error, OSError) and not zipfile.is_zipfile(path):
+            reason = "no file that torch.save has written, or a part of one"
         if isinstance(error, KeyError):
             reason = f"it has no {error.args[0]!r}"
         if code := re.search(r"GLOBAL ([\w.]+)", str(error)):

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from arguments import argv
 from assertions import run_without_this_package
 from nanogpt_hf.commands import main
+from nanogpt_hf.commands.convert import _use_of_export
 from nanogpt_hf.data.hf_tokenizer import encode_ordinary, load_tokenizer
 from nanogpt_hf.data.tokenizer import char_tokenizer
 from nanogpt_hf.export.card import card_without_run
@@ -175,3 +176,14 @@ def test_every_export_has_a_card(model, capsys, monkeypatch, request, kind, card
         assert ("AutoModelForCausalLM" in written) == (library == "transformers")
         assert "peft" not in written.lower()
     assert (f"model.{kind}" in written) == (kind != "safetensors")
+
+
+@pytest.mark.parametrize(
+    ("folder", "name"),
+    [("gguf", "gguf"), ("My Model", "my-model"), ("ö6.Q8_0", "6.q8_0"), ("-", "model")],
+)
+def test_name_for_ollama_has_characters_that_it_accepts(tmp_path, folder, name):
+    out = tmp_path / folder
+    out.mkdir()
+    (out / "Modelfile").touch()
+    assert _use_of_export("gguf", out).startswith(f"ollama create {name} -f ")
