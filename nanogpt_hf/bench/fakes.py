@@ -28,11 +28,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 import nanogpt_hf
 from nanogpt_hf.config.method_sections import FinetuneSection
+from nanogpt_hf.config.schema import Config
 from nanogpt_hf.distributed import expert_parallel, pipeline
 from nanogpt_hf.distributed.launch import Launch
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.methods import run as method_run
+from nanogpt_hf.methods.distillation import freeze_teacher
 from nanogpt_hf.model import build, loss_decoders, loss_gpt
 from nanogpt_hf.model.architecture import architecture_of
 from nanogpt_hf.optim import muon
@@ -169,6 +171,15 @@ def without_values(meter: Meter) -> Iterator[None]:
     """Context in which new tensors have shapes but no values, and the meter counts them."""
     with FakeTensorMode(allow_non_fake_inputs=True), meter:
         yield
+
+
+def teacher_without_values(
+    teacher: PreTrainedConfig, config: Config, launch: Launch
+) -> PreTrainedModel:
+    """Make a teacher of this configuration, as a run loads it."""
+    model = architecture_of(teacher).model_class(teacher)
+    freeze_teacher(model, config, launch.precision)
+    return _on_device(model)
 
 
 def _load_without_values(replacements: _Replacements, base: PreTrainedConfig) -> None:

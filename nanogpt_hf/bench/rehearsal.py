@@ -15,7 +15,14 @@ from typing import Any, cast
 from accelerate import state
 from transformers import PreTrainedConfig
 
-from nanogpt_hf.bench.fakes import DEVICE, Meter, one_process, own_line, without_values
+from nanogpt_hf.bench.fakes import (
+    DEVICE,
+    Meter,
+    one_process,
+    own_line,
+    teacher_without_values,
+    without_values,
+)
 from nanogpt_hf.bench.workload import communicated_bytes, synthetic_data
 from nanogpt_hf.config.finetune import frozen_layers_at
 from nanogpt_hf.config.schema import Config, get_value, replace_knobs
@@ -29,6 +36,7 @@ from nanogpt_hf.errors import UserError
 from nanogpt_hf.evaluation.loss import eval_mode
 from nanogpt_hf.formatting import format_bytes
 from nanogpt_hf.generate import generate_completions
+from nanogpt_hf.methods.distillation import read_teacher_config
 from nanogpt_hf.methods.run import Run
 from nanogpt_hf.model.experts import shapes_only
 from nanogpt_hf.planning.estimate import planned_model
@@ -39,7 +47,7 @@ from nanogpt_hf.training.build import build_at
 from nanogpt_hf.training.step import take_step
 
 # Knobs whose run reads weights before its first step.
-NOT_REHEARSED = ("lora.quantize", "distill.teacher")
+NOT_REHEARSED = ("lora.quantize",)
 # The limit of micro-batches in a rehearsed step. A pipeline has one more than it has stages.
 MICRO_BATCHES = 2
 
@@ -85,6 +93,11 @@ def rehearse(config: Config, launch: Launch, base: PreTrainedConfig | None = Non
                 f"--rehearse: {key} {value}: it reads weights, and a rehearsal has no values; "
                 "leave --rehearse out"
             )
+    if config.rl.task and config.distill.teacher:
+        raise UserError(
+            f"--rehearse: distill.teacher {config.distill.teacher}: with rl.task it teaches the "
+            "tokens of answers, whose number a rehearsal has not; leave --rehearse out"
+        )
     is_plain = launch.precision != "fp16" and launch.compression == "no"
     # Ring attention, compressed gradients and a loss scaler read or cast values themselves.
     split = launch.tp_size * launch.cp_size
@@ -141,10 +154,13 @@ def _rehearse(
         cast(Any, accelerator.state).device = state.PartialState().device = DEVICE
         # A model to fine-tune has the rows of its own vocabulary.
         vocab_size = None if base is None else base.vocab_size
-        data = cast(PreparedData, synthetic_data(config, vocab_size))
+        data = synthetic_data(config, vocab_size)
+        taught_by = read_teacher_config(config)
         kernels = nullcontext() if launch.on_cpu else GpuKernels()
         with without_values(meter), kernels, shapes_only():
-            run = build_at(config, accelerator, data, None, None)
+            if taught_by is not None:
+                data = replace(data, teacher=teacher_without_values(taught_by, config, launch))
+            run = build_at(config, accelerator, cast(PreparedData, data), None, None)
             take_step(run, 0, learning_rate=1e-4)
             # The first step has made the optimizer state; the second is measured.
             before = meter.peak = meter.now

@@ -147,6 +147,7 @@ class SyntheticData:
     tokenizer: None = None
     end_of_text_id: None = None
     end_of_turn_id: None = None
+    teacher: Any = None
 
 
 def small_config(name: str, world_size: int) -> Config:

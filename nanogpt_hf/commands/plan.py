@@ -22,7 +22,6 @@ from nanogpt_hf.config.methods import POLICY, start_method_of
 from nanogpt_hf.config.schema import (
     SECTIONS,
     Config,
-    get_value,
     knob_lines,
     knob_values,
     replace_knobs,
@@ -95,10 +94,9 @@ def run_estimate(arguments: Namespace, overrides: Overrides) -> None:
         lines += [*layout_lines(proposal, config), ""]
     result = estimate(config, launch, base, mfu=arguments.mfu, memory=arguments.memory)
     lines += [*estimate_lines(result, launch), *filter(None, [result.useless])]
-    # Their memory depends on a library or on another model.
-    for key in ("lora.quantize", "distill.teacher"):
-        if get_value(config, key):
-            lines.append(f"not counted: {key}")
+    # Its memory depends on a library.
+    if config.lora.quantize:
+        lines.append("not counted: lora.quantize")
     lines.append("these are estimates; docs/machines.md lists which of them were measured")
     figures = estimate_figures(result, proposal)
     # The rehearsal finds what the arithmetic cannot: errors of the step itself.

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.nn import functional as F
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.utils import CONFIG_NAME
 from transformers.utils.hub import cached_file
 
@@ -35,7 +35,7 @@ from nanogpt_hf.errors import ChangedError, DataError, UserError
 from nanogpt_hf.methods.term import RowValues, Term
 from nanogpt_hf.model.architecture import architecture_of
 from nanogpt_hf.model.checks import check_causal
-from nanogpt_hf.model.load import load_model
+from nanogpt_hf.model.load import load_config_alone, load_model
 from nanogpt_hf.model.packed_attention import attend_apart
 from nanogpt_hf.own_files import read_json
 from nanogpt_hf.runs.find import find_model
@@ -85,23 +85,55 @@ def load_with_teacher(config: Config, load: Callable[[Config], PreparedData]) ->
     manifest = dataclasses.replace(
         data.manifest, teacher=f"sha256:{digest.hexdigest()}", teacher_config=_config_of(str(name))
     )
-    # Only parameters: rotary frequencies, which are buffers, need float32.
-    for parameter in teacher.parameters():
-        parameter.data = parameter.data.to(_DTYPES.get(requested_precision(), torch.float32))
-    teacher.eval().requires_grad_(False)
+    freeze_teacher(teacher, config, requested_precision())
     return TaughtData(
         data.train, data.validation, data.tokenizer, manifest, data.end_of_turn_id, teacher
     )
 
 
+def freeze_teacher(teacher: Any, config: Config, precision: str) -> None:
+    """Make a teacher of a model in float32, which computes in `precision`."""
+    if packs(config):
+        # The teacher must not see other documents of a block either.
+        attend_apart(teacher)
+    # Only parameters: rotary frequencies, which are buffers, need float32.
+    for parameter in teacher.parameters():
+        parameter.data = parameter.data.to(teacher_dtype(precision))
+    teacher.eval().requires_grad_(False)
+
+
+def teacher_dtype(precision: str) -> torch.dtype:
+    """The type of a teacher's weights in a run of that precision."""
+    return _DTYPES.get(precision, torch.float32)
+
+
+def read_teacher_config(config: Config) -> PreTrainedConfig | None:
+    """Read the configuration of a recipe's teacher, without its weights; None without a teacher.
+
+    Raises UserError if there is no such model.
+    """
+    if config.distill.teacher is None:
+        return None
+    try:
+        return load_config_alone(*_base_of(config.distill.teacher))
+    except (UserError, DataError) as error:
+        raise UserError(f"distill.teacher: {error}") from None
+
+
+def _base_of(name: str) -> tuple[str, str | None]:
+    """The folder or Hub id that has a teacher's config.json, and a revision: an adapter has those
+    of its base.
+    """
+    name = find_model(name)
+    if not (adapter := Path(name) / "adapter_config.json").is_file():
+        return name, None
+    facts = read_json(adapter, dict[str, Any])
+    return folder_or_hub_id(str(facts["base_model_name_or_path"])), facts.get("revision")
+
+
 def _config_of(name: str) -> str:
     """Compute the digest of a teacher's config.json; an adapter has the one of its base."""
-    name = find_model(name)
-    revision = None
-    if (adapter := Path(name) / "adapter_config.json").is_file():
-        facts = read_json(adapter, dict[str, Any])
-        name = folder_or_hub_id(str(facts["base_model_name_or_path"]))
-        revision = facts.get("revision")
+    name, revision = _base_of(name)
     path: Any = Path(name) / CONFIG_NAME
     if not Path(name).is_dir():
         path = cached_file(name, CONFIG_NAME, revision=revision)
@@ -123,20 +155,23 @@ def _load_teacher(config: Config) -> tuple[Any, PreTrainedTokenizerBase]:
             f"{name}: {positions} positions are fewer than data.block_size {block_size}"
         )
     check_causal(model, packs=packs(config))
-    if packs(config):
-        # The teacher must not see other documents of a block either.
-        attend_apart(model)
     logger.info(f"teacher: {name}, {model.num_parameters():,} parameters")
     return model, tokenizer
+
+
+def teacher_of(data: Any) -> Any:
+    """The teacher that was loaded with the data. Raises UserError without one."""
+    teacher = getattr(data, "teacher", None)
+    if teacher is None:
+        raise UserError("distill.teacher: only a run loads the teacher; leave it out")
+    return teacher
 
 
 def teacher_divergence(
     config: Config, data: PreparedData, model: torch.nn.Module, batch: dict[str, Tensor]
 ) -> RowValues:
     """Divergence of teacher and student in each row, by `divergence`."""
-    if not isinstance(data, TaughtData):
-        raise UserError("distill.teacher: only a run loads the teacher; leave it out")
-    teacher = data.teacher
+    teacher = teacher_of(data)
     inputs = {name: tensor for name, tensor in batch.items() if name != "shift_labels"}
     # Only the hidden states of the teacher are kept. Its logits are computed for the rows that the
     # student's loss asks for, so that neither model has B · T × vocabulary logits in memory.

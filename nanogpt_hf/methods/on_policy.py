@@ -36,6 +36,7 @@ from nanogpt_hf.methods.distillation import (
     divergence_weight,
     load_with_teacher,
     place_teacher,
+    teacher_of,
 )
 from nanogpt_hf.methods.pairs import encode_answer
 from nanogpt_hf.methods.policy import POLICY, REWARD, answer_held_out, evaluated_answers
@@ -244,14 +245,14 @@ def token_divergence(
     Only the hidden states of the teacher are kept. Its logits are computed for the tokens that the
     student's loss asks for.
     """
-    assert isinstance(data, TaughtData)
+    teacher = teacher_of(data)
     # A student whose vocabulary is padded may sample what is no token of the teacher.
     ids = batch["input_ids"]
-    readable = ids.where(ids < data.teacher.config.vocab_size, 0)
+    readable = ids.where(ids < teacher.config.vocab_size, 0)
     positions = batch["shift_labels"].shape[1]
     with torch.no_grad():
-        place_teacher(data.teacher, model, ids.device)
-        logits_of = data.teacher.logits_of_rows(input_ids=readable, logits_to_keep=positions)
+        place_teacher(teacher, model, ids.device)
+        logits_of = teacher.logits_of_rows(input_ids=readable, logits_to_keep=positions)
 
     def token_loss(
         chunk: slice, logits: Tensor, tokens: dict[str, Tensor]

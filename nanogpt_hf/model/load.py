@@ -74,6 +74,18 @@ def load_base_config(name: str, revision: str | None) -> tuple[PreTrainedConfig,
     return config, commit
 
 
+def load_config_alone(name: str, revision: str | None = None) -> PreTrainedConfig:
+    """Configuration of a whole model in a folder or on the Hub, without its weights.
+
+    Raises UserError if it cannot be read.
+    """
+    name, _ = _find(name)
+    try:
+        return architecture_on_disk(name, revision).read_config(name, revision)
+    except Exception as error:  # a config with nonsense in it, the network, ...
+        raise _cannot_load(name, error) from error
+
+
 def _find(name: str) -> tuple[str, bool]:
     """Folder or Hub id, and whether it is an adapter.
 

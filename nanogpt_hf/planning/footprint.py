@@ -21,6 +21,7 @@ from nanogpt_hf.planning.copies import copy_bytes
 from nanogpt_hf.planning.counts import Counts, StageShare, one_rank_of, stages_of
 from nanogpt_hf.planning.logits import loss_bytes
 from nanogpt_hf.planning.sampling import Sampling
+from nanogpt_hf.planning.teacher import Teacher
 
 # The copy that a checkpoint is written from in the background, kept for the next one.
 CHECKPOINT = "checkpoint"
@@ -35,9 +36,10 @@ PARTS = (
     "logits",
     CHECKPOINT,
 )
-# The phases of a step that can be the peak. Only optimizers that need buffers have an update, and
-# only reinforcement learning samples.
+# The phases of a step that can be the peak. Only optimizers that need buffers have an update, only
+# reinforcement learning samples, and only distillation has a teacher.
 SAMPLING = "sampling"
+TEACHER = "the teacher's pass"
 LOSS = "the loss"
 TOP = "the top block"
 BOTTOM = "the bottom block"
@@ -74,14 +76,16 @@ def footprint(
     row_loss: str = "",
     sampling: Callable[[int], Sampling] | None = None,
     keeps_start: bool = False,
+    teacher: Teacher | None = None,
 ) -> Footprint:
     """Estimate the memory of a training step; `model` may be on the meta device.
 
     With accumulation, gradients stay allocated after the first micro-batch. `optim`: that of the
     recipe; without it AdamW with float32 state. `sequences` and `row_loss` come from a method
     (methods/method.py). `sampling` makes the answers that are sampled at once from the size of a
-    micro-batch. `keeps_start`: the model that the run started from stays, too. Of a pipeline it is
-    the stage with the highest peak, of other kinds of parallelism any device.
+    micro-batch. `keeps_start`: the model that the run started from stays, too; `teacher`: another
+    one that has a pass in each micro-batch. Of a pipeline it is the stage with the highest peak, of
+    other kinds of parallelism any device.
     """
     footprints = []
     for stage in stages_of(model, launch):
@@ -97,6 +101,7 @@ def footprint(
             row_loss=row_loss,
             sampling=sampling and sampling(micro_batch_size),
             keeps_start=keeps_start,
+            teacher=teacher,
         )
         footprints.append(memory.footprint())
     return max(footprints, key=lambda estimated: estimated.peak)
@@ -142,6 +147,7 @@ class Memory:
     row_loss: str
     sampling: Sampling | None
     keeps_start: bool
+    teacher: Teacher | None
 
     def footprint(self) -> Footprint:
         phases = {
@@ -152,6 +158,8 @@ class Memory:
         }
         if kind_of(self.optim).update_bytes:
             phases[UPDATE] = self.at_the_update()
+        if self.teacher:
+            phases[TEACHER] = self.while_taught(self.teacher)
         if self.sampling:
             phases[SAMPLING] = self.while_sampling(self.sampling)
         parts = dict.fromkeys(PARTS, 0.0) | self.always
@@ -186,8 +194,10 @@ class Memory:
             "optimizer": self._optimizer_state(self.optim.state),
             CHECKPOINT: self.checkpoint if launch.on_cpu else 0.0,
         }
-        if self.keeps_start:
-            state["other models"] = float(start_model_bytes(self.model))
+        others = float(start_model_bytes(self.model)) if self.keeps_start else 0.0
+        others += self.teacher.kept(launch) if self.teacher else 0.0
+        if others:
+            state["other models"] = others
         if launch.sharding == "zero":
             # Weights in the compute precision, and a float32 copy in the optimizer.
             shards = launch.shards if launch.kind == "ZeRO-3" else 1
@@ -262,11 +272,18 @@ class Memory:
         logits = head_gradient = row_gradients = 0.0
         if self.stage.has_head:
             logits, head_gradient, row_gradients = loss_bytes(
-                self.model, self.counts, self.launch, activations.rows, self.row_loss
+                self.model,
+                self.counts,
+                self.launch,
+                activations.rows,
+                self.row_loss,
+                self.teacher,
             )
         left = self.counts.backward_blocks
         # The last LayerNorm saves its input, and the head its own.
-        norm = 2 * activations.residual
+        norm = 2.0 * activations.residual
+        if self.teacher:
+            norm += self.teacher.hidden(self.launch, activations.rows)
         return {
             "gradients": self.accumulated + head_gradient,
             "activations": activations.waiting + activations.saved(left) + norm + row_gradients,
@@ -313,6 +330,13 @@ class Memory:
             self.model, launch.on_cpu, shards, launch.world_size, optim.name, optim.state
         )
         return {"gradients": self.gradients, "copies": copies}
+
+    def while_taught(self, teacher: Teacher) -> dict[str, float]:
+        """Return the parts in the pass of the teacher, before the student's."""
+        return {
+            "gradients": self.accumulated,
+            **teacher.passing(self.launch, self.activations.rows),
+        }
 
     def while_sampling(self, sampling: Sampling) -> dict[str, float]:
         launch = self.launch

@@ -6,10 +6,16 @@ from nanogpt_hf.distributed.launch import Launch
 from nanogpt_hf.distributed.tensor_parallel import splits_vocabulary
 from nanogpt_hf.model.loss_gpt import rows_of_a_chunk
 from nanogpt_hf.planning.counts import Counts
+from nanogpt_hf.planning.teacher import Teacher
 
 
 def loss_bytes(
-    model: PreTrainedModel, counts: Counts, launch: Launch, rows: int, row_loss: str
+    model: PreTrainedModel,
+    counts: Counts,
+    launch: Launch,
+    rows: int,
+    row_loss: str,
+    teacher: Teacher | None = None,
 ) -> tuple[float, float, float]:
     """Bytes of the logits and tensors of their size, and of the loss's gradients of the head and of
     its input rows.
@@ -31,6 +37,8 @@ def loss_bytes(
     if row_loss == "sum":
         # Logits, in float32, their log-softmax, and two for the entropy; autograd needs no more.
         by_autograd = (value % 4 + 16.0) * logits
+    if teacher:
+        by_autograd = teacher.bytes_per_logit(launch) * logits
     if chunk == rows and not is_split and not is_compiled:
         return by_autograd, 0.0, 0.0
     trainable_head = counts.head if counts.head_is_trainable else 0

@@ -6,22 +6,42 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from nanogpt_hf.config.schema import Config
+from nanogpt_hf.methods.distillation import beta_of, read_teacher_config
 from nanogpt_hf.methods.table import method_of
 from nanogpt_hf.model.architecture import architecture_of
 from nanogpt_hf.planning.sampling import Sampling
+from nanogpt_hf.planning.teacher import Teacher
 
 
 def footprint_arguments(config: Config) -> dict[str, Any]:
     """Arguments of `footprint` for a step of a recipe, without its micro-batches."""
     method = method_of(config)
+    teacher = teacher_of(config)
     return {
         "block_size": config.data.block_size,
         "optim": config.optim,
         "sequences": method.sequences,
-        "row_loss": method.row_loss,
+        # With a teacher the model's own cross-entropy is not enough.
+        "row_loss": "sum" if teacher else method.row_loss,
+        "teacher": teacher,
         "sampling": partial(sampling_of, config) if config.rl.task else None,
         "keeps_start": bool(config.rl.task and config.rl.kl),
     }
+
+
+def teacher_of(config: Config) -> Teacher | None:
+    """The teacher of a recipe without its weights; None without one. Raises UserError if there is
+    no such model.
+    """
+    found = read_teacher_config(config)
+    if found is None:
+        return None
+    return Teacher(
+        architecture_of(found).on_meta(found),
+        is_mixture=0 < beta_of(config) < 1,
+        is_on_policy=bool(config.rl.task),
+        has_rewards=config.distill.weight < 1,
+    )
 
 
 def sampling_of(config: Config, micro_batch_size: int) -> Sampling:
@@ -40,4 +60,9 @@ def flops_per_token(config: Config, model: PreTrainedModel) -> float:
     flops = architecture_of(model).flops_per_token(model.config, config.data.block_size)
     # A pass without a gradient is a third of a forward and a backward pass.
     passes = method.sequences * method.updates(config) + method.forward_only(config) / 3
-    return flops * passes
+    flops *= passes
+    if teacher := teacher_of(config):
+        of_teacher = architecture_of(teacher.model)
+        each = of_teacher.flops_per_token(teacher.model.config, config.data.block_size)
+        flops += each * method.updates(config) / 3
+    return flops

@@ -20,7 +20,7 @@ from nanogpt_hf.formatting import format_bytes
 from nanogpt_hf.methods.run import Run
 from nanogpt_hf.model.build import model_of_run
 from nanogpt_hf.optim.state import local_part
-from nanogpt_hf.planning.footprint import footprint, start_model_bytes
+from nanogpt_hf.planning.footprint import SAMPLING, footprint, start_model_bytes
 from nanogpt_hf.planning.hardware import USABLE_MEMORY, free_memory, peak_memory
 from nanogpt_hf.planning.steps import footprint_arguments
 from nanogpt_hf.runs.recipe import known_recipe
@@ -52,6 +52,7 @@ def choose_micro_batch(run: Run, *, resume: bool) -> None:
     if size in sizes:
         dry_run_step(run, size)
     else:
+        sizes = _that_can_sample(run, sizes)
         size = largest_micro_batch(
             run.accelerator, sizes, partial(dry_run_step, run), _estimate_of(run), _reserved(run)
         )
@@ -86,6 +87,32 @@ def _reserved(run: Run) -> int:
         each = 4 + 8 * parameter.requires_grad
         size += each * local_part(parameter).numel()
     return size
+
+
+def _that_can_sample(run: Run, sizes: list[int]) -> list[int]:
+    """Leave out the sizes with which sampling would need more memory than there is, by its
+    estimate; the smallest one stays. A dry-run step samples nothing.
+    """
+    config = run.config
+    # With rl.batch_size the size of a micro-batch does not matter.
+    if not config.rl.task or config.rl.batch_size:
+        return sizes
+    model = model_of_run(config, run.data.vocab_size)
+    step = one_micro_batch(config)
+
+    def needed(size: int) -> float:
+        step["micro_batch_size"] = size
+        # As it is sharded, since no trial corrects the estimate.
+        return sum(footprint(model, run.mesh, **step).phases[SAMPLING].values())
+
+    free = min(gather_counts(run.accelerator, available_memory(run.accelerator)))
+    fitting = [size for size in sizes if needed(size) <= free] or sizes[:1]
+    if len(fitting) < len(sizes):
+        logger.info(
+            f"micro_batch_size auto: at most {fitting[-1]}, since answers are sampled as many at "
+            f"once, in {format_bytes(free)}; rl.batch_size sets their number apart"
+        )
+    return fitting
 
 
 def _estimate_of(run: Run) -> Callable[[int], float]:

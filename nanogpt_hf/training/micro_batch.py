@@ -145,10 +145,15 @@ def _check_free_memory(config: Config, model: PreTrainedModel, accelerator: Acce
         sequences = config.train.min_micro_batch_size * footprint_arguments(config)["sequences"]
         tokens = sequences * config.data.block_size
         needed = architecture_of(model).memory_bound(model, tokens, config.data.block_size)
-        # Most machines have more than the bound. Only the others need the estimate, which runs
-        # the model without values.
-        if needed > free:
-            needed = footprint(model, launch_of_one(mesh), **one_micro_batch(config)).peak
+        step = one_micro_batch(config)
+        teacher = step["teacher"]
+        # Most machines have more than the bound, which knows no teacher. Only the others need the
+        # estimate, which runs the model without values.
+        if needed > free or teacher:
+            launch = launch_of_one(mesh)
+            needed = footprint(model, launch, **step).peak
+            # It is in memory already.
+            needed -= teacher.kept(launch) if teacher else 0
     if needed > free:
         each = f" for each of {processes} processes" if processes > 1 else ""
         raise UserError(

@@ -10,9 +10,10 @@ from typing import Any, cast
 import pytest
 
 from nanogpt_hf.bench.rehearsal import rehearse
-from nanogpt_hf.config.methods import POLICY, PREFERENCES
+from nanogpt_hf.config.methods import NEXT_TOKEN, POLICY, PREFERENCES
 from nanogpt_hf.config.schema import Config, DataSection, RlSection, TrainSection
 from nanogpt_hf.distributed.launch import Launch
+from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.evaluation.answers import AnswerSampler
 from nanogpt_hf.methods.finetuning import finetune_config
@@ -22,9 +23,11 @@ from nanogpt_hf.model import GPTConfig, loss_gpt
 from nanogpt_hf.model.architecture import count_parameters
 from nanogpt_hf.planning import estimate as planned
 from nanogpt_hf.planning.estimate import estimate, planned_model
-from nanogpt_hf.planning.footprint import SAMPLING, TOP
+from nanogpt_hf.planning.footprint import LOSS, SAMPLING, TEACHER, TOP, footprint
+from nanogpt_hf.planning.steps import footprint_arguments
 from nanogpt_hf.tasks.task import Task
-from nanogpt_hf.training.auto_size import _reserved
+from nanogpt_hf.training import auto_size, micro_batch
+from nanogpt_hf.training.auto_size import _reserved, _that_can_sample
 
 ONE = Launch()
 BF16 = Launch(precision="bf16")
@@ -166,6 +169,130 @@ def test_updates_and_sampling_equal_a_rehearsal(base, monkeypatch, launch, knobs
     # A reference is a whole model more, on every process.
     kept = {parts["other models"] for parts in phases.values()}
     assert kept == {4 * count_parameters(model) if "rl.kl" in knobs else 0}
+
+
+# launch, knobs, micro-batch, width and blocks of the teacher
+TAUGHT = [
+    (BF16, {}, 8, (256, 6)),
+    (FSDP2, {"distill.beta": "0.5"}, 8, (64, 1)),
+    *(
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in (
+            (ONE, {"distill.beta": "1"}, 8, (512, 2)),
+            (ONE, {"distill.beta": "0.5"}, 1, (256, 6)),
+            (BF16, {"distill.weight": "1"}, 1, (64, 1)),
+            (DDP, LORA, 8, (256, 6)),
+            (FSDP2_BF16, {}, 1, (256, 6)),
+            (FSDP2_BF16, {"distill.beta": "0.5", **LORA}, 8, (256, 6)),
+        )
+    ),
+]
+
+
+def save_teacher(folder: Path, width: int, blocks: int) -> str:
+    sizes: Any = {"vocab_size": 4000, "n_positions": 64, "n_head": 4}
+    GPTConfig(**sizes, n_embd=width, n_layer=blocks).to_gpt2().save_pretrained(folder)
+    return str(folder)
+
+
+def resolved_text(base: Path, size: int, processes: int = 1, **knobs: str):
+    values = {
+        "finetune.model": str(base),
+        "data.source": "a.txt",
+        "data.block_size": "64",
+        "train.micro_batch_size": str(size),
+        "train.tokens_per_step": str(2 * size * 64 * processes),
+    }
+    return finetune_config(None, [*(values | knobs).items()], NEXT_TOKEN)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("launch", "knobs", "size", "teacher"), TAUGHT)
+def test_teacher_is_counted_as_it_is_rehearsed(
+    base, tmp_path, monkeypatch, launch, knobs, size, teacher
+):
+    monkeypatch.setattr(loss_gpt, "LOGITS_PER_CHUNK", CHUNKS // loss_gpt.CHUNKS_OF_A_GPU)
+    taught: Any = {"distill.teacher": save_teacher(tmp_path / "teacher", *teacher)}
+    config, model = resolved_text(base, size, launch.world_size, **taught | knobs)
+    found = rehearse(config, launch, model)
+    assert estimate(config, launch, model).memory.peak == pytest.approx(found.peak, rel=0.05)
+    assert found.waits == {}
+
+
+def test_teacher_of_answers_is_counted_and_not_rehearsed(base, tmp_path):
+    taught: Any = {"distill.teacher": save_teacher(tmp_path / "teacher", 256, 6)}
+    config, model = resolved_rewards(base, 8, **taught)
+    plain, _ = resolved_rewards(base, 8)
+    phases, alone = (estimate(each, BF16, model).memory.phases for each in (config, plain))
+    weights = 2 * count_parameters(GPTConfig.from_pretrained(tmp_path / "teacher"))
+    for name, parts in alone.items():
+        # Whole on every process, in the precision of the run, and also while answers are sampled.
+        assert phases[name]["other models"] == pytest.approx(weights, rel=0.01)
+        assert parts["other models"] == 0
+    assert phases[LOSS]["logits"] > 2 * alone[LOSS]["logits"]
+    assert phases.keys() - alone.keys() == {TEACHER}
+    with pytest.raises(UserError, match=r"^--rehearse: distill\.teacher .*with rl\.task"):
+        rehearse(config, ONE, model)
+
+
+def test_pass_of_a_teacher_is_a_third_of_a_step_of_it(base, tmp_path):
+    """The student itself as its teacher, and a teacher that is not there."""
+    alone, model = resolved_text(base, 1)
+    plain = estimate(alone, ONE, model).flops_per_token
+    taught, _ = resolved_text(base, 1, **{"distill.teacher": str(base)})
+    assert estimate(taught, ONE, model).flops_per_token / plain == pytest.approx(1 + 1 / 3)
+    missing, _ = resolved_text(base, 1, **{"distill.teacher": str(tmp_path / "nosuch")})
+    with pytest.raises(UserError, match=r"^distill\.teacher: .*nosuch"):
+        estimate(missing, ONE, model)
+
+
+def test_teacher_that_is_loaded_is_no_more_memory_of_a_cpu(base, tmp_path, monkeypatch):
+    """The check before the first step compares with the memory that is free beside it."""
+    taught: Any = {"distill.teacher": save_teacher(tmp_path / "teacher", 256, 6)}
+    config, of_base = resolved_text(base, 1, **taught)
+    model = planned_model(config, of_base)
+    on_cpu = Mesh(device="cpu")
+    found = footprint(model, on_cpu, **micro_batch.one_micro_batch(config))
+    teacher = footprint_arguments(config)["teacher"]
+    needed = int(found.peak - teacher.kept(on_cpu))
+    assert teacher.kept(on_cpu) > 0.3 * found.peak
+    monkeypatch.setattr(micro_batch, "gather_counts", lambda accelerator, count: [count])
+    monkeypatch.setattr(micro_batch, "mesh_of", lambda accelerator: on_cpu)
+    monkeypatch.setattr(micro_batch.psutil, "swap_memory", lambda: SimpleNamespace(free=0))
+    monkeypatch.setattr(micro_batch, "free_memory", lambda: needed + 1)
+    micro_batch._check_free_memory(config, model, cast(Any, None))
+    monkeypatch.setattr(micro_batch, "free_memory", lambda: needed - 1)
+    with pytest.raises(UserError, match="the run needs about"):
+        micro_batch._check_free_memory(config, model, cast(Any, None))
+
+
+@pytest.mark.parametrize("launch", [ONE, FSDP2])
+def test_auto_leaves_out_sizes_with_which_answers_cannot_be_sampled(base, monkeypatch, launch):
+    """A dry-run step samples nothing, and the cache of many answers may be larger than a step."""
+    config, of_base = resolved_rewards(base, 8, launch.world_size, **{"rl.kl": "0.1"})
+    run: Any = SimpleNamespace(
+        config=config, mesh=launch, accelerator=None, data=SimpleNamespace(vocab_size=4000)
+    )
+    model = planned_model(config, of_base)
+
+    def sampling(size: int) -> float:
+        step = footprint_arguments(config) | {"micro_batch_size": size, "accumulation": 1}
+        return sum(footprint(model, launch, **step).phases[SAMPLING].values())
+
+    monkeypatch.setattr(auto_size, "gather_counts", lambda accelerator, count: [count])
+    for room, sizes in (
+        (sampling(8), [1, 2, 4, 8]),
+        (sampling(64), [1, 2, 4, 8, 16, 32, 64]),
+        (sampling(64) - 1, [1, 2, 4, 8, 16, 32]),
+        (0, [1]),
+    ):
+        monkeypatch.setattr(auto_size, "available_memory", lambda accelerator, room=room: room)
+        assert _that_can_sample(run, [1, 2, 4, 8, 16, 32, 64]) == sizes
+    # Their number is another one then.
+    run.config = replace(config, rl=replace(config.rl, batch_size=3))
+    assert _that_can_sample(run, [1, 64]) == [1, 64]
+    run.config, _ = resolved_text(base, 1)
+    assert _that_can_sample(run, [1, 64]) == [1, 64]
 
 
 def test_auto_samples_as_many_answers_at_once_as_it_has_found():
