@@ -257,6 +257,11 @@ def main(arguments: list[str]) -> int:
                 f"{program()} {name}: no such command{suggestion(name, COMMANDS)}; "
                 f"see {program()} --help"
             )
+        try:
+            os.getcwd()
+        except FileNotFoundError:
+            # oneMKL would end the process.
+            raise UserError("the current folder was removed; change to another one: cd") from None
         if not COMMANDS[name].several and "LOCAL_RANK" in os.environ and mesh.world_size > 1:
             raise UserError(
                 f"{name} runs in one process, and a launch has started {mesh.world_size}; without "

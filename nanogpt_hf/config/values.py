@@ -170,7 +170,10 @@ def _text(value: Any) -> str:
 def _names(value: Any) -> list[str]:
     if isinstance(value, list):
         return [_text(part) for part in value]
-    return [part.strip() for part in value.strip("[]").split(",") if part.strip()]
+    # In brackets it is YAML's list, whose quotes keep commas and spaces: '["The ", "If you "]'.
+    if value.startswith("[") and value.endswith("]"):
+        return _names(parse_flow_list(value[1:-1]))
+    return [part.strip() for part in value.split(",") if part.strip()]
 
 
 def _mapping(value: Any) -> dict[str, Any]:

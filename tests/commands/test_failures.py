@@ -115,6 +115,17 @@ def test_error_while_our_own_module_is_imported_is_a_bug(monkeypatch, module):
         main(["prepare", "r.yaml"])
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows removes no current folder")
+@pytest.mark.parametrize("line", ["pretrain quickstart", "sample x", "doctor", "knobs"])
+def test_a_current_folder_that_was_removed_is_one_line(capsys, monkeypatch, tmp_path, line):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert complaint(capsys, *line.split()) == (
+        "the current folder was removed; change to another one: cd"
+    )
+
+
 def test_error_of_another_process_names_its_rank(capsys, monkeypatch):
     place = "RANK=3 LOCAL_RANK=3 WORLD_SIZE=4 MASTER_ADDR=127.0.0.1 MASTER_PORT=1"
     for variable in place.split():

@@ -90,6 +90,9 @@ NOTATIONS = {
         "a,b": ["a", "b"],
         "a": ["a"],
         "[]": [],
+        '["a, b", c ]': ["a, b", "c"],
+        """[ "The ", 'If "you" ']""": ["The ", 'If "you" '],
+        "[rl:arithmetic, 007, x.yaml]": ["rl:arithmetic", "007", "x.yaml"],
     },
 }
 
