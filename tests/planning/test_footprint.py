@@ -4,7 +4,8 @@ import dataclasses
 import gc
 import shutil
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,18 +20,21 @@ from nanogpt_hf.config.schema import (
     AlignSection,
     Config,
     DataSection,
+    DistillSection,
     LoraSection,
     ModelSection,
     OptimSection,
 )
 from nanogpt_hf.data.batches import Batches
 from nanogpt_hf.data.blocks import TokenBlocks
+from nanogpt_hf.data.prepared import PreparedData
 from nanogpt_hf.distributed.launch import Launch
 from nanogpt_hf.distributed.updates import updater_of
+from nanogpt_hf.methods.distillation import freeze_teacher
 from nanogpt_hf.methods.pairs import full_answers
 from nanogpt_hf.methods.preference_losses import preference_objective
 from nanogpt_hf.methods.run import Run
-from nanogpt_hf.methods.terms import next_token_loss
+from nanogpt_hf.methods.terms import next_token_loss, text_objective
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM, loss_gpt
 from nanogpt_hf.model.architecture import architecture_of
 from nanogpt_hf.model.build import build_config
@@ -49,6 +53,7 @@ from nanogpt_hf.planning.footprint import (
 )
 from nanogpt_hf.planning.kept_bytes import block_bytes
 from nanogpt_hf.planning.steps import footprint_arguments
+from nanogpt_hf.planning.teacher import Teacher
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.state import TrainState
 from nanogpt_hf.training.step import train_step
@@ -113,6 +118,12 @@ def take_two_steps(case: "Case", folder: Path) -> None:
         micro_batch_size=case.micro_batch_size,
         accumulation=case.accumulation,
     )
+    objective = preference_objective(align) if case.loss else next_token_loss
+    if case.teacher:
+        config = Config(distill=DistillSection(teacher="stated", beta=case.beta))
+        teacher = build(**case.teacher)
+        freeze_teacher(teacher, config, case.precision)
+        objective = text_objective(config, cast(PreparedData, SimpleNamespace(teacher=teacher)))
     run = Run(
         config=Config(),
         accelerator=accelerator,
@@ -122,7 +133,7 @@ def take_two_steps(case: "Case", folder: Path) -> None:
         updater=updater_of(accelerator, model, optimizer),
         data=None,
         batches=batches,
-        objective=preference_objective(align) if case.loss else next_token_loss,
+        objective=objective,
         state=TrainState(),
     )
     train_step(run, 0, learning_rate=1e-4)
@@ -143,6 +154,8 @@ class Case:
     optim: OptimSection = dataclasses.field(default_factory=OptimSection)
     compiled: bool = False
     loss: Any = None  # of preference training
+    teacher: dict = dataclasses.field(default_factory=dict)
+    beta: float = 0.0  # of the divergence from the teacher
 
 
 CASES = {
@@ -192,6 +205,17 @@ CASES = {
         logits_per_chunk=2**18,
         loss="dpo",
     ),
+    "a teacher": Case(
+        LOSS, {"vocab_size": 500}, teacher={"vocab_size": 500, "n_embd": 256, "n_layer": 4}
+    ),
+    "a teacher in bf16, a mixture, logits in chunks": Case(
+        LOSS,
+        {"vocab_size": 2000},
+        "bf16",
+        logits_per_chunk=2**18,
+        teacher={"vocab_size": 2000, "n_embd": 64},
+        beta=0.5,
+    ),
     "Muon with few tokens": Case(
         UPDATE, {"n_positions": 16}, micro_batch_size=1, optim=OptimSection(name="muon")
     ),
@@ -212,6 +236,10 @@ def estimated(case: Case):
     with torch.device("meta"):
         model = build(**case.model)
     step = footprint_arguments(Config(align=AlignSection(loss=case.loss), optim=case.optim))
+    if case.teacher:
+        with torch.device("meta"):
+            teacher = Teacher(build(**case.teacher), is_mixture=0 < case.beta < 1)
+        step |= {"teacher": teacher, "row_loss": "sum"}
     return footprint(
         model,
         launch,
