@@ -132,7 +132,11 @@ FEATURES = {
     # With three processes the order of a sum matters. No size is a multiple of three, so shards are
     # padded.
     "AdamW": Feature(
-        DROPOUT | LAYERS | SAMPLES | {"model.n_embd": 20, "train.tokens_per_step": 192},
+        DROPOUT
+        | LAYERS
+        | SAMPLES
+        | {"model.n_embd": 20, "train.tokens_per_step": 192}
+        | {"optim.betas": "{tokens: [0.7, 0.99], query_key_value: [0.5, 0.9]}"},
         ("DDP on 3", "FSDP2", "ZeRO-3 on 3"),
         exhaustive=("FSDP2, recomputed", "ZeRO-2"),
     ),
@@ -157,6 +161,7 @@ FEATURES = {
             "model.n_head": 4,
             "optim.name": "muon",
             "optim.rates": "{tokens: 0.5, mlp_out: 2}",
+            "optim.betas": "{tokens: [0.7, 0.99], vectors: [0.8, 0.9]}",
         },
         *(("TP", "PP × TP"), ("FSDP2",), ("DDP", "TP × CP × FSDP2")),
     ),
@@ -529,6 +534,7 @@ def test_8bit_state_resumes_exactly_and_moves(train, tmp_path):
         "--optim.state 8bit --model.n_embd 128 --model.n_positions 128 "
         "--model.pad_vocab_to_multiple_of 128"
     )
+    flags += ["--optim.betas", "{tokens: [0.7, 0.99]}"]
     names, last = ("whole", "resumed", "moved"), 2 * STEPS
     whole, resumed, moved = runs = [RunFolder(tmp_path / name) for name in names]
     held = []

@@ -31,7 +31,12 @@ KNOBS = {
     "tracking.layers": True,
 }
 FEATURES = {
-    "gpt2": {"model.dropout": 0.1, "model.n_embd": 18, "train.gradient_groups": 8},
+    "gpt2": {
+        "model.dropout": 0.1,
+        "model.n_embd": 18,
+        "train.gradient_groups": 8,
+        "optim.betas": "{tokens: [0.7, 0.99], vectors: [0.5, 0.6]}",
+    },
     "llama, Muon": {
         "model.architecture": "llama",
         "model.n_kv_head": 1,
