@@ -17,61 +17,28 @@ from nanogpt_hf.methods.finetuning import finetune_config
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.training.start import prepare_run
 from nanogpt_hf.training.tracking import read_metrics
-from policy_runs import policy_trainer, policy_words
+from policy_runs import (
+    MIXED,
+    TAUGHT,
+    policy_trainer,
+    save_student_and_teacher,
+    taught_words,
+)
 
 pytestmark = pytest.mark.long
-KNOBS = {
-    "data.block_size": 64,
-    "train.tokens_per_step": 1024,  # 16 sequences: 4 questions × 4 completions
-    "train.micro_batch_size": 4,
-    "train.max_steps": 6,
-    "optim.learning_rate": 1e-2,
-    "eval.every": 3,
-    "checkpoint.every": 2,
-    "rl.samples": 4,
-    "rl.max_new_tokens": 6,
-    "rl.eval_questions": 3,
-    "rl.eval_samples": 2,
-    "distill.weight": 1.0,
-}
-# Rewards, given answers and every part of the objective.
-MIXED = {
-    "distill__weight": 0.6,
-    "distill__beta": 0.3,
-    "distill__temperature": 1.5,
-    "distill__on_policy": 0.5,
-    "rl__kl": 0.1,
-    "rl__updates": 2,
-    "rl__clip": 0.2,
-    "tracking__layers": "true",
-}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, save_chat_model):
-    """A student of random weights, and a teacher of one block more that answers with sevens."""
     folder = tmp_path_factory.mktemp("on_policy")
-
-    def prefers(text: str):
-        def change(model, tokenizer):
-            likely = tokenizer(text, add_special_tokens=False)["input_ids"]
-            likely = [*likely, tokenizer.eos_token_id]
-            model.transformer.ln_f.bias.copy_(torch.randn(32).sign())
-            model.transformer.wte.weight[likely] += 0.2 * model.transformer.ln_f.bias
-
-        return change
-
-    save_chat_model(folder / "student", prefers("0123456789"), bias=True)
-    save_chat_model(folder / "teacher", prefers("7"), bias=True, n_layer=3, dropout=0.1)
+    save_student_and_teacher(folder, save_chat_model)
     return folder
 
 
 @pytest.fixture(scope="module")
 def arguments(folder):
     """The command line of a run with other knobs."""
-    start = ["--from", str(folder / "student")]
-    start += ["--distill.teacher", str(folder / "teacher")]
-    return policy_words(folder, start, KNOBS)
+    return taught_words(folder)
 
 
 @pytest.fixture(scope="module")
@@ -239,7 +206,7 @@ def drawn(folder, name: str, **knobs) -> tuple:
     """The rollouts of step 1 of a run that has just begun, and their batch of all rows."""
     stated = {key.replace("__", "."): value for key, value in knobs.items()}
     places = {"finetune.model": str(folder / "student"), "distill.teacher": str(folder / "teacher")}
-    config, _ = finetune_config(None, KNOBS | {"rl.task": "arithmetic"} | stated | places, POLICY)
+    config, _ = finetune_config(None, TAUGHT | {"rl.task": "arithmetic"} | stated | places, POLICY)
     run = prepare_run(config, folder / name)
     rollouts = run.data.train
     rollouts.draw(run.accelerator, run.model, 1)

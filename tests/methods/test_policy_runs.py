@@ -55,7 +55,7 @@ def folder(tmp_path_factory, save_chat_model):
 @pytest.fixture(scope="module")
 def arguments(folder):
     """The command line of a run with other knobs."""
-    start = ["--from", str(folder / "start")]
+    start = ["--from", str(folder / "start"), "--task", "arithmetic"]
     start += ["--reward", f"{folder / 'sevens.py'}:score"]
     return policy_words(folder, start, KNOBS)
 

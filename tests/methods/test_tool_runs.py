@@ -13,120 +13,28 @@ from assertions import copy_at, same_weights, series, weights
 from nanogpt_hf.commands import main
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.training.tracking import read_metrics
+from policy_runs import TOOL, policy_trainer, save_tool_caller, tool_words
 
 pytestmark = pytest.mark.long
-TOOL = '''
-def f(x: str) -> str:
-    """F.
-
-    Args:
-        x: X.
-    """
-    return str(len(x)) if x != "fail" else 1 / 0
-'''
-KNOBS = {
-    "data.block_size": 416,
-    "train.tokens_per_step": 3328,  # 8 sequences: 2 questions × 4 completions
-    "train.micro_batch_size": 4,
-    "train.max_steps": 4,
-    "optim.learning_rate": 1e-3,
-    "eval.every": 2,
-    "checkpoint.every": 2,
-    "rl.samples": 4,
-    "rl.max_new_tokens": 150,
-    "rl.eval_questions": 2,
-    "rl.eval_samples": 1,
-    "rl.temperature": 0.7,
-    "rl.max_turns": 3,
-}
-REWARD = "def score(prompt, completion, answer):\n    return len(completion) % 3 / 2\n"
-
-
-def conversation(question: str, call: str) -> list[dict]:
-    function = {"name": "f", "arguments": {"x": call}}
-    return [
-        {"role": "user", "content": question},
-        {
-            "role": "assistant",
-            "content": "",
-            "tool_calls": [{"type": "function", "function": function}],
-        },
-        {"role": "tool", "content": str(len(call))},
-        {"role": "assistant", "content": str(len(call))},
-    ]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, save_chat_model):
-    """A model that calls the tool in most of its answers: it knows four conversations by heart."""
-    from transformers import AutoTokenizer
-
-    from nanogpt_hf.data.chat_examples import AnswerFinder
-    from nanogpt_hf.data.chat_template import ChatFormat
-    from nanogpt_hf.data.messages import Conversation
-    from nanogpt_hf.model import GPTForCausalLM
-    from nanogpt_hf.tasks.tools import load_tools
-
     folder = tmp_path_factory.mktemp("tools")
-    (folder / "mine.py").write_text(TOOL)
-    (folder / "reward.py").write_text(REWARD)
-    tools = load_tools([str(folder / "mine.py")], 5.0)
-    start = folder / "start"
-    save_chat_model(start, n_positions=416, n_embd=32, dropout=0.0)
-    tokenizer = AutoTokenizer.from_pretrained(start)
-    model = GPTForCausalLM.from_pretrained(start).train()
-    asked = {"1+1": "abc", "1+2": "fail", "1+3": "abcde", "1+4": "fail"}
-    rows = [{"prompt": question, "completion": "3"} for question in [*asked] * 3]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    talks = [Conversation(conversation(*pair), tools.schemas) for pair in asked.items()]
-    examples = AnswerFinder(ChatFormat(tokenizer)).examples(talks)
-    width = max(len(example.input_ids) for example in examples)
-    ids = torch.zeros(4, width, dtype=torch.int64)
-    labels = torch.full((4, width), -100)
-    for row, example in enumerate(examples):
-        length = len(example.input_ids)
-        ids[row, :length] = torch.tensor(example.input_ids)
-        mask = torch.tensor(example.assistant_mask).bool()
-        labels[row, :length] = ids[row, :length].masked_fill(~mask, -100)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for _ in range(150):
-        loss = torch.nn.functional.cross_entropy(
-            model(ids).logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100
-        )
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    model.save_pretrained(start)
+    save_tool_caller(folder, save_chat_model)
     return folder
 
 
 @pytest.fixture(scope="module")
 def arguments(folder):
     """The command line of a run with other knobs."""
-
-    def arguments(name: str, **knobs) -> list[str]:
-        values = KNOBS | {key.replace("__", "."): value for key, value in knobs.items()}
-        values["rl.tools"] = f"[{folder / 'mine.py'}]"
-        options = [str(word) for key, value in values.items() for word in (f"--{key}", value)]
-        start = ["--from", str(folder / "start"), "--task", "exact"]
-        start += ["--data", str(folder / "rows.jsonl"), "--data.validation_fraction", "0.3"]
-        start += ["--reward", f"{folder / 'reward.py'}:score"]
-        return [*start, "--run-dir", str(folder / name), *options]
-
-    return arguments
+    return tool_words(folder)
 
 
 @pytest.fixture(scope="module")
 def train(folder, arguments, forget_accelerate):
     """Train with other knobs into the run folder `name`; return it."""
-
-    def train(name: str, *flags: str, **knobs) -> RunFolder:
-        forget_accelerate()
-        assert main(["rl", *arguments(name, **knobs), *flags]) == 0
-        forget_accelerate()
-        return RunFolder(folder / name)
-
-    return train
+    return policy_trainer(folder, arguments, forget_accelerate)
 
 
 @pytest.fixture(scope="module")

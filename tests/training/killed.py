@@ -1,8 +1,8 @@
 """Started by test_kills.py: train in child processes that are killed, and resume until one
 finishes.
 
-Reads orders as lines of JSON: the arguments of `pretrain`, and `kill`: a name of PLACES, at
-which the first child kills itself; "anywhere", for kills at random times; a number n, for a kill
+Reads orders as lines of JSON: the arguments of a command that trains, and `kill`: a name of PLACES,
+at which the first child kills itself; "anywhere", for kills at random times; a number n, for a kill
 at the nth change to the run folder; or null. Answers with the number of kills and the last exit
 status. Children are forks: torch is imported once.
 """

@@ -6,18 +6,29 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from assertions import file_contents, numbers
+from assertions import file_contents, numbers, series
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.recipe import read_recipe
+from policy_runs import (
+    MIXED,
+    save_student_and_teacher,
+    save_tool_caller,
+    taught_words,
+    tool_words,
+)
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.long
 # one begins at an evaluation, the other with a checkpoint
-STAGES = [{"at": 6, "data.block_size": 8}, {"at": 24, "train.micro_batch_size": 8}]
+STAGES = [
+    {"at": 6, "data.block_size": 8},
+    {"at": 24, "train.micro_batch_size": 8, "optim.betas": {"positions": [0.5, 0.9]}},
+]
 BETAS = {"tokens": [0.7, 0.99]}
 OTHER_PLACES = [
     "writing a checkpoint",
@@ -30,8 +41,10 @@ OTHER_PLACES = [
 
 
 @pytest.fixture(scope="module")
-def train():
-    """A function that trains a recipe to its end despite kills, and returns their number."""
+def run_killed():
+    """A function that trains by a command line to the end despite kills, and returns their
+    number.
+    """
     with subprocess.Popen(
         [sys.executable, Path(__file__).with_name("killed.py")],
         stdin=subprocess.PIPE,
@@ -40,28 +53,46 @@ def train():
         env=os.environ | {"PYTHONPATH": str(ROOT)},
     ) as process:
 
-        def train(
-            recipe: Path, folder: Path, kill: str | int | None = None, options: tuple[str, ...] = ()
-        ) -> int:
-            arguments = ["pretrain", str(recipe), "--run-dir", str(folder), *options]
-            process.stdin.write(json.dumps({"arguments": arguments, "kill": kill}) + "\n")
+        def run_killed(words: Sequence[str], kill: str | int | None = None) -> int:
+            process.stdin.write(json.dumps({"arguments": words, "kill": kill}) + "\n")
             process.stdin.flush()
             kills, status = json.loads(process.stdout.readline())
             assert status == 0
             return kills
 
-        yield train
+        yield run_killed
         process.stdin.close()
 
 
+@pytest.fixture(scope="module")
+def train(run_killed):
+    """`run_killed` for a recipe and a folder."""
+
+    def train(
+        recipe: Path, folder: Path, kill: str | int | None = None, options: tuple[str, ...] = ()
+    ) -> int:
+        return run_killed(["pretrain", str(recipe), "--run-dir", str(folder), *options], kill)
+
+    return train
+
+
 def assert_same(killed: Path, uninterrupted: Path) -> None:
+    """Models, optimizer state, metrics and recipe are equal, and nothing half-written is left."""
     for model in ("final", "best"):
         ours, theirs = (file_contents(folder / model) for folder in (killed, uninterrupted))
         assert "model.safetensors" in theirs
         # the card states the duration
         assert ours | {"README.md": b""} == theirs | {"README.md": b""}
-    events = numbers(RunFolder(killed))
-    assert events == numbers(RunFolder(uninterrupted))
+    runs = RunFolder(killed), RunFolder(uninterrupted)
+    states = [
+        {path.name: path.read_bytes() for path in run.newest_checkpoint().glob("*.safetensors")}
+        for run in runs
+    ]
+    assert states[0] == states[1]
+    assert len(states[0]) >= 2
+    assert runs[0].recipe.read_text() == runs[1].recipe.read_text()
+    events = numbers(runs[0])
+    assert events == numbers(runs[1])
     steps = [event["step"] for event in events if "train/loss" in event]
     assert steps == list(range(1, len(steps) + 1))
     assert not [
@@ -83,6 +114,7 @@ def uninterrupted(tmp_path_factory, make_recipe, train):
         eval__every=6,
         eval__tokens=1024,
         checkpoint__every=4,
+        optim__betas=BETAS,
         train__stages=STAGES,
     )
     assert train(recipe, folder / "uninterrupted") == 0
@@ -138,23 +170,45 @@ def test_run_whose_steps_are_found_is_exact_after_a_kill(train, counted, tmp_pat
     recipe, folder = counted
     assert train(recipe, tmp_path / "killed", place, STEPS_FROM[name]) == 1
     assert_same(tmp_path / "killed", folder / name)
-    recipes = [RunFolder(run).recipe.read_text() for run in (tmp_path / "killed", folder / name)]
-    assert recipes[0] == recipes[1]
 
 
 @pytest.mark.slow
-def test_resume_after_kill_at_file_changes_is_exact(train, tmp_path, make_recipe):
+@pytest.mark.parametrize("name", STEPS_FROM)
+def test_resume_after_kill_at_file_changes_is_exact(train, counted, tmp_path, name):
     """Every 29th change of a run; test_every_operation.py tests each change of a save and of a
     replacement.
     """
-    recipe = make_recipe(
-        tmp_path / "recipe.yaml", model__dropout=0.1, train__max_steps=6, train__micro_batch_size=8
-    )
-    assert train(recipe, tmp_path / "uninterrupted") == 0
+    recipe, folder = counted
     for change in itertools.count(3, 29):
-        killed = train(recipe, tmp_path / "killed", change)
-        assert_same(tmp_path / "killed", tmp_path / "uninterrupted")
+        killed = train(recipe, tmp_path / "killed", change, STEPS_FROM[name])
+        assert_same(tmp_path / "killed", folder / name)
         if not killed:
             break
         shutil.rmtree(tmp_path / "killed")
     assert change > 4 * 29
+
+
+# What runs of `rl` start from, their words, other knobs, and a metric that is not 0.
+SAMPLED = {
+    "distillation": (save_student_and_teacher, taught_words, MIXED, "train/divergence"),
+    "a tool": (save_tool_caller, tool_words, {"rl__kl": 0.1}, "train/tool_calls"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SAMPLED)
+def test_run_that_samples_is_exact_after_kills_at_file_changes(
+    run_killed, tmp_path, name, save_chat_model
+):
+    save, words_of, knobs, metric = SAMPLED[name]
+    save(tmp_path, save_chat_model)
+    words = words_of(tmp_path)
+    assert run_killed(["rl", *words("uninterrupted", **knobs)]) == 0
+    assert min(series(RunFolder(tmp_path / "uninterrupted"), metric)) > 0
+    for change in itertools.count(5, 59):
+        killed = run_killed(["rl", *words("killed", **knobs)], change)
+        assert_same(tmp_path / "killed", tmp_path / "uninterrupted")
+        if not killed:
+            break
+        shutil.rmtree(tmp_path / "killed")
+    assert change > 3 * 59, change
