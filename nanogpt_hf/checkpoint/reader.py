@@ -181,7 +181,7 @@ def check_identity(run: RunFolder, state: TrainState, identity: dict[str, Any]) 
         raise RunFolderError(
             f"{run.checkpoints}: the newest checkpoint is of another run or other data: "
             f"{'; '.join(differ)}; use the recipe, the data and the start model it was trained "
-            "with, or start again with --overwrite"
+            "with, start another run with another --run-dir, or start again with --overwrite"
         )
 
 

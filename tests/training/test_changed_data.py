@@ -85,7 +85,7 @@ class Kind(NamedTuple):
 
 # Each phrase of the line that refuses a changed source stands for one of REMEDIES.
 PREPARED = ("put that back", "move the new one away", "another run", "a branch")
-IN_MEMORY = ("use the recipe, the data", "start again with --overwrite")
+IN_MEMORY = ("use the recipe, the data", "another run", "start again with --overwrite")
 MIXED = [{"source": "text.txt", "weight": 2}, {"source": "more.txt", "weight": 1}]
 KINDS = {
     "text": Kind(
@@ -353,6 +353,24 @@ def test_a_run_that_starts_may_have_the_changed_text(begun, tmp_path, monkeypatc
         assert run.again(*words) == 2
         line = capsys.readouterr().err.splitlines()[-1]
         assert "choose another --data.dir, or, if no run is to resume with it, remove" in line
+
+
+@pytest.mark.slow
+def test_two_processes_name_the_remedy_of_a_run(begun, tmp_path, monkeypatch, start_warm):
+    run, _ = begun("text", tmp_path / "work", monkeypatch)
+    run.kind.change(run.folder)
+
+    def refused(status: int, output: str) -> None:
+        assert status == 2, output
+        (line,) = [line for line in output.splitlines() if "has changed since it was" in line]
+        assert "this run has learned the old one: put that back" in line
+
+    words = ["pretrain", "recipe.yaml", "--run-dir", "run"]
+    machine = {"machine_options": ["--num_processes=2"], "ends_with": refused}
+    # In the folder of the run, whose paths are relative.
+    with start_warm() as launch:
+        for flag in ("--resume", "--auto-resume"):
+            launch("cpu_ddp", *words, flag, **machine)
 
 
 @pytest.mark.parametrize("is_lost", [False, True], ids=["changed", "lost"])

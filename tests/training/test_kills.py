@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -16,6 +16,7 @@ from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.recipe import read_recipe
 from policy_runs import (
     MIXED,
+    policy_words,
     save_student_and_teacher,
     save_tool_caller,
     taught_words,
@@ -188,25 +189,39 @@ def test_resume_after_kill_at_file_changes_is_exact(train, counted, tmp_path, na
     assert change > 4 * 29
 
 
-# What runs of `rl` start from, their words, other knobs, and a metric that is not 0.
-SAMPLED = {
-    "distillation": (save_student_and_teacher, taught_words, MIXED, "train/divergence"),
-    "a tool": (save_tool_caller, tool_words, {"rl__kl": 0.1}, "train/tool_calls"),
+def save_pairs(folder: Path, save_chat_model: Callable) -> None:
+    save_chat_model(folder / "start", dropout=0.1)
+    rows = [{"prompt": "a", "chosen": "1" * (1 + n % 3), "rejected": "2"} for n in range(40)]
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def pair_words(folder: Path) -> Callable[..., list[str]]:
+    start = ["--from", str(folder / "start"), "--data", str(folder / "pairs.jsonl")]
+    knobs = {"data.block_size": 64, "train.tokens_per_step": 256, "train.micro_batch_size": 2}
+    knobs |= {"train.max_steps": 6, "eval.every": 3, "eval.tokens": 64, "checkpoint.every": 2}
+    return policy_words(folder, [*start, "--loss", "dpo"], knobs)
+
+
+# Command, what its runs start from, their words, other knobs, and a metric that is not 0.
+FROM_A_MODEL = {
+    "distillation": ("rl", save_student_and_teacher, taught_words, MIXED, "train/divergence"),
+    "a tool": ("rl", save_tool_caller, tool_words, {"rl__kl": 0.1}, "train/tool_calls"),
+    "preferences": ("align", save_pairs, pair_words, {"tracking__every": 1}, "train/loss"),
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SAMPLED)
-def test_run_that_samples_is_exact_after_kills_at_file_changes(
+@pytest.mark.parametrize("name", FROM_A_MODEL)
+def test_run_from_a_model_is_exact_after_kills_at_file_changes(
     run_killed, tmp_path, name, save_chat_model
 ):
-    save, words_of, knobs, metric = SAMPLED[name]
+    command, save, words_of, knobs, metric = FROM_A_MODEL[name]
     save(tmp_path, save_chat_model)
     words = words_of(tmp_path)
-    assert run_killed(["rl", *words("uninterrupted", **knobs)]) == 0
+    assert run_killed([command, *words("uninterrupted", **knobs)]) == 0
     assert min(series(RunFolder(tmp_path / "uninterrupted"), metric)) > 0
     for change in itertools.count(5, 59):
-        killed = run_killed(["rl", *words("killed", **knobs)], change)
+        killed = run_killed([command, *words("killed", **knobs)], change)
         assert_same(tmp_path / "killed", tmp_path / "uninterrupted")
         if not killed:
             break
