@@ -28,6 +28,8 @@ _NOISY = (
     "transformers.modeling_utils",
     # texts that are longer than the model, which are cut on purpose
     "transformers.tokenization_utils_base",
+    # a home folder that has no room for its cache
+    "matplotlib",
     # every retry of a request, whose failure our own errors state in a line
     "huggingface_hub.utils._http",
 )

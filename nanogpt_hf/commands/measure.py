@@ -1,5 +1,6 @@
 """The commands that measure models and show runs: evaluate, compare and report."""
 
+import os
 from argparse import ArgumentParser, Namespace
 from contextlib import nullcontext
 from dataclasses import asdict
@@ -25,7 +26,7 @@ from nanogpt_hf.evaluation import table
 from nanogpt_hf.evaluation.base import Evaluation, Loaded, Request, Subject
 from nanogpt_hf.formatting import align, shows_bars
 from nanogpt_hf.program import program
-from nanogpt_hf.runs.files import output_target, write_json
+from nanogpt_hf.runs.files import STDOUT, output_target, write_json
 from nanogpt_hf.runs.find import find_run
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.recipe import read_recipe
@@ -104,13 +105,13 @@ def run_compare(arguments: Namespace) -> None:
         # Held-out pass@1 fits on the axis of training's rewards, both are from 0 to 1.
         shown = "val/pass@1" if metric == REWARD else metric
         drawn = draw_curves(events, target, shown, by, band)
-    if drawn:
+    if drawn and output != STDOUT:
         show(f"\nplot: {output}")
 
 
 def _default_plot() -> Path:
-    """The plot of a call without --output. Raises UserError if a file of another program has its
-    name: the command did not ask to replace it.
+    """The plot of a call without --output. Raises UserError if it cannot be written, or would
+    replace a file of another program, which the command did not ask for.
     """
     from nanogpt_hf.reports.plot_file import is_own_plot
 
@@ -118,6 +119,11 @@ def _default_plot() -> Path:
         raise UserError(
             f"{_DEFAULT_PLOT}: exists, and has no mark of a plot of {program()}; choose the file "
             "of the plot: --output FILE"
+        )
+    if not os.access(_DEFAULT_PLOT if _DEFAULT_PLOT.exists() else ".", os.W_OK):
+        raise UserError(
+            f"{_DEFAULT_PLOT}: cannot be written in this folder; choose the file of the plot: "
+            "--output FILE"
         )
     return _DEFAULT_PLOT
 
@@ -181,7 +187,8 @@ def run_report(arguments: Namespace) -> None:
     named = arguments.output
     with output_target(named) if named else nullcontext(folder.report) as target:
         write_report(folder, target)
-    show(named or folder.report)
+    if named != STDOUT:
+        show(named or folder.report)
 
 
 def add_evaluate_arguments(parser: ArgumentParser) -> None:

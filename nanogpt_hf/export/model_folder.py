@@ -19,6 +19,7 @@ from nanogpt_hf.errors import DivergedError, RunFolderError, UserError, one_line
 from nanogpt_hf.export.card import model_card
 from nanogpt_hf.model.architecture import architecture_of
 from nanogpt_hf.place import filled_folder, is_vacant, partial_of, replaced_folder
+from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.state import TrainState
 
 
@@ -103,6 +104,12 @@ def new_folder(out: Path) -> Iterator[Path]:
     out = out.resolve()  # no folder can be renamed over a link
     if not is_vacant(out):
         raise RunFolderError(f"{out}: exists already; choose another OUT, or remove it first")
+    for folder in out.parents:
+        run = RunFolder(folder.parent)
+        if folder in (run.best, run.final, run.checkpoints) and run.recipe.is_file():
+            raise RunFolderError(
+                f"{name}: is inside {folder}, which the run replaces; choose another"
+            )
     # A failed command leaves the disk as it was, without the folders made for its output.
     new_parents = [folder for folder in out.parents if not folder.exists()]
     try:

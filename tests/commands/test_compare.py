@@ -169,6 +169,23 @@ def test_default_plot_replaces_no_file_of_the_user(write_run, refused, tmp_path,
     assert "--output FILE" in line
 
 
+def test_default_plot_that_cannot_be_written_names_the_option(write_run, refused, monkeypatch):
+    run = write_run("one")
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    line = refused("compare", run)
+    assert line.startswith("compare.png: cannot be written in this folder; ")
+    assert "--output FILE" in line
+
+
+def test_results_on_stdout_have_no_line_with_its_name(write_run, capfdbinary):
+    run = write_run("one")
+    for command, start in (("compare", b"\x89PNG"), ("report", b"<!doctype html>")):
+        assert main([command, run, "--output", "-"]) == 0
+        out, err = capfdbinary.readouterr()
+        assert out.startswith(start)
+        assert [line for line in err.splitlines() if line.endswith(b"-")] == []
+
+
 def test_default_plot_replaces_a_plot_of_this_program(write_run, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     runs = write_run("one"), write_run("other", level=1.2)

@@ -248,6 +248,18 @@ def test_waiting_process_keeps_its_lock_after_a_run_that_was_not_started(tmp_pat
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("part", ["best/x", "final/x/y", "checkpoints/x"])
+def test_nothing_is_exported_into_a_folder_that_the_run_replaces(finished_run, capsys, part):
+    _, run = finished_run
+    before = sorted(run.rglob("*"))
+    assert main(["export", str(run), str(run / part)]) == 2
+    folder = run / Path(part).parts[0]
+    assert capsys.readouterr().err.endswith(
+        f"{run / part}: is inside {folder}, which the run replaces; choose another\n"
+    )
+    assert sorted(run.rglob("*")) == before
+
+
 @pytest.mark.parametrize("part", ["best", "final", "checkpoints", "checkpoints/step_00000006"])
 @pytest.mark.parametrize("command", ["resume", "report"])
 def test_a_part_of_a_run_is_refused_by_the_name_of_the_run(finished_run, capsys, command, part):
