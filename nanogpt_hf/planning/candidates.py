@@ -23,8 +23,10 @@ from nanogpt_hf.planning.hardware import LINK_SHARE, USABLE_MEMORY, Gpu
 from nanogpt_hf.planning.steps import flops_per_token, footprint_arguments
 from nanogpt_hf.planning.transfers import COMPUTATION, LAST_BACKWARD, Transfer, transfers
 
-# A simpler layout is proposed if its step is at most this many times as long.
+# A simpler layout is proposed if its step is at most this many times as long, or longer by
+# milliseconds that are not estimated: transfers begin late, and small steps wait for the host.
 NEARLY = 1.03
+MILLISECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -217,7 +219,8 @@ def propose(config: Config, model: PreTrainedModel, cluster: Cluster, mfu: float
     fitting = [candidate for candidate in by_cost if not cluster.lacks(candidate)]
     if not fitting:
         raise UserError(_misfit(config, cluster, found))
-    limit = NEARLY * fitting[-1].step_seconds
+    fastest = fitting[-1].step_seconds
+    limit = max(NEARLY * fastest, fastest + MILLISECONDS / 1000)
     # Of layouts that are about as fast, the simplest: estimates are not that exact.
     nearly = [candidate for candidate in fitting if candidate.step_seconds <= limit]
     chosen = min(nearly, key=lambda one: (_complexity(one.launch), one.step_seconds))

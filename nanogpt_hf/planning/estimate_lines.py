@@ -7,7 +7,7 @@ import dataclasses
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.distributed.launch import Launch
 from nanogpt_hf.formatting import align, format_bytes, format_duration
-from nanogpt_hf.planning.candidates import NEARLY, Proposal
+from nanogpt_hf.planning.candidates import MILLISECONDS, NEARLY, Proposal
 from nanogpt_hf.planning.estimate import Estimate
 
 
@@ -50,7 +50,7 @@ def layout_lines(proposal: Proposal, config: Config) -> list[str]:
         f"  {layout.launch.name}{checkpointing}; "
         f"micro-batches of {layout.micro_batch_size} × {config.data.block_size:,} tokens, {step}",
         f"  the simplest that fits into {format_bytes(cluster.usable_memory)} of each GPU and "
-        f"takes up to {NEARLY} of the fastest's time",
+        f"takes up to {NEARLY} of the fastest's time, or {MILLISECONDS:g} ms more",
         "per GPU and step, the best of each kind:",
         *_table(rows),
         *(

@@ -125,6 +125,12 @@ def test_tensor_parallel_memory_is_that_of_split_matrices():
         ({}, cluster(8), "DDP 8"),
         ({}, cluster(16), "DDP 16"),
         ({"model.n_layer": 24, "model.n_embd": 1024}, cluster(8, "H100", 4e9), "FSDP2 8"),
+        # Its steps take less than 1 ms, of which a pipeline sends the least.
+        (
+            {"model.n_layer": 4, "model.n_embd": 128, "train.tokens_per_step": 256 * 48},
+            cluster(4, "RTX 4090"),
+            "DDP 4",
+        ),
     ],
 )
 def test_simplest_layout_that_is_nearly_as_fast_is_proposed(values, where, name):
