@@ -189,8 +189,8 @@ def _micro_batches_problem(config: Config, launch: Launch) -> str | None:
     """Why the layers or the micro-batches of a step do not fill the stages, if they do not."""
     if config.model.n_layer < launch.pp_size:
         return (
-            f"model.n_layer is {config.model.n_layer}, fewer than the {launch.pp_size} stages; raise "
-            "it, or lower pp_size in the accelerate config"
+            f"model.n_layer is {config.model.n_layer}, fewer than the {launch.pp_size} stages; "
+            "raise it, or lower pp_size in the accelerate config"
         )
     train, block_size = config.train, config.data.block_size
     sequences = train.tokens_per_step // (block_size * launch.dp_size)
