@@ -234,9 +234,12 @@ def check_tokenizer(config: Config, base: "PreTrainedConfig") -> str:
     new = len(given) - len(learned) if learned else 0
     # A model may have more rows than its tokenizer has tokens, for padding, but not fewer.
     if len(given) - new > base.vocab_size:
+        # Without data.tokenizer the model's own one would be compared, and refused.
+        one = "the tokenizer that it was trained with"
+        remedy = f"name {one}" if own is None else f"put {one} into {start}"
         raise UserError(
             f"data.tokenizer: {name} has {len(given):,} tokens, {start} only {base.vocab_size:,}; "
-            "leave it out"
+            f"{remedy}"
         )
     if new:
         settings = {Setting.NEW_TOKENS: f"data.tokenizer {name}, with {new} new tokens"}

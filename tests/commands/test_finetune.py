@@ -133,9 +133,20 @@ def test_model_without_tokenizer_needs_one(tiny_base, working_folder, capsys):
     assert "char is not the tokenizer of" in capsys.readouterr().err
     char_tokenizer([chr(c) for c in range(32, 127)]).hf.save_pretrained("large")
     assert main(argv("finetune --from bare --data my.txt --data.tokenizer large")) == 2
-    assert "large has 95 tokens, bare only" in capsys.readouterr().err
+    line = capsys.readouterr().err
+    assert "large has 95 tokens, bare only" in line
+    assert line.endswith("; name the tokenizer that it was trained with\n")
     config, base = finetune_config(None, [("finetune.model", "bare"), ("data.source", "my.txt")])
     assert check_tokenizer(replace_knobs(config, {"data.tokenizer": str(tiny_base)}), base)
+    # One that is beside the model, and has more tokens.
+    shutil.copytree("large", "bare", dirs_exist_ok=True)
+    for options in ("", "--data.tokenizer large"):
+        assert main(argv(f"finetune --from bare --data my.txt {options}")) == 2
+        line = capsys.readouterr().err
+        assert line.endswith("; put the tokenizer that it was trained with into bare\n"), line
+    shutil.copytree(tiny_base, "bare", dirs_exist_ok=True)
+    config, base = finetune_config(None, [("finetune.model", "bare"), ("data.source", "my.txt")])
+    assert check_tokenizer(config, base)
 
 
 def test_finetune_dry_run_prints_trainable_parameters(tiny_base, working_folder, capsys):
