@@ -28,6 +28,7 @@ from nanogpt_hf.config.methods import (
     RecipeMethod,
     recipe_method_of,
 )
+from nanogpt_hf.config.names import find_recipe
 from nanogpt_hf.config.schema import KNOBS, Config, get_value
 from nanogpt_hf.config.stages import planned_tokens, stage_lines
 from nanogpt_hf.config.unread import read_knobs
@@ -39,6 +40,7 @@ from nanogpt_hf.formatting import plural
 from nanogpt_hf.methods.resolve import missing_path, resolve_from_model
 from nanogpt_hf.program import program
 from nanogpt_hf.runs.find import find_run
+from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.recipe import read_recipe
 
 if TYPE_CHECKING:
@@ -97,6 +99,7 @@ def add_pretrain_arguments(parser: ArgumentParser) -> None:
 
 def run_pretrain(arguments: Namespace, overrides: Overrides) -> None:
     """Train a GPT or any text-only decoder from scratch: prepare data, write a run folder."""
+    _check_recipe_of_resume(arguments)
     config = load_text_recipe("pretrain", arguments.recipe, overrides)
     # Training such a recipe from scratch would ignore the model that it names.
     if start := config.finetune.model:
@@ -202,10 +205,24 @@ def _data_of_elsewhere(config: Config, run: Path) -> str | None:
     return f"data.dir {config.data.dir}"
 
 
+def _check_recipe_of_resume(arguments: Namespace) -> None:
+    """Raises UserError if the recipe of a run that resumes is gone, since `resume` needs none."""
+    if arguments.recipe is None or not (arguments.resume or arguments.auto_resume):
+        return
+    recipe = find_recipe(arguments.recipe)
+    run = RunFolder(arguments.run_dir or Path("runs") / recipe.stem)
+    if run.recipe.is_file() and not os.path.lexists(recipe):
+        raise UserError(
+            f"{recipe}: no such recipe; `{program()} resume {run.path}` continues the run by its "
+            "own recipe"
+        )
+
+
 def _run_from_model(
     arguments: Namespace, overrides: Overrides, method: RecipeMethod = NEXT_TOKEN
 ) -> None:
     """Train a model further, on text or by a method."""
+    _check_recipe_of_resume(arguments)
     config, base = resolve_from_model(arguments.recipe, overrides, method)
     _run(config, arguments, base)
 

@@ -138,4 +138,7 @@ def test_run_without_a_file_of_its_start(
             line = error.removesuffix("1 problem; nothing was started.\n").splitlines()[-1]
             assert knob in line, line
             assert name in line, line
+            # Without a link in its place.
+            if case == "recipe" and not is_loop:
+                assert line.endswith("resume run` continues the run by its own recipe"), line
             assert not RunFolder("run").checkpoint(3).exists()
