@@ -1,6 +1,7 @@
 """Readers of exported chats (examples/chats), with made-up exports."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -210,6 +211,22 @@ def test_export_is_never_replaced_and_no_file_is_left_half_written(tmp_path):
         assert completed.stderr.count("\n") == 1
         assert json.loads(file.read_text()) == TELEGRAM
         assert [path.name for path in tmp_path.iterdir()] == ["export.json"]
+
+
+@pytest.mark.parametrize("name", ["folder", "pipe", "none/rows.jsonl"])
+def test_what_is_no_file_is_not_replaced(tmp_path, name):
+    """As root, a rename over /dev/full would replace the device."""
+    file, rows = tmp_path / "export.json", tmp_path / name
+    file.write_text(json.dumps(TELEGRAM))
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    command = [sys.executable, FOLDER / "telegram.py", file, rows, "--me", "Ada"]
+    completed = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert completed.returncode == 2
+    assert completed.stderr.startswith(f"{rows}: is ")
+    assert completed.stderr.count("\n") == 1
+    assert (tmp_path / "folder").is_dir()
+    assert (tmp_path / "pipe").is_fifo()
 
 
 def test_half_a_character_is_replaced(tmp_path):

@@ -83,7 +83,9 @@ def write_rows(read: Callable[[Path], Iterable[Message]], me: str | None, descri
         )
         write_whole(arguments.rows, arguments.export, rows)
     except (OSError, ValueError) as error:
-        print(f"{arguments.export}: {error}", file=sys.stderr)
+        # An OSError has the file that it is about, whichever of the two that is.
+        about = "" if isinstance(error, OSError) else f"{arguments.export}: "
+        print(f"{about}{error}", file=sys.stderr)
         return 2
     answers = sum(turn["role"] == "assistant" for turns in rows for turn in turns)
     print(f"{arguments.rows}: {len(rows)} conversations with {answers} answers")
@@ -113,9 +115,15 @@ def read_rows(
 
 
 def write_whole(path: Path, export: Path, rows: list[list[dict]]) -> None:
-    """Write JSON lines in one rename. Raises ValueError if that would replace the export."""
+    """Write JSON lines in one rename. Raises ValueError if that would replace the export, OSError
+    if it would replace what is no file, such as a device.
+    """
     if path.exists() and path.samefile(export):
         raise ValueError("is also the file to write; name another one")
+    if path.exists() and not path.is_file():
+        raise FileExistsError(f"{path}: is no file; name another one")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"{path}: is in no folder; name another one")
     lines = [json.dumps({"messages": turns}, ensure_ascii=False) for turns in rows]
     partial = path.with_name(f".{path.name}.partial")
     try:
