@@ -15,6 +15,7 @@ from accelerate import Accelerator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from nanogpt_hf.config.names import ANY_OFFSET
 from nanogpt_hf.config.schema import Config, DataSection, ModelSection, TrainSection
 from nanogpt_hf.data.blocks import Blocks, TokenBlocks, TokenStream
 from nanogpt_hf.data.hf_tokenizer import known_vocab_size
@@ -174,7 +175,7 @@ def synthetic_data(config: Config, vocab_size: int | None = None) -> SyntheticDa
         vocab_size, 4 * max(config.train.tokens_per_step, config.data.block_size) + 1
     )
     # As prepared data would be cut: at any token, or one block after the other.
-    stride = 1 if config.data.order == "random" else None
+    stride = 1 if config.data.order in ANY_OFFSET else None
     blocks = TokenBlocks(stream, config.data.block_size, stride=stride)
     return SyntheticData(blocks, blocks, vocab_size)
 

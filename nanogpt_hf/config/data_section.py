@@ -12,7 +12,7 @@ from nanogpt_hf.config.knobs import (
     only_with,
     only_without,
 )
-from nanogpt_hf.config.names import MADE_TOKENIZERS
+from nanogpt_hf.config.names import ANY_OFFSET, MADE_TOKENIZERS
 from nanogpt_hf.config.settings import FSDP2, Setting, choice, given, rules
 
 # Choices without which nothing reads a knob, where several knobs have the same.
@@ -108,8 +108,10 @@ class DataSection:
     )
     dir: str = knob("", "folder of the prepared data (default: data/<recipe name>)")
     block_size: int = knob(1024, "tokens in a training sequence", 1, 100_000_000)
-    order: Literal["shuffled", "random"] = knob(
-        "shuffled", "every block once per epoch, or windows at random offsets"
+    order: Literal["shuffled", "shifted", "random"] = knob(
+        "shuffled",
+        "every block once per epoch, at the same offsets or at new ones in each epoch (shifted); "
+        "or windows at random offsets",
     )
     packing: Literal["packed", "padded", "documents"] = knob(
         "packed",
@@ -151,7 +153,7 @@ RULES = [
         "set data.max_tokens to read the first documents only",
     ),
     *rules(
-        choice("data.order", "random"),
+        choice("data.order", *ANY_OFFSET),
         choice("data.packing", "documents"),
         "it would cut documents",
         "use shuffled",
@@ -169,7 +171,7 @@ RULES = [
         "leave it out",
     ),
     *rules(
-        choice("data.order", "random"),
+        choice("data.order", *ANY_OFFSET),
         given("rl.task"),
         "questions are drawn once per epoch",
         "use shuffled",

@@ -6,7 +6,7 @@ not: `--help` and the checks of a recipe read it.
 
 from typing import NamedTuple
 
-from nanogpt_hf.config.names import MADE_TOKENIZERS
+from nanogpt_hf.config.names import ANY_OFFSET, MADE_TOKENIZERS
 from nanogpt_hf.config.settings import FSDP2, Rule, Setting, choice, given, rules
 
 
@@ -20,8 +20,9 @@ class FormatRow(NamedTuple):
     # The part of a document that alone is learned, in the plural, such as "answers". The encoder
     # then gives a mask with each row. None: every token is learned.
     learned: str | None = None
-    # Its values of data.order. Windows at random offsets would cut a document whose parts differ.
-    orders: tuple[str, ...] = ("shuffled",)
+    # Whether a block may begin at any token, as the values ANY_OFFSET of data.order ask: that would
+    # cut a document whose parts differ.
+    any_offset: bool = False
     # Whether data.packing documents and data.mask apply: documents are texts, each a row of tokens.
     packs_documents: bool = False
     # The values of data.packing for which a block holds several documents that must not attend to
@@ -37,7 +38,7 @@ FORMATS = {
     "text": FormatRow(
         meaning="text",
         code="text",
-        orders=("shuffled", "random"),
+        any_offset=True,
         packs_documents=True,
         reads_column=True,
     ),
@@ -52,7 +53,7 @@ FORMATS = {
     "datatrove": FormatRow(
         meaning="token files of datatrove",
         code="datatrove",
-        orders=("shuffled", "random"),
+        any_offset=True,
         has_tokens=True,
     ),
 }
@@ -84,9 +85,9 @@ def rules_of(name: str, row: FormatRow) -> list[Rule]:
         found += rules(
             given("eval.metrics"), form, answers, "train on conversations, or leave it out"
         )
-    if "random" not in row.orders:
+    if not row.any_offset:
         cut = f"it would cut {row.noun}s"
-        found += rules(choice("data.order", "random"), form, cut, "use shuffled")
+        found += rules(choice("data.order", *ANY_OFFSET), form, cut, "use shuffled")
     if not row.packs_documents:
         documents = choice("data.packing", "documents") + given("data.mask")
         text = "only rows of text are documents there"

@@ -104,6 +104,8 @@ GPT2_NAMES = {
 # The tokenizers that are made from the text of the source, so that another text gives another one.
 CHARACTER_TOKENIZERS = ("char", "char_end")
 MADE_TOKENIZERS = (*CHARACTER_TOKENIZERS, "bpe")
+# The values of data.order for which a block may begin at any token.
+ANY_OFFSET = ("shifted", "random")
 # Texts in English have fewer: Tiny Shakespeare has 65. It only matters for estimates before the
 # data is prepared.
 _ASSUMED_CHARACTERS = 128

@@ -12,6 +12,7 @@ _NAMES = (
     "rollouts",
     "answers",
     "turns",
+    "offsets",
 )
 _STREAMS = {name: number for number, name in enumerate(_NAMES)}
 

@@ -21,10 +21,13 @@ class Batches:
     """Blocks of each step, split over micro-batches and data-parallel ranks.
 
     A step sees the same `blocks_per_step` blocks in the same order however many ranks share it:
-    the ranks take turns, each for `turn` micro-batches. `shuffled` takes every block once per
-    epoch, `random` draws them with replacement. In a mixture each source has the order that
+    the ranks take turns, each for `turn` micro-batches. In a mixture each source has the order that
     it would have alone. The first step is `first_step`, and `read` blocks of each source were read
     before it. `seconds_waited` adds up how long the host took to make micro-batches.
+
+    `shuffled` takes every block once per epoch, `random` draws them with replacement. `shifted`
+    needs blocks that begin at any token: an epoch has blocks that lie end to end, and each epoch
+    draws the offset of the first one.
     """
 
     def __init__(
@@ -59,9 +62,12 @@ class Batches:
         self._mixture = as_mixture(blocks)
         lengths = self._mixture.lengths
         self._read = np.array(read or [0] * len(lengths), dtype=np.int64)
+        # Blocks that begin at any token lie end to end if their indices are block_size apart.
+        self._spacing = blocks.block_size if order == "shifted" else 1
         # Each source keeps the order of its last two epochs, since a step may cross an epoch's end.
         self._orders = [
-            lru_cache(2)(partial(epoch_order, seed, length=length)) for length in lengths
+            lru_cache(2)(partial(epoch_order, seed, length=length, spacing=self._spacing))
+            for length in lengths
         ]
         # A step asks twice: for its targets, and for its micro-batches.
         self._indices = lru_cache(1)(self._indices_at)
@@ -91,7 +97,7 @@ class Batches:
                 indices[rows] = start + (bits[rows] % np.uint64(length)).astype(np.int64)
             else:
                 # Each epoch has a permutation of its own, and a step may have parts of several.
-                epochs, places = np.divmod(numbers[rows], length)
+                epochs, places = np.divmod(numbers[rows], epoch_length(length, self._spacing))
                 for epoch in np.unique(epochs):
                     now = epochs == epoch
                     order = self._orders[source](int(epoch))
@@ -156,12 +162,20 @@ def blocks_read(config: Config, step: int) -> list[int]:
     return (-(-tokens // size)).tolist()
 
 
-def epoch_order(seed: int, epoch: int, length: int) -> np.ndarray:
+def epoch_length(length: int, spacing: int = 1) -> int:
+    """How many of `length` blocks an epoch has, if their indices are `spacing` apart."""
+    return max(1, length // spacing)
+
+
+def epoch_order(seed: int, epoch: int, length: int, spacing: int = 1) -> np.ndarray:
     """Return the order of `length` blocks in an epoch: a permutation that no version of NumPy
-    changes, by sorting raw bits.
+    changes, by sorting raw bits. With a `spacing` it has indices that are so far apart, from an
+    offset that the epoch draws.
     """
     # Each block gets 64 random bits, and the blocks are sorted by them: all permutations are
     # equally likely. A stable sort also decides, the same everywhere, about equal numbers.
-    return np.argsort(
-        np.random.Philox(key=derive_seed(seed, "order", epoch)).random_raw(length), kind="stable"
+    bits = np.random.Philox(key=derive_seed(seed, "order", epoch)).random_raw(
+        epoch_length(length, spacing)
     )
+    offset = np.random.Philox(key=derive_seed(seed, "offsets", epoch)).random_raw()
+    return np.argsort(bits, kind="stable") * spacing + int(offset) % min(spacing, length)

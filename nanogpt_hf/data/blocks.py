@@ -186,7 +186,7 @@ class TokenBlocks(Blocks):
 
     @property
     def samples_per_epoch(self) -> float:
-        # Windows at random offsets overlap: there are block_size times as many as disjoint ones.
+        # Blocks at any offset overlap: there are block_size times as many as disjoint ones.
         return len(self) * self.stride / self.block_size
 
     def targets_of(self, indices: np.ndarray) -> np.ndarray:

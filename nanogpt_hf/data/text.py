@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
+from nanogpt_hf.config.names import ANY_OFFSET
 from nanogpt_hf.config.schema import DataSection
 from nanogpt_hf.data.blocks import Blocks, TokenBlocks, TokenStream, open_tokens
 from nanogpt_hf.data.examples import DocumentBlocks, document_starts, read_from_end, row_lengths
@@ -69,9 +70,9 @@ def end_to_end(
 ) -> TokenBlocks:
     """Blocks of a stream of documents end to end; `starts` keeps the documents apart.
 
-    Windows at random offsets are for training alone: validation predicts every token once.
+    Blocks at any offset are for training alone: validation predicts every token once.
     """
-    stride = 1 if data.order == "random" and split == "train" else None
+    stride = 1 if data.order in ANY_OFFSET and split == "train" else None
     partial = split == "validation"
     return TokenBlocks(stream, data.block_size, stride=stride, partial=partial, starts=starts)
 

@@ -54,7 +54,7 @@ def count_steps(config: Config, sequences: float) -> Config:
     """The recipe with the number of steps that read an epoch of `sequences` sequences
     train.epochs times. Raises UserError if the warm-up is longer.
 
-    With data.order random they are windows that overlap: a fraction of blocks has all tokens once.
+    Blocks that begin at any offset overlap: a number that may be no integer has all tokens once.
     """
     epochs = config.train.epochs
     assert epochs is not None

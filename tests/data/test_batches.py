@@ -8,7 +8,7 @@ from nanogpt_hf.data import batches as module
 from nanogpt_hf.data.batches import Batches
 from nanogpt_hf.data.blocks import TokenBlocks, TokenStream
 
-orders = pytest.mark.parametrize("order", ["shuffled", "random"])
+orders = pytest.mark.parametrize("order", ["shuffled", "shifted", "random"])
 
 
 def batches(
@@ -17,7 +17,7 @@ def batches(
     """Batches of blocks of 8 over the stream 0, 1, 2, ...: each token equals its position."""
     ids = np.arange(tokens, dtype=np.uint16)
     stream = TokenStream([ids[i : i + chunk] for i in range(0, tokens, chunk)])
-    blocks = TokenBlocks(stream, 8, stride=1 if order == "random" else None)
+    blocks = TokenBlocks(stream, 8, stride=None if order == "shuffled" else 1)
     sizes = {"micro_batch_size": micro_batch_size, "accumulation": accumulation}
     return Batches(blocks, order=order, **{"seed": 0} | sizes | options)
 
@@ -67,6 +67,10 @@ def test_each_block_occurs_once_per_epoch(tokens, sequences):
             "random",
             [[437, 283, 400, 38, 305, 470, 244, 705], [67, 473, 633, 633, 393, 506, 331, 187]],
         ),
+        (
+            "shifted",
+            [[67, 523, 163, 251, 3, 875, 555, 459], [11, 451, 187, 59, 475, 83, 331, 931]],
+        ),
     ],
 )
 def test_order_is_pinned(order, pinned):
@@ -96,6 +100,23 @@ def test_step_does_not_depend_on_earlier_steps(order):
                 assert one.keys() == other.keys()
                 assert all(torch.equal(one[name], other[name]) for name in one)
     assert sum(order.cache_info().currsize for order in used._orders) <= 2
+
+
+@pytest.mark.parametrize("tokens", [9, 12, 17, 24, 25, 1001])
+def test_shifted_blocks_of_an_epoch_lie_end_to_end_from_an_offset_of_its_own(tokens):
+    part = batches(tokens, order="shifted", micro_batch_size=1, accumulation=5)
+    # The last block has room for the target of its last token, whatever the offset is.
+    epochs, length = 40, max(1, (tokens - 8) // 8)
+    indices = np.concatenate([part.indices(step) for step in range(epochs * length // 5)])
+    offsets = []
+    for epoch in indices.reshape(epochs, length):
+        starts = np.sort(epoch)
+        np.testing.assert_array_equal(np.diff(starts), np.full(length - 1, 8))
+        offsets.append(starts[0])
+    assert set(offsets) == set(range(min(8, tokens - 8)))
+    assert max(indices) + 8 < tokens
+    for batch in part.micro_batches(0):
+        assert torch.equal(batch["shift_labels"], batch["input_ids"] + 1)  # it counts up
 
 
 @pytest.mark.parametrize("tokens", [9, 10, 24, 1001])

@@ -109,6 +109,7 @@ def test_run_is_the_run_of_its_recorded_recipe(pretrain, epochs, caplog):
     [
         {},
         {"data__order": "random"},
+        {"data__order": "shifted"},
         {"data__packing": "documents"},
         {"train__tokens_per_step": 448},
         {
