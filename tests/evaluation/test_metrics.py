@@ -363,7 +363,7 @@ def test_questions_of_training_are_the_conversations_that_it_holds_out(
         ("{}/text.txt", "text.txt: "),
         ("absent.py", "no such file or folder"),
         ("no_such_metric_1", "cannot be loaded from the Hub"),
-        (",", "give a metric"),
+        (",", "--metrics: expected a path or a name, got ','"),
         ("{}/exact,{}/exact", "exact: named twice"),
     ],
 )
