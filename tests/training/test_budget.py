@@ -224,8 +224,7 @@ def test_steps_that_are_timed_take_a_small_share_of_the_budget(pretrain, timed):
 @pytest.mark.parametrize(
     "machine",
     [
-        "cpu_ddp",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("fsdp2", "pp", "tp")),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("cpu_ddp", "fsdp2", "pp", "tp")),
         pytest.param("deepspeed_zero2", marks=[pytest.mark.slow, needs_deepspeed]),
     ],
 )

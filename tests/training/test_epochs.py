@@ -225,7 +225,8 @@ def test_recorded_epochs_are_no_change_of_a_run(write_run):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("machine", ["cpu_ddp", pytest.param("fsdp2", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("machine", ["cpu_ddp", "fsdp2"])
 def test_two_processes_take_the_same_steps(machine, pretrain, write_recipe, tmp_path, launch_warm):
     alone = pretrain("--train.epochs", "0.03").run
     words = ["pretrain", write_recipe(**KNOBS), "--train.epochs", "0.03", "--run-dir"]

@@ -169,8 +169,8 @@ def test_run_is_verified_on_fewer_processes(trained, launch_warm, feature, proce
     launch(launch_warm, words, layout, ends_with=equal)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("layout", ["DDP 2", pytest.param("FSDP2 2", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["DDP 2", "FSDP2 2"])
 def test_plain_run_is_verified_on_the_same_processes(words_of, launch_warm, tmp_path, layout):
     words = [*words_of("gpt2", tmp_path / "run"), "--train.gradient_groups", "null"]
     run = launch(launch_warm, words, layout)

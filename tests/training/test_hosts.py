@@ -185,6 +185,7 @@ FSDP2 = {
 }
 
 
+@pytest.mark.slow
 def test_sharded_run_without_a_shared_folder_is_one_line(hosts, recipe, tmp_path):
     folders = tmp_path / "first", tmp_path / "second"
     for folder in folders:
