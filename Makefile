@@ -26,7 +26,7 @@ quickstart: $(VENV)/installed ## train a small GPT on Python's documentation and
 	@echo "The model is in runs/quickstart/best. All of the run on one page, for a browser:"
 	@echo "  $(CURDIR)/runs/quickstart/report.html"
 
-test: $(VENV)/installed-test ## run the tests (about five minutes on two quiet cores)
+test: $(VENV)/installed-test ## run the tests (about eight minutes on two quiet cores)
 	$(PYTEST) -m 'not slow'
 
 test-quick: $(VENV)/installed-test-quick ## run the tests that start no processes and train little, with few packages

@@ -42,7 +42,7 @@ def test_doctor_on_a_sound_machine(capsys, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_doctor_of_two_processes(tmp_path, write_recipe, launch_warm):
     recipe = write_recipe(train__tokens_per_step=512)
     assert main(["prepare", str(recipe)]) == 0

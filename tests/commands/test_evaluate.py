@@ -148,7 +148,7 @@ def test_run_is_not_measured_on_data_that_was_prepared_again(
     assert f"{folder} holds no text of its recipe" in refused("evaluate", tmp_path / "run")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_evaluate_on_two_processes_equals_one(
     capsys, letter_model, letter_tasks, text, tmp_path, launch_warm
 ):

@@ -162,7 +162,7 @@ def test_runs_are_ranked_by_their_best_model_and_are_done_when_out_of_patience(
     assert in_process == started
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_losses_of_other_scales_are_ranked_by_the_accuracy(base, in_process, capsys):
     """Each run chooses its best model by its own loss; the grid ranks these models by accuracy."""
     words = f"sweep --from {base} {KNOBS} --data pairs.jsonl --loss dpo,orpo --align.beta 0.1,1"

@@ -163,7 +163,7 @@ FEATURES = {
             "optim.rates": "{tokens: 0.5, mlp_out: 2}",
             "optim.betas": "{tokens: [0.7, 0.99], vectors: [0.8, 0.9]}",
         },
-        *(("TP", "PP × TP"), ("FSDP2",), ("DDP", "TP × CP × FSDP2")),
+        *(("TP",), ("PP × TP", "FSDP2"), ("DDP", "TP × CP × FSDP2")),
     ),
     # four processes do not divide the heads
     "ring": Feature(
@@ -263,7 +263,7 @@ RESUMED = {
     ("ring", "CP by ring × FSDP2"): True,
     ("uneven stages", "PP on 3, zero bubble"): True,
     ("Muon", "FSDP2 on 3"): False,
-    ("mixture", "PP × TP"): False,
+    ("mixture", "PP × TP"): True,
     ("documents", "CP × FSDP2"): True,
     ("documents, qwen3", "CP × FSDP2 on 4"): True,
     ("conversations, llama", "CP × FSDP2"): True,

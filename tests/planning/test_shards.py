@@ -78,7 +78,7 @@ LAYOUTS = {
     "EP × FSDP2": sharded(4, ep_size=2),
 }
 REHEARSED = ("HSDP", "CP", "TP × FSDP2", "PP", "PP × FSDP2", "EP")
-SLOW = ("CP", "HSDP", "EP ×", "DDP in bf16", "TP in bf16", "TP of gemma2", "TP ×", "PP ×")
+SLOW = ("CP", "HSDP", "EP", "DDP in bf16", "TP in bf16", "TP of gemma2", "TP ×", "PP ×")
 # all experts are chosen for each token, so that all have equal work
 EXPERTS = {
     "model.architecture": "qwen3_moe",

@@ -198,6 +198,7 @@ def test_sharded_run_without_a_shared_folder_is_one_line(hosts, recipe, tmp_path
         assert not (folder / "run").exists()
 
 
+@pytest.mark.slow
 def test_difference_between_hosts_is_one_line_on_both(hosts, recipe, tmp_path, text_file):
     folders = tmp_path / "first", tmp_path / "second"
     for folder, word in zip(folders, ("cat", "cow"), strict=True):
