@@ -155,11 +155,11 @@ def _rehearse(
         # A model to fine-tune has the rows of its own vocabulary.
         vocab_size = None if base is None else base.vocab_size
         data = synthetic_data(config, vocab_size)
-        taught_by = read_teacher_config(config)
         kernels = nullcontext() if launch.on_cpu else GpuKernels()
         with without_values(meter), kernels, shapes_only():
-            if taught_by is not None:
-                data = replace(data, teacher=teacher_without_values(taught_by, config, launch))
+            if name := config.distill.teacher:
+                teacher = teacher_without_values(read_teacher_config(name), config, launch)
+                data = replace(data, teacher=teacher)
             run = build_at(config, accelerator, cast(PreparedData, data), None, None)
             take_step(run, 0, learning_rate=1e-4)
             # The first step has made the optimizer state; the second is measured.

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 from torch import Tensor
 
@@ -23,6 +23,7 @@ from nanogpt_hf.runs.find import find_model
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.recipe import read_recipe
 from nanogpt_hf.runs.state import TrainState
+from nanogpt_hf.runs.tensor_files import TensorFiles
 
 _WEIGHTS = re.compile(r"\.safetensors(\.index\.json)?$")
 
@@ -36,9 +37,10 @@ def model_of_step(run: RunFolder, checkpoint: Path) -> Iterator[Path]:
     model. Raises RunFolderError if the run has no model yet, or the checkpoint is damaged.
     """
     model = Path(find_model(str(run.path)))
-    saved: Any = read_checkpoint(checkpoint)
+    saved = read_checkpoint(checkpoint)
     config = read_recipe(run)
-    weights = dict(saved.weights)
+    # A checkpoint that is read from a folder has its files.
+    weights = dict(cast(TensorFiles, saved.weights))
     with tempfile.TemporaryDirectory(prefix="nanogpt_hf-") as scratch:
         folder = Path(scratch) / checkpoint.name
         with new_folder(folder) as partial:

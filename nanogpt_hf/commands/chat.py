@@ -282,7 +282,7 @@ class _Chat:
 
     def _turn(self, ids: list[int], seed: int) -> _Turn:
         """Generate a turn, and print its text as it comes; Ctrl-C ends it."""
-        from nanogpt_hf.data.answer_format import AnswerSplitter
+        from nanogpt_hf.data.answer_stream import AnswerSplitter
         from nanogpt_hf.generate import TextStream, generate_tokens
 
         limit = min(self._max_new_tokens, self._context - len(ids))

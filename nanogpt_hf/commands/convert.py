@@ -237,7 +237,7 @@ def import_run(source: Path, out: Path, data: Path, activation_function: str) ->
     from nanogpt_hf.checkpoint.nanogpt import load_nanogpt_run, write_nanogpt_run
     from nanogpt_hf.export.model_folder import new_folder
     from nanogpt_hf.runs.folder import RunFolder
-    from nanogpt_hf.training.start import check_folders
+    from nanogpt_hf.training.early_checks import check_folders
 
     logging.disable_progress_bar()
     with new_folder(out) as folder:

@@ -40,7 +40,7 @@ from nanogpt_hf.formatting import plural
 from nanogpt_hf.methods.resolve import missing_path, resolve_from_model
 from nanogpt_hf.program import program
 from nanogpt_hf.runs.find import find_run
-from nanogpt_hf.runs.folder import RunFolder
+from nanogpt_hf.runs.folder import run_folder
 from nanogpt_hf.runs.recipe import read_recipe
 
 if TYPE_CHECKING:
@@ -210,7 +210,7 @@ def _check_recipe_of_resume(arguments: Namespace) -> None:
     if arguments.recipe is None or not (arguments.resume or arguments.auto_resume):
         return
     recipe = find_recipe(arguments.recipe)
-    run = RunFolder(arguments.run_dir or Path("runs") / recipe.stem)
+    run = run_folder(recipe.stem, arguments.run_dir)
     if run.recipe.is_file() and not os.path.lexists(recipe):
         raise UserError(
             f"{recipe}: no such recipe; `{program()} resume {run.path}` continues the run by its "
@@ -269,7 +269,7 @@ def _dry_run(config: Config, arguments: Namespace, base: "PreTrainedConfig | Non
     from nanogpt_hf.model.architecture import count_parameters
     from nanogpt_hf.model.build import describe_trainable, meta_model, model_of_run
     from nanogpt_hf.training.epochs import with_steps_of_known_data
-    from nanogpt_hf.training.start import check_resume, folder_of, remedies_of_run
+    from nanogpt_hf.training.resume import check_resume, remedies_of_run
 
     mesh: Mesh = arguments.mesh
     if mesh.world_size > 1:
@@ -277,7 +277,7 @@ def _dry_run(config: Config, arguments: Namespace, base: "PreTrainedConfig | Non
 
         check_launch(config, mesh)
     may_resume = arguments.resume or arguments.auto_resume
-    folder = folder_of(config, arguments.run_dir)
+    folder = run_folder(config.name, arguments.run_dir)
     with remedies_of_run(folder, config) if may_resume else nullcontext():
         config = with_steps_of_known_data(config)
     try:

@@ -16,8 +16,8 @@ from nanogpt_hf.config.schema import DataSection
 from nanogpt_hf.data.blocks import Blocks, TokenStream
 from nanogpt_hf.data.formats import Format
 from nanogpt_hf.data.hf_tokenizer import bytes_of_tokens
+from nanogpt_hf.data.local_files import local_files
 from nanogpt_hf.data.manifest import SPLITS, Manifest, SplitFacts
-from nanogpt_hf.data.source import local_files
 from nanogpt_hf.data.text import end_to_end
 from nanogpt_hf.data.tokenizer import Tokenizer
 from nanogpt_hf.errors import DataError

@@ -25,6 +25,7 @@ from nanogpt_hf.cpu import allowed_cores
 from nanogpt_hf.data.documents import BadRows, Documents, Reading, held_out
 from nanogpt_hf.data.formats import Encode, encoded, format_of
 from nanogpt_hf.data.hf_tokenizer import save_tokenizer, vocabulary_hash
+from nanogpt_hf.data.local_files import local_files
 from nanogpt_hf.data.manifest import (
     DECIDING_KNOBS,
     MANIFEST,
@@ -40,7 +41,7 @@ from nanogpt_hf.data.manifest import (
 )
 from nanogpt_hf.data.prepared import TOKENIZER, check_fits, open_blocks
 from nanogpt_hf.data.shards import Row, ShardWriter
-from nanogpt_hf.data.source import check_source, load_documents, local_files
+from nanogpt_hf.data.source import check_source, load_documents
 from nanogpt_hf.data.tokenizer import Tokenizer, build_tokenizer
 from nanogpt_hf.errors import DataError, one_line
 from nanogpt_hf.formatting import shows_bars

@@ -14,6 +14,7 @@ from nanogpt_hf.data.blocks import Blocks
 from nanogpt_hf.data.chat_examples import finder_of
 from nanogpt_hf.data.formats import format_of
 from nanogpt_hf.data.hf_tokenizer import end_of_text_id_of, load_tokenizer, vocabulary_hash
+from nanogpt_hf.data.local_files import is_url, local_files
 from nanogpt_hf.data.manifest import (
     OTHER_FOLDER,
     SPLITS,
@@ -26,7 +27,6 @@ from nanogpt_hf.data.manifest import (
     write_manifest,
 )
 from nanogpt_hf.data.mixture import MixedBlocks
-from nanogpt_hf.data.source import is_url, local_files
 from nanogpt_hf.errors import ChangedError, DataError
 
 TOKENIZER = "tokenizer"

@@ -4,14 +4,12 @@ Built in are Python's documentation and generated additions and subtractions.
 """
 
 import contextlib
-import glob
 import os
-import re
 import sys
 import urllib.parse
 from collections.abc import Callable, Generator, Iterable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import fsspec
 from huggingface_hub import HfApi
@@ -27,18 +25,10 @@ from nanogpt_hf.data.built_in import (
 )
 from nanogpt_hf.data.documents import BadRows, Documents
 from nanogpt_hf.data.formats import format_of
+from nanogpt_hf.data.local_files import find_files, is_url, local_files
 from nanogpt_hf.data.manifest import SPLITS, file_digest
 from nanogpt_hf.data.message_lists import unpacked
-from nanogpt_hf.data.rows import (
-    ARCHIVE,
-    KNOWN,
-    OTHER_ARCHIVES,
-    OTHER_COMPRESSIONS,
-    ROW_ENDINGS,
-    TEXT_ENDINGS,
-    file_ending,
-    read_tables,
-)
+from nanogpt_hf.data.rows import ROW_ENDINGS, read_tables
 from nanogpt_hf.errors import DataError, UserError, one_line
 from nanogpt_hf.formatting import shows_bars
 
@@ -50,84 +40,6 @@ _ROW_ERRORS = (
 
 # A row as a document; raises ValueError or UserError if it is none that can be used.
 ReadRow = Callable[[Any, DataSection], Any]
-
-
-def _is_read(path: Path, endings: tuple[str, ...]) -> bool:
-    """Whether a folder's file is read. Raises DataError for text in a form that is not known."""
-    ending = file_ending(path)
-    last = path.suffix.lower()
-    if ending in endings:
-        return True
-    # A format that reads no text, such as datatrove's, passes over all other files.
-    if TEXT_ENDINGS[0] not in endings and ROW_ENDINGS[0] not in endings:
-        return False
-    # Passing over text would train on less than the user believes.
-    is_compressed = last in OTHER_COMPRESSIONS and Path(path.stem).suffix.lower() in endings
-    if ending in OTHER_ARCHIVES or is_compressed:
-        raise DataError(
-            f"data.source: {path}: {ending} is not read; {KNOWN}: extract it, or move it elsewhere"
-        )
-    return last == ARCHIVE
-
-
-def _files_below(folder: Path) -> Iterator[Path]:
-    """Yield what is below a folder, and below the folders to which links lead, but no folders and
-    nothing hidden. Raises DataError for a folder that cannot be read.
-    """
-
-    def refuse(error: OSError) -> NoReturn:
-        raise DataError(f"data.source: {error.filename}: {error.strerror}") from None
-
-    # A link may lead to a folder above it, or to one that is below `folder` anyway.
-    seen = set()
-    for place, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
-        real = os.path.realpath(place)
-        again = real in seen
-        seen.add(real)
-        folders[:] = [] if again else sorted(name for name in folders if name[0] != ".")
-        if not again:
-            yield from (Path(place, name) for name in names if name[0] != ".")
-
-
-def is_url(source: str) -> bool:
-    return bool(re.match(r"[a-z][a-z0-9+.-]*://", source))
-
-
-def find_files(source: str, endings: tuple[str, ...] = TEXT_ENDINGS) -> list[Path]:
-    """Return the files of a local source, sorted; [] for a URL, a built-in source or a name that
-    may be a Hub data set.
-
-    A folder gives its files of the given endings that are not hidden. Raises DataError for a path
-    without files.
-    """
-    if source in BUILT_IN or is_url(source):
-        return []
-    # Unlike Path.expanduser, this accepts the ~ of an unknown user.
-    path = Path(os.path.expanduser(source))
-    if os.path.isdir(path):
-        # Unlike Path.is_dir, this is false for a name that is too long.
-        found = [file for file in _files_below(path) if _is_read(file, endings)]
-    else:
-        # A name that exists is taken as it is, even if it has characters of a pattern.
-        found = [path] if os.path.exists(path) else glob.glob(str(path), recursive=True)
-    files = []
-    for file in sorted(map(Path, found)):
-        if os.path.isfile(file):
-            files.append(file)
-        # Leaving it out would train on less than the user believes; a pattern may name folders.
-        elif not os.path.isdir(file) and os.path.lexists(file):
-            kind = "a pipe or a device; write its text to a file"
-            if os.path.islink(file) and not os.path.exists(file):
-                kind = "a broken link; repair or remove it"
-            raise DataError(f"data.source: {file}: is {kind}")
-    if files:
-        return files
-    # A Hub data set is called user/name or name. What looks like a path is a file that is missing.
-    is_path = source.startswith((".", "/", "~")) or source.count("/") > 1
-    is_path |= os.path.exists(path) or glob.has_magic(source)
-    if is_path or file_ending(path) in TEXT_ENDINGS:
-        raise DataError(f"data.source: {source}: no file, or folder with {', '.join(endings)}")
-    return []
 
 
 def download(url: str, folder: Path, sha256: str | None) -> Path:
@@ -156,14 +68,6 @@ def download(url: str, folder: Path, sha256: str | None) -> Path:
     if sha256 and digest != sha256.lower():
         raise DataError(f"data.sha256: {url} has sha256 {digest}, not {sha256}; nothing was kept")
     return target
-
-
-def local_files(data: DataSection) -> list[Path]:
-    """`find_files` of the recipe's source and format; token files without tokens are left out."""
-    files = find_files(data.one_source, format_of(data).endings)
-    if FORMATS[data.format].has_tokens:
-        return [path for path in files if path.stat().st_size]
-    return files
 
 
 def load_documents(data: DataSection, scratch: Path, read_row: ReadRow | None = None) -> Documents:

@@ -28,7 +28,7 @@ from nanogpt_hf.distributed.accelerator import actual_settings, build_accelerato
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import UserError, one_line
 from nanogpt_hf.formatting import format_bytes, plural
-from nanogpt_hf.runs.folder import RunFolder
+from nanogpt_hf.runs.folder import RunFolder, run_folder
 from nanogpt_hf.runs.provenance import describe_host, fingerprint, versions
 from nanogpt_hf.training.clock import time_of
 
@@ -129,7 +129,7 @@ def diagnose(recipe: Config | None, run_dir: str | None, findings: Findings, mes
     """
     # Everything that needs no other process comes first, since communication may hang.
     config = recipe or small_config("doctor", mesh.world_size)
-    folder = RunFolder(run_dir or (Path("runs") / config.name if recipe else "runs"))
+    folder = run_folder(config.name, run_dir) if recipe else RunFolder(run_dir or "runs")
     findings.add("ok", "versions", _listed(versions()))
     findings.add("ok", "machine", describe_host())
     # The accelerator that a run would have: its process group, devices and precision.

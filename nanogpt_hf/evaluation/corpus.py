@@ -104,7 +104,8 @@ def _read_text(
     data: DataSection, split: str | None, tokenizer: "Tokenizer", scratch: Path
 ) -> Corpus:
     from nanogpt_hf.data.built_in import BUILT_IN
-    from nanogpt_hf.data.source import find_files, is_url, load_documents
+    from nanogpt_hf.data.local_files import find_files, is_url
+    from nanogpt_hf.data.source import load_documents
 
     name = data.one_source
     # A data set on the Hub is split by its authors, and which split is evaluated must be stated.

@@ -107,15 +107,12 @@ def teacher_dtype(precision: str) -> torch.dtype:
     return _DTYPES.get(precision, torch.float32)
 
 
-def read_teacher_config(config: Config) -> PreTrainedConfig | None:
-    """Read the configuration of a recipe's teacher, without its weights; None without a teacher.
-
-    Raises UserError if there is no such model.
+def read_teacher_config(name: str) -> PreTrainedConfig:
+    """Read the configuration of a teacher, without its weights. Raises UserError if there is no
+    such model.
     """
-    if config.distill.teacher is None:
-        return None
     try:
-        return load_config_alone(*_base_of(config.distill.teacher))
+        return load_config_alone(*_base_of(name))
     except (UserError, DataError) as error:
         raise UserError(f"distill.teacher: {error}") from None
 

@@ -76,7 +76,8 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
         self.v_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
         self.o_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
-        self.o_proj.writes_residual = True  # pyright: ignore[reportArgumentType]  (for _init_weights)
+        # `_init_weights` reads this mark.
+        self.o_proj.writes_residual = True  # pyright: ignore[reportArgumentType]
 
     def forward(self, x, attention_mask=None, past_key_values=None, **kwargs):
         # (B, T, C) -> (B, T, H, D) -> (B, H, T, D): each head attends by itself. The number of
@@ -204,8 +205,7 @@ class GPTModel(GPTPreTrainedModel):
         if inputs_embeds is None:
             inputs_embeds = self.wte(input_ids)  # (B, T) -> (B, T, C)
         length = inputs_embeds.shape[1]
-        limit = self.config.n_positions
-        if length > limit:
+        if length > (limit := self.config.n_positions):
             raise ValueError(f"{length} tokens are more than the model's {limit} positions")
         # In generation each pass adds the keys and values of its tokens to the cache, (B, H, T, D)
         # in each layer, so that the next pass reads new tokens alone.

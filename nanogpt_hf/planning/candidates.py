@@ -150,10 +150,10 @@ def _costed(
     """
     block_size = config.data.block_size
     sequences = config.train.tokens_per_step // block_size // launch.dp_size
+    step = footprint_arguments(config)
     for size in reversed(divisors(sequences)):
         accumulation = sequences // size
         batch = {"micro_batch_size": size, "block_size": block_size}
-        step = footprint_arguments(config)
         memory = footprint(model, launch, micro_batch_size=size, accumulation=accumulation, **step)
         # A pipeline needs a micro-batch per stage.
         if accumulation < launch.pp_size or (size > 1 and memory.peak > cluster.usable_memory):

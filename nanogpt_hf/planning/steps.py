@@ -1,6 +1,6 @@
 """What a training step of a recipe holds and computes, by its method."""
 
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -16,7 +16,7 @@ from nanogpt_hf.planning.teacher import Teacher
 def footprint_arguments(config: Config) -> dict[str, Any]:
     """Arguments of `footprint` for a step of a recipe, without its micro-batches."""
     method = method_of(config)
-    teacher = teacher_of(config)
+    teacher = planned_teacher(config)
     return {
         "block_size": config.data.block_size,
         "optim": config.optim,
@@ -29,19 +29,25 @@ def footprint_arguments(config: Config) -> dict[str, Any]:
     }
 
 
-def teacher_of(config: Config) -> Teacher | None:
+def planned_teacher(config: Config) -> Teacher | None:
     """The teacher of a recipe without its weights; None without one. Raises UserError if there is
     no such model.
     """
-    found = read_teacher_config(config)
-    if found is None:
+    if config.distill.teacher is None:
         return None
     return Teacher(
-        architecture_of(found).on_meta(found),
+        _without_weights(config.distill.teacher),
         is_mixture=0 < beta_of(config) < 1,
         is_on_policy=bool(config.rl.task),
         has_rewards=config.distill.weight < 1,
     )
+
+
+@lru_cache(maxsize=4)
+def _without_weights(teacher: str) -> PreTrainedModel:
+    """One model for all layouts, by which their counts are cached, too."""
+    config = read_teacher_config(teacher)
+    return architecture_of(config).on_meta(config)
 
 
 def sampling_of(config: Config, micro_batch_size: int) -> Sampling:
@@ -61,7 +67,7 @@ def flops_per_token(config: Config, model: PreTrainedModel) -> float:
     # A pass without a gradient is a third of a forward and a backward pass.
     passes = method.sequences * method.updates(config) + method.forward_only(config) / 3
     flops *= passes
-    if teacher := teacher_of(config):
+    if teacher := planned_teacher(config):
         of_teacher = architecture_of(teacher.model)
         each = of_teacher.flops_per_token(teacher.model.config, config.data.block_size)
         flops += each * method.updates(config) / 3

@@ -18,7 +18,7 @@ from nanogpt_hf.runs.metrics import read_metrics
 from nanogpt_hf.runs.provenance import add_start, now, read_starts
 from nanogpt_hf.runs.recipe import recipe_text
 from nanogpt_hf.runs.state import run_identity
-from nanogpt_hf.training.start import check_folders
+from nanogpt_hf.training.early_checks import check_folders
 
 
 def make_branch(old: RunFolder, checkpoint: Checkpoint, new: RunFolder, config: Config) -> None:

@@ -33,7 +33,8 @@ from nanogpt_hf.runs.recipe import read_recipe
 from nanogpt_hf.runs.state import KnobChange, TrainState, knobs_at
 from nanogpt_hf.training.build import start_again
 from nanogpt_hf.training.loop import Action, next_action, record_evaluation
-from nanogpt_hf.training.start import prepare_run, remedies_of_run
+from nanogpt_hf.training.resume import remedies_of_run
+from nanogpt_hf.training.start import prepare_run
 from nanogpt_hf.training.step import next_step
 
 

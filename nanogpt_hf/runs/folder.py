@@ -252,3 +252,8 @@ class RunFolder:
 
     def newest_checkpoint(self) -> Path | None:
         return next(reversed(self.checkpoint_folders()), None)
+
+
+def run_folder(name: str, run_dir: str | os.PathLike[str] | None) -> RunFolder:
+    """Return the folder of a command's run: runs/`name`, the name of its recipe, by default."""
+    return RunFolder(Path(run_dir or Path("runs") / name))

@@ -12,13 +12,8 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from nanogpt_hf.data.answer_format import (
-    AnswerFormat,
-    AnswerSplitter,
-    ThoughtTokens,
-    answer_format,
-    begun_at_end,
-)
+from nanogpt_hf.data.answer_format import AnswerFormat, answer_format
+from nanogpt_hf.data.answer_stream import AnswerSplitter, ThoughtTokens, begun_at_end
 from nanogpt_hf.data.call_format import Call
 from nanogpt_hf.data.chat_template import ChatFormat
 from nanogpt_hf.data.chat_window import TooManyTokensError, encode_chat

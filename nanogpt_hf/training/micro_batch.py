@@ -142,10 +142,9 @@ def _check_free_memory(config: Config, model: PreTrainedModel, accelerator: Acce
         # Each process builds the whole model in float32 before it keeps its shard.
         needed = 4.0 * model.num_parameters()
     else:
-        sequences = config.train.min_micro_batch_size * footprint_arguments(config)["sequences"]
-        tokens = sequences * config.data.block_size
-        needed = architecture_of(model).memory_bound(model, tokens, config.data.block_size)
         step = one_micro_batch(config)
+        tokens = step["micro_batch_size"] * step["sequences"] * config.data.block_size
+        needed = architecture_of(model).memory_bound(model, tokens, config.data.block_size)
         teacher = step["teacher"]
         # Most machines have more than the bound, which knows no teacher. Only the others need the
         # estimate, which runs the model without values.

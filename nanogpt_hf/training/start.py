@@ -4,9 +4,8 @@ import logging
 import os
 import secrets
 import socket
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
-from pathlib import Path
+from collections.abc import Sequence
+from contextlib import nullcontext, suppress
 from typing import Any
 
 from accelerate import Accelerator
@@ -14,48 +13,41 @@ from accelerate.tracking import GeneralTracker
 from accelerate.utils import broadcast_object_list, gather_object
 from transformers.utils.logging import disable_progress_bar
 
-from nanogpt_hf.checkpoint.reader import (
-    Checkpoint,
-    check_identity,
-    find_checkpoint,
-    identity_of,
-    newest_checkpoint,
-)
+from nanogpt_hf.checkpoint.reader import find_checkpoint
 from nanogpt_hf.config.compatibility import check_settings
 from nanogpt_hf.config.dial import dial_lines
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.config.settings import Setting
-from nanogpt_hf.config.sources import sources_of
-from nanogpt_hf.config.stages import naming, stages_of, with_known_steps
+from nanogpt_hf.config.stages import naming, stages_of
 from nanogpt_hf.cpu import share_threads
-from nanogpt_hf.data.manifest import find_manifest, identity
+from nanogpt_hf.data.manifest import identity
 from nanogpt_hf.data.prepared import PreparedData, load_prepared
 from nanogpt_hf.distributed.accelerate_config import check_launch
 from nanogpt_hf.distributed.accelerator import build_accelerator, is_deterministic, precision_of
 from nanogpt_hf.distributed.mesh import Mesh, mesh_of
 from nanogpt_hf.distributed.rendezvous import one_line_for_a_lost_process, prepare_on_all_ranks
-from nanogpt_hf.errors import ChangedError, DataError, RunFolderError, UserError
+from nanogpt_hf.errors import RunFolderError
 from nanogpt_hf.export.hub import check_login
 from nanogpt_hf.methods.reference import raise_on_all_ranks
 from nanogpt_hf.methods.run import Run
 from nanogpt_hf.methods.table import method_of
-from nanogpt_hf.model.build import build_config
-from nanogpt_hf.model.checks import check_balance
-from nanogpt_hf.runs.folder import RunFolder
+from nanogpt_hf.runs.folder import RunFolder, run_folder
 from nanogpt_hf.runs.origin import needed_at_resume, origin_of
 from nanogpt_hf.runs.provenance import continue_on
-from nanogpt_hf.runs.recipe import changed_knobs, known_recipe
-from nanogpt_hf.runs.state import knobs_at, run_identity
+from nanogpt_hf.runs.state import run_identity
 from nanogpt_hf.training.build import build_run
+from nanogpt_hf.training.early_checks import check_before_the_data
 from nanogpt_hf.training.epochs import with_steps_of_epochs
 from nanogpt_hf.training.micro_batch import one_line_for_too_little_memory
+from nanogpt_hf.training.resume import (
+    change_lines,
+    check_end,
+    decide,
+    remedies_of_run,
+    with_recorded_steps,
+)
 
 logger = logging.getLogger(__name__)
-
-
-def folder_of(config: Config, run_dir: str | os.PathLike[str] | None) -> RunFolder:
-    """Return the run folder of a command, by default runs/<the name of its recipe>."""
-    return RunFolder(Path(run_dir or Path("runs") / config.name))
 
 
 def prepare_run(
@@ -78,7 +70,7 @@ def prepare_run(
     """
     disable_progress_bar()
     mesh = mesh or Mesh.from_environment()
-    folder = folder_of(config, run_dir)
+    folder = run_folder(config.name, run_dir)
     launch = check_launch(config, mesh)
     check_before_the_data(config, folder)
     for line in dial_lines(config):
@@ -125,90 +117,10 @@ def prepare_run(
 def _lock(config: Config, folder: RunFolder, options: dict[str, bool]) -> dict[str, Any]:
     """Lock the run folder, and decide whether the run resumes. Only the main process calls it."""
     folder.lock()
-    decision = _decide(config, folder, options)
+    decision = decide(config, folder, options)
     if config.hub.push and config.hub.repo and (problem := check_login(config.hub.repo)):
         logger.warning(problem)
     return decision
-
-
-def _decide(config: Config, folder: RunFolder, options: dict[str, bool]) -> dict[str, Any]:
-    """Decide whether the run resumes, with the steps that it has recorded. Raises RunFolderError if
-    it may not write to the folder, or if its recipe is another experiment.
-    """
-    if not folder.check(**options):
-        return {"resumes": False}
-    changed_knobs(folder, config)
-    steps = {"max_steps": _known_steps(folder)} if config.train.budget else {}
-    return {"resumes": True} | steps
-
-
-@contextmanager
-def remedies_of_run(folder: RunFolder, config: Config) -> Iterator[None]:
-    """Context in which ChangedError becomes a DataError with the remedy for the run in `folder`, if
-    the prepared data of `config` is what the run has learned.
-    """
-    try:
-        yield
-    except ChangedError as error:
-        if _has_learned(folder, config):
-            raise DataError(error.of_a_run) from None
-        raise
-
-
-def _has_learned(folder: RunFolder, config: Config) -> bool:
-    """Return whether the prepared data is the data of the run's newest checkpoint."""
-    try:
-        learned = identity_of(newest_checkpoint(folder))["data"]
-    except RunFolderError:
-        return False
-    # Data of another method is in memory: there is no folder that may hold other data.
-    if not method_of(config).uses_prepared_data:
-        return True
-    manifest = find_manifest(config.data)
-    return manifest is not None and manifest.content().items() <= learned.items()
-
-
-def check_folders(config: Config, folder: RunFolder) -> None:
-    """Raises UserError if the run folder and prepared data or the teacher are inside each other, or
-    the model to start from is in the run folder.
-    """
-    dirs = [config.data.dir, *(source.data.dir for source in sources_of(config.data))]
-    others = [("data.dir", path) for path in dirs]
-    if config.distill.teacher:
-        others.append(("distill.teacher", config.distill.teacher))
-    # Resolved, since one of them may be a link into the other. Path.resolve refuses a link to
-    # itself, without the knob.
-    run = Path(os.path.realpath(folder.path))
-    for knob, path in others:
-        other = Path(os.path.realpath(os.path.expanduser(path)))
-        if run.is_relative_to(other) or other.is_relative_to(run):
-            raise UserError(
-                f"--run-dir {folder.path} and --{knob} {path}: one is inside the other; choose two "
-                "separate folders"
-            )
-    # A run that starts removes the models that are in its folder.
-    if start := config.finetune.model:
-        model = os.path.expanduser(start)
-        # Not a name on the Hub.
-        if os.path.exists(model) and Path(os.path.realpath(model)).is_relative_to(run):
-            raise UserError(
-                f"--run-dir {folder.path}: finetune.model {start} is inside it; choose another "
-                "folder"
-            )
-
-
-def check_before_the_data(config: Config, folder: RunFolder) -> None:
-    """Raises UserError for what is wrong without data and machine: folders, section `model`, and a
-    balance loss that the model has not.
-    """
-    check_folders(config, folder)
-    if config.finetune.model is not None:
-        # Its files say what it is.
-        return
-    model_config = build_config(config.model, vocab_size=256)
-    for stage in stages_of(config):
-        with naming(stage):
-            check_balance(stage.config, model_config)
 
 
 def _start_or_resume(
@@ -222,10 +134,10 @@ def _start_or_resume(
     _check_shared_folder(accelerator, folder)
     origin = facts["origin"]
     if facts["resumes"]:
-        config = _with_known_steps(config, facts.get("max_steps"))
+        config = with_recorded_steps(config, facts.get("max_steps"))
         if accelerator.is_main_process:
             # Only now: steps that follow from the data are known, and with them a warm-up.
-            for line in _change_lines(folder, config):
+            for line in change_lines(folder, config):
                 logger.info(line)
         origin = needed_at_resume(config, origin)
     run_facts = run_identity(config, data.manifest, origin)
@@ -241,7 +153,7 @@ def _start_or_resume(
                 "train.deterministic is not set"
             )
         checkpoint = find_checkpoint(accelerator, folder, run_facts)
-        _check_end(config, folder, checkpoint)
+        check_end(config, folder, checkpoint)
         is_main = accelerator.is_main_process
         resume_problem = method_of(config).resume_problem
         problem = resume_problem(config, folder, data, checkpoint.state) if is_main else None
@@ -252,81 +164,6 @@ def _start_or_resume(
     run = build_run(config, accelerator, data, folder, checkpoint)
     run.state.identity = run_facts
     return run
-
-
-def _known_steps(folder: RunFolder) -> int:
-    """Return train.max_steps of a run that is resumed: its recipe has it, and if that is lost, its
-    newest checkpoint.
-    """
-    if recipe := known_recipe(folder):
-        return recipe.train.max_steps
-    state = newest_checkpoint(folder).state
-    return knobs_at(state.history, state.step)["train.max_steps"]
-
-
-def _with_known_steps(config: Config, steps: int | None) -> Config:
-    """The recipe of a resumed run, which is not timed again: train.budget holds for its start
-    only.
-    """
-    if config.train.budget is None:
-        return config
-    logger.info(
-        f"train.budget {config.train.budget}: times a run when it begins; this one keeps its "
-        f"train.max_steps {steps}, which --train.max_steps changes"
-    )
-    assert steps is not None, "a run that was timed has recorded its steps"
-    return with_known_steps(config, steps)
-
-
-def _change_lines(folder: RunFolder, config: Config) -> list[str]:
-    """The knobs that a resume changes, in lines."""
-    return [f"changed since the run began: {change}" for change in changed_knobs(folder, config)]
-
-
-def _check_end(config: Config, folder: RunFolder, checkpoint: Checkpoint) -> None:
-    if checkpoint.state.step > config.train.max_steps:
-        raise UserError(
-            f"{folder.path}: its step {checkpoint.state.step:,} is past train.max_steps "
-            f"{config.train.max_steps:,}; set --train.max_steps, or --train.epochs, above it"
-        )
-
-
-def check_resume(
-    config: Config,
-    run_dir: str | os.PathLike[str] | None = None,
-    *,
-    resume: bool = False,
-    auto_resume: bool = False,
-) -> list[str]:
-    """Describe in lines what a resume would do. Raises what `prepare_run` raises for the run
-    folder, the knobs that changed, the data, what the run starts from and its checkpoints; writes
-    nothing.
-    """
-    folder = folder_of(config, run_dir)
-    check_folders(config, folder)
-    folder.check_unlocked()
-    # The checks of a resume, in its order, without a lock: nothing is written.
-    options = {"resume": resume, "overwrite": False, "auto_resume": auto_resume}
-    decision = _decide(config, folder, options)
-    if not decision["resumes"]:
-        return [f"{folder.path}: starts at step 0"]
-    config = _with_known_steps(config, decision.get("max_steps"))
-    lines = _change_lines(folder, config)
-    checkpoint = newest_checkpoint(folder)
-    method = method_of(config)
-    # Without the data, the steps of train.epochs are not counted yet.
-    if config.train.epochs is None:
-        _check_end(config, folder, checkpoint)
-    if method.uses_prepared_data and find_manifest(config.data) is None:
-        lines.append(f"not compared with the run: {config.data.dir} is not prepared yet")
-    else:
-        with remedies_of_run(folder, config):
-            data = method.load(config)
-        origin = origin_of(config, resumes=True)
-        check_identity(folder, checkpoint.state, run_identity(config, data.manifest, origin))
-        if problem := method.resume_problem(config, folder, data, checkpoint.state):
-            raise UserError(problem)
-    return [*lines, f"resumes from {checkpoint.folder}"]
 
 
 def _check_shared_folder(accelerator: Accelerator, run: RunFolder) -> None:

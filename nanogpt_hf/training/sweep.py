@@ -16,8 +16,9 @@ from nanogpt_hf.checkpoint.reader import newest_checkpoint
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.config.sources import sources_of
 from nanogpt_hf.config.stages import naming, stages_of
+from nanogpt_hf.data.local_files import local_files
 from nanogpt_hf.data.manifest import read_manifest
-from nanogpt_hf.data.source import check_source, local_files
+from nanogpt_hf.data.source import check_source
 from nanogpt_hf.distributed.accelerate_config import check_launch, check_recipe
 from nanogpt_hf.distributed.launch import Launch
 from nanogpt_hf.distributed.layout import check_layout
@@ -33,7 +34,7 @@ from nanogpt_hf.runs.folder import MODEL_FILES, RunFolder
 from nanogpt_hf.runs.metrics import read_metrics
 from nanogpt_hf.runs.recipe import read_recipe, recipe_differences
 from nanogpt_hf.tasks.task import is_generated
-from nanogpt_hf.training.start import check_before_the_data
+from nanogpt_hf.training.early_checks import check_before_the_data
 from nanogpt_hf.training.sweep_grid import GridRun, Sweep
 from nanogpt_hf.training.sweep_results import write_results
 

@@ -118,9 +118,9 @@ def table(rows: Sequence[Row], score: Score) -> str:
         columns = [*columns, *scores, "time"]
     lines = [["run", *columns, "status"]]
     for row in rows:
-        cells = [_formatted(row[name], ",") for name in sizes]
+        cells = [_shown(row[name], ",") for name in sizes]
         if from_scratch:
-            cells.append(_formatted(row["flops"], ".2e"))
+            cells.append(_shown(row["flops"], ".2e"))
         if is_measured:
             if not from_scratch:
                 step = row["best_step"]
@@ -130,12 +130,10 @@ def table(rows: Sequence[Row], score: Score) -> str:
     return align(lines, right=range(1, len(columns) + 1))
 
 
-def _formatted(value: float | None, form: str) -> str:
-    return "–" if value is None else format(value, form)
-
-
-def _shown(value: float | None) -> str:
-    return "–" if value is None else format_number(value, 4)
+def _shown(value: float | None, form: str | None = None) -> str:
+    if value is None:
+        return "–"
+    return format(value, form) if form else format_number(value, 4)
 
 
 def best_lines(tree: dict[str, Any], score: Score) -> list[str]:

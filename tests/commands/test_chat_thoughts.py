@@ -226,7 +226,7 @@ def test_a_turn_that_only_thinks_and_calls_has_no_line(talk):
 def test_prompt_of_the_next_question_is_that_of_serve(talk, folders, name, text):
     """`serve` divides the answer in the same way, and its client sends it back as it got it."""
     pytest.importorskip("starlette", reason="the extra `serve` is not installed")
-    from nanogpt_hf.data.answer_format import AnswerSplitter, ThoughtTokens
+    from nanogpt_hf.data.answer_stream import AnswerSplitter, ThoughtTokens
     from nanogpt_hf.generate import TextStream
     from nanogpt_hf.model.load import load_model
     from nanogpt_hf.serving.generation import Choice, Served

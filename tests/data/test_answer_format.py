@@ -11,13 +11,8 @@ from pathlib import Path
 import pytest
 
 from chat_templates import CALLING, QWEN, SHAPES, byte_level, calling
-from nanogpt_hf.data.answer_format import (
-    Answer,
-    CallSplitter,
-    ThoughtSplitter,
-    ThoughtTokens,
-    answer_format,
-)
+from nanogpt_hf.data.answer_format import Answer, answer_format
+from nanogpt_hf.data.answer_stream import CallSplitter, ThoughtSplitter, ThoughtTokens
 from nanogpt_hf.data.call_format import call_of
 from nanogpt_hf.data.chat_template import ChatFormat
 from nanogpt_hf.data.own_template import chat_template

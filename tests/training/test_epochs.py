@@ -18,7 +18,7 @@ from nanogpt_hf.data.prepare import prepare
 from nanogpt_hf.data.prepared import load_prepared
 from nanogpt_hf.runs.recipe import changed_knobs
 from nanogpt_hf.training.epochs import steps_of, with_steps_of_known_data
-from nanogpt_hf.training.start import check_resume
+from nanogpt_hf.training.resume import check_resume
 
 
 @pytest.mark.parametrize(

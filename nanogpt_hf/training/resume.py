@@ -1,0 +1,138 @@
+"""Decide whether a run resumes, and check what a resume needs."""
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from nanogpt_hf.checkpoint.reader import (
+    Checkpoint,
+    check_identity,
+    identity_of,
+    newest_checkpoint,
+)
+from nanogpt_hf.config.schema import Config
+from nanogpt_hf.config.stages import with_known_steps
+from nanogpt_hf.data.manifest import find_manifest
+from nanogpt_hf.errors import ChangedError, DataError, RunFolderError, UserError
+from nanogpt_hf.methods.table import method_of
+from nanogpt_hf.runs.folder import RunFolder, run_folder
+from nanogpt_hf.runs.origin import origin_of
+from nanogpt_hf.runs.recipe import changed_knobs, known_recipe
+from nanogpt_hf.runs.state import knobs_at, run_identity
+from nanogpt_hf.training.early_checks import check_folders
+
+logger = logging.getLogger(__name__)
+
+
+def decide(config: Config, folder: RunFolder, options: dict[str, bool]) -> dict[str, Any]:
+    """Decide whether the run resumes, with the steps that it has recorded. Raises RunFolderError if
+    it may not write to the folder, or if its recipe is another experiment.
+    """
+    if not folder.check(**options):
+        return {"resumes": False}
+    changed_knobs(folder, config)
+    steps = {"max_steps": _recorded_steps(folder)} if config.train.budget else {}
+    return {"resumes": True} | steps
+
+
+@contextmanager
+def remedies_of_run(folder: RunFolder, config: Config) -> Iterator[None]:
+    """Context in which ChangedError becomes a DataError with the remedy for the run in `folder`, if
+    the prepared data of `config` is what the run has learned.
+    """
+    try:
+        yield
+    except ChangedError as error:
+        if _has_learned(folder, config):
+            raise DataError(error.of_a_run) from None
+        raise
+
+
+def _has_learned(folder: RunFolder, config: Config) -> bool:
+    """Return whether the prepared data is the data of the run's newest checkpoint."""
+    try:
+        learned = identity_of(newest_checkpoint(folder))["data"]
+    except RunFolderError:
+        return False
+    # Data of another method is in memory: there is no folder that may hold other data.
+    if not method_of(config).uses_prepared_data:
+        return True
+    manifest = find_manifest(config.data)
+    return manifest is not None and manifest.content().items() <= learned.items()
+
+
+def _recorded_steps(folder: RunFolder) -> int:
+    """Return train.max_steps of a run that is resumed: its recipe has it, and if that is lost, its
+    newest checkpoint.
+    """
+    if recipe := known_recipe(folder):
+        return recipe.train.max_steps
+    state = newest_checkpoint(folder).state
+    return knobs_at(state.history, state.step)["train.max_steps"]
+
+
+def with_recorded_steps(config: Config, steps: int | None) -> Config:
+    """The recipe of a resumed run, which is not timed again: train.budget holds for its start
+    only.
+    """
+    if config.train.budget is None:
+        return config
+    logger.info(
+        f"train.budget {config.train.budget}: times a run when it begins; this one keeps its "
+        f"train.max_steps {steps}, which --train.max_steps changes"
+    )
+    assert steps is not None, "a run that was timed has recorded its steps"
+    return with_known_steps(config, steps)
+
+
+def change_lines(folder: RunFolder, config: Config) -> list[str]:
+    """The knobs that a resume changes, in lines."""
+    return [f"changed since the run began: {change}" for change in changed_knobs(folder, config)]
+
+
+def check_end(config: Config, folder: RunFolder, checkpoint: Checkpoint) -> None:
+    if checkpoint.state.step > config.train.max_steps:
+        raise UserError(
+            f"{folder.path}: its step {checkpoint.state.step:,} is past train.max_steps "
+            f"{config.train.max_steps:,}; set --train.max_steps, or --train.epochs, above it"
+        )
+
+
+def check_resume(
+    config: Config,
+    run_dir: str | os.PathLike[str] | None = None,
+    *,
+    resume: bool = False,
+    auto_resume: bool = False,
+) -> list[str]:
+    """Describe in lines what a resume would do. Raises what `prepare_run` raises for the run
+    folder, the knobs that changed, the data, what the run starts from and its checkpoints; writes
+    nothing.
+    """
+    folder = run_folder(config.name, run_dir)
+    check_folders(config, folder)
+    folder.check_unlocked()
+    # The checks of a resume, in its order, without a lock: nothing is written.
+    options = {"resume": resume, "overwrite": False, "auto_resume": auto_resume}
+    decision = decide(config, folder, options)
+    if not decision["resumes"]:
+        return [f"{folder.path}: starts at step 0"]
+    config = with_recorded_steps(config, decision.get("max_steps"))
+    lines = change_lines(folder, config)
+    checkpoint = newest_checkpoint(folder)
+    method = method_of(config)
+    # Without the data, the steps of train.epochs are not counted yet.
+    if config.train.epochs is None:
+        check_end(config, folder, checkpoint)
+    if method.uses_prepared_data and find_manifest(config.data) is None:
+        lines.append(f"not compared with the run: {config.data.dir} is not prepared yet")
+    else:
+        with remedies_of_run(folder, config):
+            data = method.load(config)
+        origin = origin_of(config, resumes=True)
+        check_identity(folder, checkpoint.state, run_identity(config, data.manifest, origin))
+        if problem := method.resume_problem(config, folder, data, checkpoint.state):
+            raise UserError(problem)
+    return [*lines, f"resumes from {checkpoint.folder}"]
