@@ -3,6 +3,7 @@
 No text of a run becomes markup in it.
 """
 
+import functools
 import html
 import math
 import re
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from jinja2 import Template
 from transformers import PreTrainedConfig
 
 from nanogpt_hf.config.load import config_to_yaml
@@ -53,16 +55,17 @@ def model_card(
     start = f"fine-tuned from {base_model}" if base_model else "trained from scratch"
     versioned = versions() | {"nanogpt_hf": code_version()}
     architecture = architecture_of(model_config)
-    card = ModelCard.from_template(
-        ModelCardData(
-            license=config.hub.license,
-            base_model=base_model,
-            datasets=_datasets_on_hub(sources) or None,
-            library_name="peft" if adapter else "transformers",
-            tags=["lora" if adapter else architecture.name, "nanogpt_hf"],
-            pipeline_tag="text-generation",
-        ),
-        str(Path(__file__).with_name("card.md")),
+    metadata = ModelCardData(
+        license=config.hub.license,
+        base_model=base_model,
+        datasets=_datasets_on_hub(sources) or None,
+        library_name="peft" if adapter else "transformers",
+        tags=["lora" if adapter else architecture.name, "nanogpt_hf"],
+        pipeline_tag="text-generation",
+    )
+    text = _template().render(
+        card_data=metadata.to_yaml(),
+        **metadata.to_dict(),
         placeholder=PLACEHOLDER,
         escape=escape,
         n="{:,}".format,
@@ -86,7 +89,12 @@ def model_card(
         recipe=_fenced(config_to_yaml(config)),
         **_score(config, state),
     )
-    return redact(f"{card}\n")
+    return redact(f"{ModelCard(text)}\n")
+
+
+@functools.cache  # it takes a tenth of a second to compile
+def _template() -> Template:
+    return Template(Path(__file__).with_name("card.md").read_text("utf-8"))
 
 
 def _datasets_on_hub(sources: tuple[PreparedSource, ...]) -> list[str]:

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import GPT2Config
+from transformers import GenerationConfig, GPT2Config
 
 from nanogpt_hf.config.schema import KNOBS, ModelSection, kind_options
 from nanogpt_hf.model.config_fields import padded_vocab_size
 from nanogpt_hf.model.configuration_gpt import GPTConfig
 from nanogpt_hf.model.decoders import Architecture
-from nanogpt_hf.model.layout_gpt import GPT2_LAYOUT
+from nanogpt_hf.model.layout_gpt import GPT2_LAYOUT, save_as_gpt2
 from nanogpt_hf.model.modeling_gpt import GPTForCausalLM
 
 _KNOBS = ("n_layer", "n_head", "n_embd", "n_positions", "bias", "activation_function")
@@ -79,11 +79,7 @@ class GPT2Architecture(Architecture):
         self, folder: Path, config: GPTConfig, weights: dict[str, torch.Tensor]
     ) -> None:
         """Write `weights` (our names, in the dtype they have) as a plain GPT-2."""
-        # Its `save_pretrained` (layout_gpt.py) writes GPT-2's names and layout; values come from
-        # `weights`.
-        with torch.device("meta"):
-            model = GPTForCausalLM(config)
-        model.save_pretrained(folder, state_dict=weights)
+        save_as_gpt2(folder, config, weights, GenerationConfig.from_model_config(config))
 
     def standard_config(self, config: GPTConfig) -> GPT2Config:
         return config.to_gpt2()

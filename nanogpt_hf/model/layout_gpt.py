@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import GPT2LMHeadModel, PreTrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, GPT2LMHeadModel, PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import (
     Chunk,
@@ -134,6 +134,23 @@ def check_loaded(name: Any, kind: str, info: dict[str, Any]) -> None:
         raise ValueError(f"{name} is not a {kind} checkpoint; {'; '.join(wrong)}")
 
 
+def save_as_gpt2(
+    folder: Any,
+    config: GPTConfig,
+    weights: dict[str, torch.Tensor],
+    generation: GenerationConfig | None,
+    **kwargs,
+) -> Any:
+    """Write `weights` (our names) as a plain GPT-2."""
+    weights = gpt2_state_dict(config, weights)
+    # transformers' own class writes the files, so that they are what any tool expects.
+    with torch.device("meta"):
+        gpt2: Any = GPT2LMHeadModel(config.to_gpt2())
+        gpt2 = gpt2.to(weights["transformer.wte.weight"].dtype)
+    gpt2.generation_config = generation
+    return gpt2.save_pretrained(folder, state_dict=weights, **kwargs)
+
+
 class GPT2Files(PreTrainedModel if TYPE_CHECKING else object):
     """Mixin of a model with our names, head and padded rows that reads and writes GPT-2's files."""
 
@@ -189,12 +206,5 @@ class GPT2Files(PreTrainedModel if TYPE_CHECKING else object):
         """
         if getattr(self, "_hf_peft_config_loaded", False):
             return super().save_pretrained(save_directory, state_dict=state_dict, **kwargs)
-        weights = gpt2_state_dict(
-            self.config, self.state_dict() if state_dict is None else state_dict
-        )
-        # transformers' own class writes the files, so that they are what any tool expects.
-        with torch.device("meta"):
-            gpt2: Any = GPT2LMHeadModel(self.config.to_gpt2())
-            gpt2 = gpt2.to(weights["transformer.wte.weight"].dtype)
-        gpt2.generation_config = self.generation_config
-        return gpt2.save_pretrained(save_directory, state_dict=weights, **kwargs)
+        weights = self.state_dict() if state_dict is None else state_dict
+        return save_as_gpt2(save_directory, self.config, weights, self.generation_config, **kwargs)

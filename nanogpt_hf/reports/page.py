@@ -1,6 +1,7 @@
 """Write report.html: one self-contained page about a run. Its policy blocks scripts of others."""
 
 import base64
+import functools
 import hashlib
 import logging
 import math
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from jinja2 import Environment
+from jinja2 import Environment, Template
 
 import nanogpt_hf
 from nanogpt_hf.config.load import config_to_yaml
@@ -72,10 +73,7 @@ def render(run: RunFolder, events: list[Event]) -> str:
     for event in read_verifications(run):
         steps = f"{event.get('from')} to {event['step']}"
         verified.append([steps, *map(event.get, _VERIFIED)])
-    environment = Environment(autoescape=True, finalize=_redacted)
-    # JSON's own numbers only: a page with NaN in its data would not be read by the browser.
-    environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
-    return environment.from_string(_asset("page.html")).render(
+    return _template().render(
         name=run.path.resolve().name,
         program=program(),
         policy=policy,
@@ -100,6 +98,14 @@ def render(run: RunFolder, events: list[Event]) -> str:
         date=datetime.now().astimezone().isoformat(" ", "minutes"),
         data=data,
     )
+
+
+@functools.cache  # it takes a tenth of a second to compile
+def _template() -> Template:
+    environment = Environment(autoescape=True, finalize=_redacted)
+    # JSON's own numbers only: a page with NaN in its data would not be read by the browser.
+    environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
+    return environment.from_string(_asset("page.html"))
 
 
 def _redacted(value: Any) -> Any:

@@ -35,10 +35,15 @@ _SHOWN = ("transformers", "accelerate", "datasets")
 _DECIDING = ("torch", "accelerate", "transformers", "numpy")
 
 
+@functools.cache  # it reads a file of the package
+def _version(name: str) -> str:
+    return metadata.version(name)
+
+
 def versions() -> dict[str, str]:
     """Versions of Python and the main dependencies; of CUDA and NCCL if this torch has them."""
     found = {"python": sys.version.split()[0], "torch": torch.__version__}
-    found |= {name: metadata.version(name) for name in _SHOWN} | {"nanogpt_hf": __version__}
+    found |= {name: _version(name) for name in _SHOWN} | {"nanogpt_hf": __version__}
     if torch.version.cuda:
         found["CUDA"] = torch.version.cuda
         if torch.cuda.is_available() and dist.is_nccl_available():
@@ -59,7 +64,7 @@ def fingerprint(device: torch.device) -> dict[str, str]:
         features = _short([name for name, has in sorted(cpu.items()) if has is True])
         kind = f"{cpu.get('cpu_name')}, {level}, features {features}"
     # Another version of a library may sum in another order.
-    libraries = {name: metadata.version(name) for name in _DECIDING}
+    libraries = {name: _version(name) for name in _DECIDING}
     parts = {"device": kind, **libraries, "threads": str(torch.get_num_threads())}
     return {"id": _short(parts), **parts}
 
