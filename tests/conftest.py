@@ -3,6 +3,7 @@ models, a fake Hub.
 """
 
 import contextlib
+import functools
 import gc
 import json
 import os
@@ -14,7 +15,9 @@ import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from importlib import metadata
 from pathlib import Path
+from typing import cast
 from unittest import mock
 
 # Before any Hugging Face library is imported: no test waits for a network.
@@ -61,14 +64,31 @@ def pytest_configure() -> None:
             del os.environ[name]
 
 
+def leave_one_row_of_each(items: list[pytest.Item]) -> None:
+    """Mark rows of tables slow, but for the first with each value of each parameter that the mark
+    `one_row_per` names.
+    """
+    known: set[tuple[str, str, str]] = set()
+    for item in items:
+        mark = item.get_closest_marker("one_row_per")
+        if mark is None or item.get_closest_marker("slow"):
+            continue
+        test, row = item.nodeid.partition("[")[0], cast(pytest.Function, item).callspec.params
+        kinds = {(test, name, repr(row[name])) for name in mark.args} or {(test, "", "")}
+        if kinds <= known:
+            item.add_marker("slow")
+        known |= kinds
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run files with long tests first, so that no process waits at the end for the other's last
-    file. What is exhaustive is slow, too.
+    file. What is exhaustive is slow, too, and so are the rows that `one_row_per` leaves out.
     """
     for item in items:
         if item.get_closest_marker("exhaustive"):
             item.add_marker("slow")
+    leave_one_row_of_each(items)
     long = {item.path for item in items if item.get_closest_marker("long")}
     items.sort(key=lambda item: item.path not in long)
 
@@ -327,6 +347,16 @@ def no_flushes():
     """Files are not flushed to the disk, which takes milliseconds each: no test cuts the power."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda descriptor: None)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_metadata():
+    """What an installed package states is read once. accelerate asks a dozen times in a run
+    whether DeepSpeed is installed.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(metadata, "metadata", functools.cache(metadata.metadata))
         yield
 
 
