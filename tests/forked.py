@@ -14,9 +14,9 @@ import warnings
 
 import torch
 
-from nanogpt_hf.commands import entry_point
+from nanogpt_hf.__main__ import run_program
 
-COMMAND = "import sys; sys.argv[0] = 'cli.py'; import nanogpt_hf.commands as c; c.entry_point()"
+COMMAND = "import sys; sys.argv[0] = 'cli.py'; import nanogpt_hf.__main__ as m; m.run_program()"
 
 
 def _become_new_process(
@@ -66,7 +66,7 @@ class Forked:
                 _become_new_process(list(map(str, arguments)), streams or {}, folder, terminal)
                 if torch.get_num_threads() > 1:
                     os.execv(sys.executable, [sys.executable, "-c", COMMAND, *sys.argv[1:]])
-                entry_point()
+                run_program()
             except SystemExit as end:
                 status = end.code or 0
             except BaseException:

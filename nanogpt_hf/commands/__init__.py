@@ -296,8 +296,11 @@ def main(arguments: list[str]) -> int:
         return EXIT_USER_ERROR
 
 
-def entry_point() -> None:
-    """Run the command line of this process, and end with its status."""
+def entry_point() -> int | str | None:
+    """Run the command line of this process; return its exit status, or None for 0.
+
+    Raises KeyboardInterrupt at Ctrl-C.
+    """
     # The libraries create 400,000 permanent objects. The garbage collector would scan them
     # repeatedly during the imports and once at the end, which takes 1.4 s.
     limit_spinning()
@@ -306,16 +309,14 @@ def entry_point() -> None:
     console.survive_closed_streams()
     try:
         status = main(sys.argv[1:])
-        distributed = sys.modules.get("torch.distributed")
-        if not status and distributed and distributed.is_initialized():
-            # without it, gloo sometimes aborts the process at its end
-            distributed.destroy_process_group()
     except SystemExit as ended:
         # argparse ends the program after it has printed --help.
-        status = ended.code
-    except KeyboardInterrupt:
-        status = 130
+        return ended.code
     except BrokenPipeError:
         # The reader of a result is gone, as with `| head`.
-        status = _EXIT_NOBODY_READS
-    sys.exit(status)
+        return _EXIT_NOBODY_READS
+    distributed = sys.modules.get("torch.distributed")
+    if not status and distributed and distributed.is_initialized():
+        # without it, gloo sometimes aborts the process at its end
+        distributed.destroy_process_group()
+    return status

@@ -11,6 +11,7 @@ from nanogpt_hf.commands.arguments import add_model_argument, add_option, found_
 from nanogpt_hf.config.values import bounded, stated
 from nanogpt_hf.console import show_text
 from nanogpt_hf.errors import UserError
+from nanogpt_hf.interrupts import EXIT_INTERRUPTED
 
 if TYPE_CHECKING:
     import torch
@@ -144,7 +145,7 @@ def add_serve_arguments(parser: ArgumentParser) -> None:
     )
 
 
-def run_serve(arguments: Namespace) -> None:
+def run_serve(arguments: Namespace) -> int | None:
     """Serve a model as OpenAI's API does, with a chat page: a run folder, a model folder, or a
     model on the Hub.
 
@@ -165,7 +166,7 @@ def run_serve(arguments: Namespace) -> None:
 
     accelerator = build_evaluation_accelerator(arguments.mesh)
     if not accelerator.is_main_process:
-        return
+        return None
     # The port is taken before the model is loaded: a port in use is reported at once.
     with listen(arguments.host, arguments.port) as listener:
         model, tokenizer = open_model(arguments.model, arguments.step)
@@ -186,4 +187,9 @@ def run_serve(arguments: Namespace) -> None:
         # An IPv6 address is in brackets, since it has colons.
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         _log.info(f"{name}: the API is at {url}/v1, the chat page at {url}; Ctrl-C ends the server")
-        server.run(sockets=[listener])
+        try:
+            server.run(sockets=[listener])
+        except KeyboardInterrupt:
+            # This is how a user ends a server.
+            return EXIT_INTERRUPTED
+    return None

@@ -38,6 +38,7 @@ from nanogpt_hf.distributed.environment import (
     read_accelerate_config,
 )
 from nanogpt_hf.errors import EXIT_STOPPED, EXIT_USER_ERROR, UserError, one_line
+from nanogpt_hf.interrupts import EXIT_INTERRUPTED, end_interrupted, show_interrupted
 from nanogpt_hf.program import LAUNCHER, as_started, program
 
 _OUR_OPTIONS = [
@@ -152,8 +153,10 @@ def _pass_signals_on() -> list[int]:
         received.append(number)
         children = psutil.Process().children()
         if not children:
-            # Nothing was started yet.
-            sys.exit(EXIT_STOPPED)
+            # Nothing was started yet. Not by an exception, since something may be imported.
+            if number == signal.SIGINT:
+                end_interrupted()
+            os._exit(EXIT_STOPPED)
         for child in children:
             with contextlib.suppress(psutil.NoSuchProcess):
                 # Ctrl-C reaches the children of this session itself, but not those that torch's
@@ -186,6 +189,8 @@ def _status(statuses: dict[int, int], stopped: bool) -> int:
         return EXIT_USER_ERROR
     if stopped or EXIT_STOPPED in statuses.values():
         # Also if a process was killed while it saved: the newest complete checkpoint remains.
+        if not {EXIT_STOPPED, EXIT_INTERRUPTED} & set(statuses.values()):
+            show_interrupted()
         return EXIT_STOPPED
     for rank, status in statuses.items():
         # SIGTERM is how the launcher ends the others when one has failed.

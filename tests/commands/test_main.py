@@ -107,8 +107,7 @@ for arguments in (
     try: commands.main(arguments)
     except SystemExit: pass
 sys.argv = ["cli.py", "--help"]
-try: commands.entry_point()
-except SystemExit: pass
+commands.entry_point()
 print("spin limit:", os.environ["GOMP_SPINCOUNT"])
 heavy = {"torch", "transformers", "datasets", "accelerate", "numpy", "pyarrow"}
 print("heavy:", heavy & sys.modules.keys())

@@ -1,0 +1,52 @@
+"""End the program at Ctrl-C with one line and status 130, at every moment.
+
+Imports little: it is in force before anything else is imported.
+"""
+
+import contextlib
+import os
+import signal
+from types import FrameType
+from typing import NoReturn
+
+EXIT_INTERRUPTED = 130  # a shell's exit status of a program that SIGINT ended
+
+
+def handle_ctrl_c() -> None:
+    """From now on, Ctrl-C ends the process while Python imports something, and raises
+    KeyboardInterrupt otherwise.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _interrupt)
+
+
+def handle_ctrl_c_at_the_end() -> None:
+    """From now on, Ctrl-C ends the process: Python would print an error that comes so late."""
+    if signal.getsignal(signal.SIGINT) is _interrupt:
+        signal.signal(signal.SIGINT, lambda number, frame: end_interrupted())
+
+
+def end_interrupted() -> NoReturn:
+    """End this process at once, with its line."""
+    show_interrupted()
+    os._exit(EXIT_INTERRUPTED)
+
+
+def show_interrupted() -> None:
+    """Print that the program was interrupted, once per machine."""
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        return
+    # A terminal shows ^C in this line. Not by print(): the signal may have interrupted one, which
+    # must not be entered twice.
+    with contextlib.suppress(OSError):
+        os.write(2, b"\ninterrupted\n" if os.isatty(2) else b"interrupted\n")
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    # Of an exception in an import, libraries make an ImportError or a RecursionError, which names
+    # a wrong cause, and Python drops one in a callback of its own.
+    while frame is not None:
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            end_interrupted()
+        frame = frame.f_back
+    raise KeyboardInterrupt
