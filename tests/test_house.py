@@ -61,6 +61,14 @@ def test_no_import_cycles():
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError
 
 
+def test_no_tilde_is_expanded_by_a_path():
+    # Path.expanduser raises a RuntimeError for the ~ of an unknown user; os.path's leaves it.
+    for path, tree in TREES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and node.attr == "expanduser":
+                assert ast.unparse(node) == "os.path.expanduser", path.name
+
+
 def test_files_saved_with_a_model_import_only_each_other():
     saved = sorted((PACKAGE / "model").glob("*_gpt.py"))
     assert [path.stem for path in saved] == [

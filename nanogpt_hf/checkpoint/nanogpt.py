@@ -4,6 +4,7 @@ and step.
 The next steps are those of nanoGPT's own `init_from='resume'`, on batches that this package draws.
 """
 
+import shlex
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -123,9 +124,10 @@ def _manifest_in(data: Path) -> Manifest:
     if manifest := read_manifest(data):
         return manifest
     if (data / BINS["train"]).is_file():
+        words = ["import-nanogpt", str(data), f"data/{data.name}"]
         raise UserError(
             f"--data {data}: is nanoGPT's own data; import it first, with `{program()} "
-            f"import-nanogpt {data} data/{data.name}`, and give --data data/{data.name}"
+            f"{shlex.join(words)}`, and give --data {shlex.quote(words[-1])}"
         )
     raise UserError(f"--data {data}: holds no prepared data; `prepare` writes it")
 

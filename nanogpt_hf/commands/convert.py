@@ -175,7 +175,7 @@ def add_import_nanogpt_arguments(parser: ArgumentParser) -> None:
     outputs = "the folder to write: a plain GPT-2, with --data a run folder, or prepared data"
     add_option(parser, "out OUT", outputs)
     data = "the checkpoint's prepared data: import its run, to continue it with `resume`"
-    add_option(parser, "--data DIR", data, type=Path)
+    add_option(parser, "--data DIR", data)
     meta = "meta.pkl with the characters (default: GPT-2's vocabulary; of a folder, its own)"
     add_option(parser, "--meta FILE", meta)
     form = "gelu_new if nanoGPT made the checkpoint before June 2023, when it took nn.GELU"
@@ -202,7 +202,7 @@ def run_import_nanogpt(arguments: Namespace) -> None:
             raise UserError(f"--data: is for a ckpt.pt, and {source} is a folder; leave it out")
         if meta:
             raise UserError("--meta: the prepared data of --data has the vocabulary; leave it out")
-        import_run(source, out, arguments.data, arguments.activation_function)
+        import_run(source, out, Path(arguments.data), arguments.activation_function)
     # nanoGPT keeps a model in one file and data in a folder.
     elif source.is_dir():
         import_data(source, out, meta)
@@ -283,7 +283,7 @@ def add_push_arguments(parser: ArgumentParser) -> None:
     add_option(parser, "--revision BRANCH", branch, type=stated)
     add_option(parser, "--message", "the message of the commit", type=stated)
     figures = "show the figures of FILE, which `evaluate --json` has written, on the model's page"
-    add_option(parser, "--results FILE", figures, type=Path)
+    add_option(parser, "--results FILE", figures)
 
 
 def run_push(arguments: Namespace) -> None:
@@ -312,7 +312,7 @@ def run_push(arguments: Namespace) -> None:
             private=arguments.private,
             revision=arguments.revision,
             message=arguments.message,
-            results=arguments.results,
+            results=arguments.results and Path(arguments.results),
             run=found.run,
         )
     show(f"{found.name} -> {url}")

@@ -1,6 +1,7 @@
 """The commands that need a run's steps again: verify, inspect and branch."""
 
 import contextlib
+import shlex
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from functools import partial
 from pathlib import Path
@@ -264,4 +265,5 @@ def run_branch(arguments: Namespace, overrides: Overrides) -> None:
         show(f"changed: {change}")
     command = "finetune" if config.finetune.model else "pretrain"
     show(f"{new.path}: a branch of {old.path} at step {step:,}; train it with")
-    show(f"  {program()} {command} {new.recipe} --run-dir {new.path} --resume")
+    words = [command, str(new.recipe), "--run-dir", str(new.path), "--resume"]
+    show(f"  {program()} {shlex.join(words)}")

@@ -3,6 +3,7 @@
 import gc
 import logging
 import os
+import shlex
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
@@ -213,8 +214,8 @@ def _check_recipe_of_resume(arguments: Namespace) -> None:
     run = run_folder(recipe.stem, arguments.run_dir)
     if run.recipe.is_file() and not os.path.lexists(recipe):
         raise UserError(
-            f"{recipe}: no such recipe; `{program()} resume {run.path}` continues the run by its "
-            "own recipe"
+            f"{recipe}: no such recipe; `{program()} resume {shlex.quote(str(run.path))}` "
+            "continues the run by its own recipe"
         )
 
 

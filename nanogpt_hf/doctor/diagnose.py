@@ -193,7 +193,7 @@ def judge_disk(what: str, folder: Path) -> tuple[str, str]:
     """Judge the place of `folder`, which need not exist: its free space, and whether a file can be
     written there. Return a level and a text.
     """
-    path = folder.expanduser().absolute()
+    path = Path(os.path.expanduser(folder)).absolute()
     try:
         path.stat()
     except FileNotFoundError:

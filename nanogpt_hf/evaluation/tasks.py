@@ -120,7 +120,7 @@ def load_tasks(names: list[str], where: str = "--tasks") -> dict[str, Any]:
         manager = TaskManager(include_defaults=len(files) < len(names))
         loaded: dict[str, Any] = {"tasks": {}, "groups": {}, "group_map": {}}
         for name in names:
-            path = Path(name)
+            path = Path(os.path.expanduser(name))
             is_file = name in files
             try:
                 # A local task names its data files relative to its own folder.

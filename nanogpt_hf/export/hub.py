@@ -6,6 +6,7 @@ import logging
 import os
 import queue
 import re
+import shlex
 import shutil
 import tempfile
 import threading
@@ -239,8 +240,8 @@ class BackgroundPush:
         self.hub = hub
         self.active = is_main and hub.push is not None
         self.folder = folder.best if hub.push == "best" else folder.final
-        private = " --private" if hub.private else ""
-        self._by_hand = f"by hand: {program()} push {self.folder} {hub.repo}{private}"
+        words = ["push", str(self.folder), str(hub.repo), *["--private"] * hub.private]
+        self._by_hand = f"by hand: {program()} {shlex.join(words)}"
         self._models: queue.Queue[Path] = queue.Queue(maxsize=1)
         if self.active:
             disable_progress_bars()

@@ -69,9 +69,10 @@ def missing_path(config: Config) -> str | None:
                 folder_or_hub_id(name)
         except UserError:
             return f"{key} {name}"
-    if config.rl.reward and not os.path.isfile(config.rl.reward.rpartition(":")[0]):
-        return f"rl.reward {config.rl.reward}"
-    for tool in config.rl.tools:
-        if tool.endswith(".py") and not os.path.isfile(os.path.expanduser(tool)):
-            return f"rl.tools {tool}"
+    files = [("rl.tools", tool, tool) for tool in config.rl.tools if tool.endswith(".py")]
+    if config.rl.reward:
+        files.append(("rl.reward", config.rl.reward, config.rl.reward.rpartition(":")[0]))
+    for key, value, file in files:
+        if not os.path.isfile(os.path.expanduser(file)):
+            return f"{key} {value}"
     return None

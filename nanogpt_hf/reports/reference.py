@@ -3,6 +3,7 @@ published loss. The verdict compares the validation loss of a run with a referen
 """
 
 import json
+import os
 from dataclasses import dataclass, field, replace
 from datetime import date
 from pathlib import Path
@@ -126,7 +127,7 @@ def experiment_of(config: Config) -> dict[str, Any]:
             experiment[key] = value
     # A path says nothing on another machine, and may tell a user's name.
     if not is_mixture(config.data):
-        source = Path(config.data.one_source).expanduser()
+        source = Path(os.path.expanduser(config.data.one_source))
         if source.is_absolute() or source.exists():
             experiment["data.source"] = None
     return experiment

@@ -2,6 +2,7 @@
 counted.
 """
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,7 @@ def load_reward(spec: str) -> tuple[Score, str]:
     no such file or function.
     """
     file, _, name = spec.rpartition(":")
-    path = Path(file).expanduser()
+    path = Path(os.path.expanduser(file))
     if not file or path.suffix != ".py" or not name.isidentifier():
         raise UserError(
             "rl.reward: expected a Python file and a function, such as "

@@ -17,7 +17,9 @@ from arguments import argv
 from nanogpt_hf import console
 from nanogpt_hf.commands import main
 from nanogpt_hf.config.load import load_config
+from nanogpt_hf.config.schema import Config, replace_knobs
 from nanogpt_hf.errors import UserError
+from nanogpt_hf.methods.resolve import missing_path
 from nanogpt_hf.training import build, micro_batch
 
 
@@ -141,6 +143,37 @@ def test_tilde_is_expanded_in_every_path(write_run, tmp_path, monkeypatch):
     assert main(argv("report '~/a run' --output '~/page.html'")) == 0
     assert (tmp_path / "page.html").is_file()
     assert not Path("~").exists()
+
+
+def test_path_in_an_advised_command_is_quoted(write_run, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_run("a run")
+    data = tmp_path / "my data"
+    data.mkdir()
+    (data / "train.bin").touch()
+    (tmp_path / "ckpt.pt").touch()
+    line = complaint(capsys, "pretrain", "gone.yaml", "--run-dir", "a run", "--resume")
+    assert "resume 'a run'` continues" in line
+    line = complaint(capsys, "import-nanogpt", "ckpt.pt", "out", "--data", "my data")
+    assert "import-nanogpt 'my data' 'data/my data'`, and give --data 'data/my data'" in line
+
+
+@pytest.mark.parametrize(
+    ("knob", "value"),
+    [
+        ("finetune.model", "~/base"),
+        ("distill.teacher", "~/base"),
+        ("rl.reward", "~/reward.py:score"),
+        ("rl.tools", ["calculator", "~/reward.py"]),
+    ],
+)
+def test_tilde_of_a_knob_is_a_path_that_exists(knob, value, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = replace_knobs(Config(), {knob: value})
+    assert missing_path(config)
+    (tmp_path / "base").mkdir()
+    (tmp_path / "reward.py").touch()
+    assert missing_path(config) is None
 
 
 def test_out_of_cpu_memory_names_knobs_and_writes_nothing(

@@ -90,9 +90,11 @@ def local_task(folder: Path, **changes) -> str:
     ],
 )
 @pytest.mark.usefixtures("letter_tasks")  # skips if lm-eval is missing
-def test_invalid_local_task_is_one_line_and_runs_no_python(tmp_path, changes, message):
+def test_invalid_local_task_is_one_line_and_runs_no_python(tmp_path, changes, message, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
     path = local_task(tmp_path, **changes)
-    assert message in refusal(load_tasks, [path], error=UserError)
+    for name in (path, "~/mine.yaml"):
+        assert message in refusal(load_tasks, [name], error=UserError)
     (tmp_path / "code.py").write_text("raise SystemExit('ran')")
     (tmp_path / "mine.yaml").write_text("task: mine\nprocess_docs: !function code.run\n")
     assert "!function" in refusal(load_tasks, [path], error=UserError)
