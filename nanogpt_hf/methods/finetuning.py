@@ -105,7 +105,7 @@ def _find_start(recipe: str | None, overrides: Overrides, method: RecipeMethod) 
     model = find_model(name)
     revision = stated.get("finetune.revision")
     base, commit = load_base_config(model, revision)
-    return _Start(stated, task, model, revision or commit, base)
+    return _Start(stated, task, model, commit or revision, base)
 
 
 def _defaults(found: _Start, method: RecipeMethod) -> dict[str, Any]:
@@ -153,7 +153,7 @@ def _contradictions(config: Config, start: str, base: "PreTrainedConfig") -> lis
     try:
         architecture.resized_rope(base, config.model.n_positions, config.finetune.rope_theta)
     except ValueError as error:
-        wrong.append(f"model.n_positions: {error}")
+        wrong.append(str(error))
     return wrong
 
 

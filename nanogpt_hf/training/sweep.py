@@ -174,11 +174,11 @@ def _is_done(run: GridRun, folder: RunFolder) -> bool:
 
 
 def _command(sweep: Sweep, run: GridRun) -> list[str]:
-    knobs = [*run.overrides, ("run-dir", str(sweep.folder / run.name))]
+    knobs = dict(run.overrides) | {"run-dir": str(sweep.folder / run.name)}
     # The commit of today: the Hub may have another one when the last run starts.
     if revision := run.config.finetune.revision:
-        knobs.insert(0, ("finetune.revision", revision))
-    words = [word for key, text in knobs for word in (f"--{key}", text)]
+        knobs["finetune.revision"] = revision
+    words = [word for key, text in knobs.items() for word in (f"--{key}", text)]
     words += ["--log-level", sweep.log_level] if sweep.log_level else []
     words.append("--overwrite" if sweep.overwrite else "--auto-resume")
     # -P: a file in the current folder must not hide a module.

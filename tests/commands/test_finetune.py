@@ -158,7 +158,8 @@ def test_finetune_dry_run_prints_trainable_parameters(tiny_base, working_folder,
     assert sorted(path.name for path in working_folder.iterdir()) == ["my.txt"]
 
 
-def test_hub_model_is_recorded_with_its_commit(tiny_base, tmp_path, monkeypatch):
+@pytest.mark.parametrize("revision", [[], [("finetune.revision", "main")]], ids=["newest", "main"])
+def test_hub_model_is_recorded_with_its_commit(tiny_base, tmp_path, monkeypatch, revision):
     commit = "0123456789abcdef0123456789abcdef01234567"
     cache_folder = tmp_path / "hub" / "models--someone--tiny"
     shutil.copytree(tiny_base, cache_folder / "snapshots" / commit)
@@ -166,7 +167,7 @@ def test_hub_model_is_recorded_with_its_commit(tiny_base, tmp_path, monkeypatch)
     (cache_folder / "refs" / "main").write_text(commit)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     config, _ = finetune_config(
-        None, [("finetune.model", "someone/tiny"), ("data.source", "my.txt")]
+        None, [("finetune.model", "someone/tiny"), ("data.source", "my.txt"), *revision]
     )
     assert (config.finetune.model, config.finetune.revision) == ("someone/tiny", commit)
     assert (config.data.dir, config.name) == ("data/my-tiny", "tiny-my")

@@ -265,17 +265,25 @@ def test_models_with_other_tokens_have_data_of_their_own(tiny_base, base):
     assert {run.config.data.dir for run in runs} == {"data"}
 
 
-def test_all_runs_start_from_the_commit_that_the_grid_has_found(base, tmp_path, monkeypatch):
+@pytest.mark.parametrize("stated", [[], [("finetune.revision", "main")]], ids=["newest", "main"])
+def test_all_runs_start_from_the_commit_that_the_grid_has_found(
+    base, tmp_path, monkeypatch, stated
+):
     commands = []
     monkeypatch.setattr(sweep, "run_process", lambda command, stop: commands.append(command) or 3)
     overrides = [("finetune.model", str(base)), ("data.source", "text.txt"), ("lora.rank", "2,4")]
     runs = [
-        replace(run, config=replace_knobs(run.config, {"finetune.revision": "abc"}))
+        replace(
+            run,
+            config=replace_knobs(run.config, {"finetune.revision": "abc"}),
+            overrides=[*run.overrides, *stated],
+        )
         for run in build_grid(None, overrides)
     ]
     assert sweep.train_runs(Sweep(None, runs, tmp_path / "sweep"))[1] == 1
     assert len(commands) == 2
     for command in commands:
+        assert command.count("--finetune.revision") == 1
         assert command[command.index("--finetune.revision") + 1] == "abc"
 
 
