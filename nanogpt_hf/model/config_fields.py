@@ -153,22 +153,25 @@ class ConfigFields:
         """Rotary parameters for a context of `length` tokens: with the base `theta`, or, for a
         longer context than the model has, by YaRN (arXiv:2309.00071). None if nothing changes.
 
-        Raises ValueError if the positions are not rotary ones of one known kind.
+        Raises ValueError, with the knob, if the positions are not rotary ones of one known kind.
         """
+        knob = "model.n_positions" if theta is None else "finetune.rope_theta"
         known = config.max_position_embeddings
         rope = getattr(config, "rope_parameters", None) or {}
         if theta is None and length == known:
             return None
         if length < known:
-            raise ValueError(f"{self.name} has {known:,} positions already; leave it out")
+            raise ValueError(
+                f"model.n_positions: {self.name} has {known:,} positions already; leave it out"
+            )
         kind = rope.get("rope_type")
         if kind is None:
             kinds = "several kinds of" if rope else "no"
-            raise ValueError(f"{self.name} has {kinds} rope_parameters; leave it out")
+            raise ValueError(f"{knob}: {self.name} has {kinds} rope_parameters; leave it out")
         if theta is not None:
             return rope | {"rope_theta": theta}
         if kind not in ("default", "yarn"):
-            raise ValueError(f"{self.name} has rope_type {kind}; set finetune.rope_theta")
+            raise ValueError(f"{knob}: {self.name} has rope_type {kind}; set finetune.rope_theta")
         # YaRN's factor is the new length by the one that the model was first trained for.
         known = rope.get("original_max_position_embeddings") or known
         changed = {"factor": length / known, "original_max_position_embeddings": known}

@@ -13,6 +13,7 @@ import torch
 from accelerate import Accelerator
 from transformers import PreTrainedModel
 
+from nanogpt_hf.config.checks import divisors
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.config.stages import naming, stages_of
 from nanogpt_hf.data.batches import Batches, blocks_read
@@ -204,7 +205,9 @@ def memory_advice(config: Config, model: PreTrainedModel, launch: Launch) -> str
     # What costs least comes first.
     remedies = []
     if (size := config.train.min_micro_batch_size) > 1:
-        remedies.append(f"train.micro_batch_size {size // 2} (same tokens per step)")
+        # The next smaller size that divides the step as this one does.
+        *_, smaller, _ = divisors(size)
+        remedies.append(f"train.micro_batch_size {smaller} (same tokens per step)")
     if config.optim.name == "adamw" and config.optim.state != "8bit":
         remedies.append("optim.state 8bit")
     if not launch.checkpointing:

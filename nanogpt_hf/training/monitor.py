@@ -216,9 +216,9 @@ class LayerStats:
         self._norms = (gradients, weights, updates)
 
     def step_report(self, grad_norm: float) -> dict[str, float]:
-        """Report the norms of the last `measured_step`.
+        """Report the norms of the last `measured_step`, of its last update.
 
-        `grad_norm` is the whole gradient's before clipping.
+        `grad_norm` is the whole gradient's in that update, before clipping.
         """
         if not self.on:
             return {}

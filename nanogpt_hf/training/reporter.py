@@ -100,7 +100,7 @@ class RunReporter:
         loss = sum_over_ranks(run.accelerator, result.loss).item()
         # From here on the host waits: the norms and the loss of the step are read.
         metrics = self.monitor.report(run.state)
-        metrics |= self.layers.step_report(result.grad_norm.item())
+        metrics |= self.layers.step_report(result.last_grad_norm.item())
         metrics |= step_metrics(run, result)
         self.tracking.train(loss, learning_rate, metrics)
         return self.monitor.spiked(run.state, loss, run.saved)

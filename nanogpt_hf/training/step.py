@@ -54,7 +54,7 @@ def train_step(run: Run, step: int, learning_rate: float) -> StepResult:
         loss = reducer.finish()
     grad_norm = reducer.clip(run.config.optim.max_grad_norm)
     run.updater.step()
-    return StepResult(loss, grad_norm, metrics, {})
+    return StepResult(loss, grad_norm, grad_norm, metrics, {})
 
 
 def next_step(run: Run) -> tuple[StepResult, float]:

@@ -9,18 +9,29 @@ import torch
 from accelerate import Accelerator
 
 from assertions import same_weights
-from nanogpt_hf.config.checks import divisors
+from nanogpt_hf.config.checks import accumulation_steps, divisors
 from nanogpt_hf.config.load import load_config
-from nanogpt_hf.config.schema import OptimSection
+from nanogpt_hf.config.schema import Config, OptimSection, replace_knobs
 from nanogpt_hf.distributed.launch import Launch
 from nanogpt_hf.distributed.updates import Updater
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM
 from nanogpt_hf.model.architecture import architecture_of
+from nanogpt_hf.model.build import model_of_run
 from nanogpt_hf.planning.footprint import footprint
 from nanogpt_hf.training import auto_size, micro_batch
 from nanogpt_hf.training.auto_size import largest_micro_batch
+from nanogpt_hf.training.micro_batch import memory_advice
 from nanogpt_hf.training.start import prepare_run
+
+
+@pytest.mark.parametrize(("size", "smaller"), [(12, 6), (9, 3), (5, 1)])
+def test_advice_is_a_micro_batch_that_divides_the_step(size, smaller):
+    sizes = {"train.micro_batch_size": size, "train.tokens_per_step": size * 1024}
+    config = replace_knobs(Config(), sizes)
+    advice = memory_advice(config, model_of_run(config, 9), Launch(device="cpu"))
+    assert f"train.micro_batch_size {smaller} (" in advice
+    accumulation_steps(replace_knobs(config, {"train.micro_batch_size": smaller}), 1)
 
 
 @pytest.mark.parametrize(

@@ -48,12 +48,13 @@ def patched_steps(monkeypatch):
 
 @pytest.mark.parametrize("norms", [[math.inf, 1.0], [1.0, math.inf], [math.nan, 1.0]], ids=str)
 def test_a_gradient_that_is_not_finite_counts_in_any_update_of_a_step(monkeypatch, norms):
-    results = iter([StepResult(torch.tensor(2.0), torch.tensor(norm), {}, {}) for norm in norms])
+    results = iter([StepResult(torch.tensor(2.0), *2 * (torch.tensor(n),), {}, {}) for n in norms])
     method = SimpleNamespace(begin_step=lambda run, number: {"x": 1.0}, updates=lambda config: 2)
     monkeypatch.setattr(step, "method_of", lambda config: method)
     monkeypatch.setattr(step, "train_step", lambda run, number, rate: next(results))
     result = step.take_step(SimpleNamespace(config=None), 0, 0.1)
     assert not result.grad_norm.isfinite()
+    assert str(result.last_grad_norm.item()) == str(norms[-1])
     assert result.figures == {"x": 1.0}
 
 
@@ -132,6 +133,21 @@ def test_clipped_share_counts_steps_since_last_report(monitor, max_norm, norms, 
     values = monitor.report(state)
     assert values.get("train/clipped_share") == share
     assert (state.reported_step, state.clipped_steps, state.not_finite_steps) == (state.step, 0, 0)
+
+
+def test_layers_have_the_gradient_of_the_last_update(pretrain, monkeypatch):
+    def with_a_larger_update_before(run, step, learning_rate):
+        result = train_step(run, step, learning_rate)
+        return result._replace(grad_norm=10 * result.grad_norm)
+
+    replace_step(monkeypatch, with_a_larger_update_before)
+    knobs = {"tracking__layers": True, "tracking__every": 1, "optim__max_grad_norm": 0.01}
+    run = pretrain(**knobs, train__max_steps=2).run
+    for event in read_metrics(run):
+        if "train/grad_norm" in event:
+            norms = [value for key, value in event.items() if key.endswith("/grad_norm")]
+            norms.remove(event["train/grad_norm"])
+            assert math.hypot(*norms) == pytest.approx(event["train/grad_norm"] / 10)
 
 
 def test_frozen_layers_have_no_norms(start, tiny_base, text_file):

@@ -118,7 +118,11 @@ def test_run_with_more_positions_resumes_exactly(base, finetune, tmp_path, reque
     ],
 )
 def test_positions_that_cannot_be_are_one_line(base, options, named, finetune, capsys, request):
-    run = finetune(request.getfixturevalue(base), options, status=2)
+    folder = request.getfixturevalue(base)
+    capsys.readouterr()  # what making the model has printed
+    run = finetune(folder, options, status=2)
     line = capsys.readouterr().err.splitlines()[0]
     assert all(name in line for name in named)
+    # A knob that was not stated is not the mistake.
+    assert "model.n_positions" not in line or "model.n_positions" in options
     assert not run.path.exists()
