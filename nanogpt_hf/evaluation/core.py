@@ -101,7 +101,9 @@ def _read(folder: Path, limit: int | None) -> tuple[list[CoreTask], list[Path]]:
     with metadata.open(encoding="utf-8", newline="") as file:
         for row in csv.DictReader(file):
             # in percent
-            baselines[row["Eval Task"]] = 0.01 * float(row["Random baseline"])
+            baseline = baselines[row["Eval Task"]] = 0.01 * float(row["Random baseline"])
+            if not 0 <= baseline < 1:
+                raise ValueError(f"a random baseline of {row['Random baseline']} percent")
     for entry in yaml.safe_load(table.read_text(encoding="utf-8"))["icl_tasks"]:
         path = folder / "eval_data" / entry["dataset_uri"]
         files.append(path)
@@ -109,7 +111,7 @@ def _read(folder: Path, limit: int | None) -> tuple[list[CoreTask], list[Path]]:
         kind = entry["icl_task_type"]
         with path.open(encoding="utf-8") as file:
             rows = [json.loads(line) for line in file if line.strip()]
-        questions = [(_OPTIONS[kind](row), row.get("gold", 0)) for row in rows]
+        questions = [_question(kind, row) for row in rows]
         # Also without --limit, since the order decides which questions are the examples.
         random.Random(_SHUFFLE_SEED).shuffle(questions)
         task = CoreTask(
@@ -121,7 +123,20 @@ def _read(folder: Path, limit: int | None) -> tuple[list[CoreTask], list[Path]]:
             questions=questions[:limit],
         )
         tasks.append(task)
+    if not tasks:
+        raise ValueError(f"{table.name} lists no task")
     return tasks, files
+
+
+def _question(kind: str, row: dict[str, Any]) -> tuple[list[tuple[str, str]], int]:
+    """The options of a question, and the number of the right one. Raises ValueError if it is none
+    of them.
+    """
+    options = _OPTIONS[kind](row)
+    gold = row.get("gold", 0)
+    if gold not in range(len(options)):
+        raise ValueError(f"gold {gold!r:.40} is the number of none of {len(options)} options")
+    return options, gold
 
 
 def _measure(

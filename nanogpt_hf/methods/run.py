@@ -16,8 +16,7 @@ from nanogpt_hf.distributed.pipeline import Pipeline, pipeline_of
 from nanogpt_hf.distributed.updates import Updater
 from nanogpt_hf.methods.finetuning import learned_ids
 from nanogpt_hf.model.architecture import Architecture, Metrics, Objective, architecture_of
-from nanogpt_hf.model.load import load_start_model
-from nanogpt_hf.model.vocabulary import extend_vocabulary
+from nanogpt_hf.model.build import load_resized
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.state import MeasuredLoss, TrainState
 
@@ -74,8 +73,10 @@ class StepResult(NamedTuple):
 
     # This rank's share. The sum over ranks is the mean over the targets of the step.
     loss: torch.Tensor
-    # The norm of the whole gradient, before clipping.
+    # The norm of the whole gradient, before clipping: of the largest of the step's updates, and of
+    # the last.
     grad_norm: torch.Tensor
+    last_grad_norm: torch.Tensor
     # Metrics of the objective: shares, like the loss.
     metrics: Metrics
     # What the method has found before the step, the same on all processes.
@@ -99,15 +100,8 @@ class Evaluated(NamedTuple):
 def start_model_of(run: Run) -> PreTrainedModel:
     """Load the model that the run started from, whole on every process; the first call does it."""
     if run.start_model is None:
-        finetune = run.config.finetune
-        assert finetune.model is not None, "a method that compares with it requires one"
-        model = load_start_model(finetune)
-        positions = run.config.model.n_positions
-        architecture_of(model).resize_positions(model, positions, finetune.rope_theta)
-        learned = learned_ids(run.config, run.data)
-        tokens = run.data.vocab_size
-        # The model of the run got the same rows for new tokens before its first step.
-        if learned is not None or tokens > model.config.vocab_size:
-            extend_vocabulary(model, tokens, learned)
+        config = run.config
+        assert config.finetune.model is not None, "a method that compares with it requires one"
+        model = load_resized(config, run.data.vocab_size, learned_ids(config, run.data))
         run.start_model = model.to(run.accelerator.device).requires_grad_(False)
     return run.start_model

@@ -101,11 +101,8 @@ def start_model(
                 load_in_4bit=lora.quantize == "4bit",
                 bnb_4bit_quant_type="nf4",
             )
-        model = load_start_model(finetune, **options)
-        # methods/finetuning.py has checked that the tokenizer keeps all tokens of the model.
-        if learned is not None or vocab_size > model.config.vocab_size:
-            extend_vocabulary(model, vocab_size, learned)
-        _prepare_for_finetuning(model, config, step)
+        model = load_resized(config, vocab_size, learned, **options)
+        _freeze_and_adapt(model, config, step)
     if idle := _freeze_idle(model):
         logger.info(f"frozen, since the loss gives no gradient: {', '.join(idle)}")
     return model
@@ -122,11 +119,28 @@ def _freeze_idle(model: PreTrainedModel) -> list[str]:
     return idle
 
 
-def _prepare_for_finetuning(model: PreTrainedModel, config: Config, step: int) -> None:
-    """Set the context of a loaded model, freeze layers, and add adapters, in place."""
-    architecture = architecture_of(model)
-    architecture.resize_positions(model, config.model.n_positions, config.finetune.rope_theta)
-    architecture.freeze(model, frozen_layers_at(step, config.finetune))
+def load_resized(
+    config: Config, vocab_size: int, learned: Sequence[int] | None, **options: Any
+) -> PreTrainedModel:
+    """The model that a recipe starts from, with the context of the recipe, and rows for the new
+    tokens of its tokenizer (`start_model`). `options` are arguments of Architecture.read_model.
+    """
+    model = load_start_model(config.finetune, **options)
+    # methods/finetuning.py has checked that the tokenizer keeps all tokens of the model.
+    if learned is not None or vocab_size > model.config.vocab_size:
+        extend_vocabulary(model, vocab_size, learned)
+    _resize_positions(model, config)
+    return model
+
+
+def _resize_positions(model: PreTrainedModel, config: Config) -> None:
+    theta = config.finetune.rope_theta
+    architecture_of(model).resize_positions(model, config.model.n_positions, theta)
+
+
+def _freeze_and_adapt(model: PreTrainedModel, config: Config, step: int) -> None:
+    """Freeze layers of a loaded model, and add adapters, in place."""
+    architecture_of(model).freeze(model, frozen_layers_at(step, config.finetune))
     if config.lora.rank:
         from nanogpt_hf.model.lora import add_adapters
 
@@ -138,7 +152,8 @@ def meta_model(config: Config, base: PreTrainedConfig, step: int = 0) -> PreTrai
     model = architecture_of(base).on_meta(base)
     if config.finetune.model:
         with torch.device("meta"):
-            _prepare_for_finetuning(model, config, step)
+            _resize_positions(model, config)
+            _freeze_and_adapt(model, config, step)
     _freeze_idle(model)
     return model
 

@@ -116,6 +116,9 @@ def test_core_equals_a_slow_reference(capsys, letter_model, bundle, tmp_path, li
     ("file", "before", "after"),
     [
         ("eval_data/sub/choose.jsonl", "choices", "x"),
+        ("eval_data/sub/choose.jsonl", '"gold": ', '"gold": 9'),
+        ("core.yaml", "icl_tasks:", "icl_tasks: []\nothers:"),
+        ("eval_meta_data.csv", "choose,made up,25", "choose,made up,100"),
         ("eval_meta_data.csv", "choose,made up,25", "choose," + "x" * 200_000),  # csv.Error
     ],
 )
