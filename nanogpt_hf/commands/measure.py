@@ -65,6 +65,7 @@ def run_compare(arguments: Namespace) -> None:
     from nanogpt_hf.reports.curves import draw_curves
     from nanogpt_hf.reports.reference import find_reference
     from nanogpt_hf.runs.metrics import read_metrics
+    from nanogpt_hf.runs.provenance import steps_from
 
     if arguments.make_reference:
         _make_reference(folders, arguments.make_reference)
@@ -88,6 +89,12 @@ def run_compare(arguments: Namespace) -> None:
     if len(folders) > 1:
         rows = [["knob", *configs], *([key, *values.values()] for key, values in knobs.items())]
         show("\nthe recipes differ in\n" + align(rows) if knobs else "\nthe recipes are equal")
+    for folder in folders:
+        name = str(folder.path)
+        max_steps = configs[name].train.max_steps
+        if knob := steps_from(folder, max_steps):
+            runs[name]["steps_from"] = knob
+            show(f"{name}: train.max_steps {max_steps:,} follows from {knob}")
     references = {name: find_reference(config) for name, config in configs.items()}
     show("\nis the loss normal?")
     for name, config in configs.items():

@@ -41,6 +41,8 @@ class Run:
     saved: TrainState | None = None
     # The model that the run started from, if its method compares with it: `start_model_of`.
     start_model: PreTrainedModel | None = None
+    # The knob by which this start found train.max_steps, such as `train.budget 55m`; or "".
+    steps_from: str = ""
     # None for a run that is only measured, by `bench` or `doctor`.
     run_folder: RunFolder | None = None
     # The launch, as this process sees it.

@@ -30,7 +30,7 @@ from nanogpt_hf.reports.reference import find_reference, judge
 from nanogpt_hf.runs.files import redact, write_whole
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.metrics import AXES, Event, column, is_number, names, read_metrics
-from nanogpt_hf.runs.provenance import read_starts, read_verifications
+from nanogpt_hf.runs.provenance import read_starts, read_verifications, steps_from
 from nanogpt_hf.runs.recipe import read_recipe
 
 logger = logging.getLogger(__name__)
@@ -150,6 +150,8 @@ def _state_line(run: RunFolder, config: Config, step: int) -> str:
     state = f"step {step:,} of {train.max_steps:,}, not finished"
     if run.final.is_dir():
         state = f"done: {step:,} steps"
+    if knob := steps_from(run, train.max_steps):
+        state += f"; train.max_steps {train.max_steps:,} follows from {knob}"
     start = f"from {config.finetune.model}" if config.finetune.model else "from scratch"
     return (
         f"{state}. {model.n_layer} layers, {model.n_head} heads, "

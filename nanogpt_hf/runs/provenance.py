@@ -132,6 +132,8 @@ class Start(TypedDict, total=False):
     precision: str
     fingerprint: dict[str, str]
     branch_of: str
+    steps_from: str
+    max_steps: int
 
 
 def read_starts(run: RunFolder) -> list[dict[str, Any]]:
@@ -174,6 +176,15 @@ def branched_at(run: RunFolder) -> tuple[int, str]:
     # The first start of a branch names the run; later ones are its resumes.
     first = next((start for start in read_starts(run) if start.get("branch_of")), {})
     return first.get("step", 0), first.get("branch_of", "")
+
+
+def steps_from(run: RunFolder, max_steps: int) -> str:
+    """The knob by which a run found its train.max_steps, such as `train.budget 55m`; "" if its
+    recipe stated them. No recipe of a run has that knob.
+    """
+    # A resume may have changed the number.
+    found = [start for start in read_starts(run) if start.get("max_steps") == max_steps]
+    return found[-1].get("steps_from", "") if found else ""
 
 
 class Verification(TypedDict):

@@ -18,6 +18,7 @@ from nanogpt_hf.config.compatibility import check_settings
 from nanogpt_hf.config.dial import dial_lines
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.config.settings import Setting
+from nanogpt_hf.config.sources import knob_text
 from nanogpt_hf.config.stages import naming, stages_of
 from nanogpt_hf.cpu import share_threads
 from nanogpt_hf.data.manifest import identity
@@ -108,10 +109,15 @@ def prepare_run(
             # 2. From here on processes know each other.
             accelerator = build_accelerator(launch, folder, trackers)
             # 3. Model and optimizer, with the weights of a checkpoint if the run resumes.
-            return _start_or_resume(known, accelerator, folder, data, facts)
+            run = _start_or_resume(known, accelerator, folder, data, facts)
     except BaseException:
         folder.unlock()
         raise
+    key = config.train.steps_from
+    # A resume counts epochs again, and times nothing.
+    if key == "train.epochs" or (key and not facts["resumes"]):
+        run.steps_from = f"{key} {knob_text(config, key)}"
+    return run
 
 
 def _lock(config: Config, folder: RunFolder, options: dict[str, bool]) -> dict[str, Any]:

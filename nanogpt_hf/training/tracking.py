@@ -247,6 +247,8 @@ def _record_start(run: Run) -> None:
         "deterministic": is_deterministic(run.config, device),
         **describe_start(device),
     }
+    if run.steps_from:
+        start |= {"steps_from": run.steps_from, "max_steps": run.config.train.max_steps}
     if run.accelerator.log_with:
         start_trackers(run, start)
     add_start(run.folder, start | {"data": (run.state.identity or {}).get("data")})

@@ -52,6 +52,26 @@ def test_compare_prints_table_and_differences_and_plots(write_run, compare, tmp_
     assert image.imread(tmp_path / "compare.png")[..., :3].std() > 0.05
 
 
+def test_steps_that_a_budget_or_epochs_have_found(write_run, compare, tmp_path):
+    """A number that a resume has stated since follows from neither."""
+    stated, timed, counted, changed = (
+        write_run(name, train__max_steps=60 if name != "changed" else 61)
+        for name in ("stated", "timed", "counted", "changed")
+    )
+    for run, knob in ((timed, "train.budget 9m"), (counted, "train.epochs 3"), (changed, "x")):
+        start = {"step": 0, "steps_from": knob, "max_steps": 60}
+        text = json.dumps({"starts": [start, {"step": 20}]})
+        (Path(run) / "machine.json").write_text(text)
+    out = compare(stated, timed, counted, changed, "--json", str(tmp_path / "all.json"))
+    assert [line for line in out.splitlines() if "follows from" in line] == [
+        f"{timed}: train.max_steps 60 follows from train.budget 9m",
+        f"{counted}: train.max_steps 60 follows from train.epochs 3",
+    ]
+    runs = json.loads((tmp_path / "all.json").read_text())["runs"]
+    found = [runs[run].get("steps_from") for run in (stated, timed, counted, changed)]
+    assert found == [None, "train.budget 9m", "train.epochs 3", None]
+
+
 def test_other_tokenizers_are_compared_by_bits_per_byte(write_run, compare, text_file, tmp_path):
     text = tmp_path / "upper.txt"
     text.write_text(text_file.read_text().upper())

@@ -12,7 +12,9 @@ from nanogpt_hf.commands import main
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.schema import replace_knobs
 from nanogpt_hf.errors import ConfigError
+from nanogpt_hf.reports.page import write_report
 from nanogpt_hf.runs.folder import RunFolder
+from nanogpt_hf.runs.provenance import read_starts, steps_from
 from nanogpt_hf.runs.recipe import changed_knobs
 from nanogpt_hf.training import budget, clock
 from nanogpt_hf.training.budget import steps_within
@@ -79,6 +81,12 @@ KNOBS = {
 }
 # 95% of 21 s: 16 steps of 0.5 s, and evaluations of 2 s at the steps 0, 4, 8, 12 and 16.
 BUDGET = ("--train.budget", "21s")
+FROM = "train.budget 21s"
+
+
+def report_of(run: RunFolder) -> str:
+    write_report(run, run.report)
+    return run.report.read_text()
 
 
 @pytest.fixture
@@ -113,6 +121,7 @@ def test_run_is_the_run_of_its_recorded_recipe(pretrain, timed, tmp_path, kind, 
     plain = pretrain(name="plain", train__max_steps=16, **kind)
     assert timed == []
     assert plain.run.recipe.read_bytes() == ended.run.recipe.read_bytes()
+    assert [steps_from(run, 16) for run in (ended.run, plain.run)] == [FROM, ""]
     assert numbers(ended.run) == numbers(plain.run)
     for step in (4, 16):
         assert tensor_files(ended.run, step) == tensor_files(plain.run, step)
@@ -155,6 +164,9 @@ def test_resume_does_not_time_again(pretrain, interrupted, timed, lost, caplog):
     assert numbers(resumed.run) == numbers(whole)
     assert tensor_files(resumed.run, 16) == tensor_files(whole, 16)
     assert resumed.run.recipe.read_bytes() == whole.recipe.read_bytes()
+    # a later start is not timed, and the report shows the first one's
+    assert [start.get("steps_from") for start in read_starts(resumed.run)] == [FROM, None]
+    assert f"done: 16 steps; train.max_steps 16 follows from {FROM}." in report_of(resumed.run)
     assert main(["verify", str(resumed.run.path), "--steps", "0:16"]) == 0
     # A run that is not resumed is timed.
     assert pretrain("--overwrite", *BUDGET).status == 0
@@ -188,6 +200,7 @@ def test_resume_with_more_steps_is_as_ever(pretrain, interrupted):
     longer = pretrain("--resume", train__max_steps=18)
     assert longer.status == 0
     assert load_config(longer.run.recipe).train.max_steps == 18
+    assert "follows from" not in report_of(longer.run)
 
 
 @pytest.mark.long

@@ -16,6 +16,7 @@ from nanogpt_hf.config.schema import replace_knobs
 from nanogpt_hf.data.batches import Batches
 from nanogpt_hf.data.prepare import prepare
 from nanogpt_hf.data.prepared import load_prepared
+from nanogpt_hf.runs.provenance import steps_from
 from nanogpt_hf.runs.recipe import changed_knobs
 from nanogpt_hf.training.epochs import steps_of, with_steps_of_known_data
 from nanogpt_hf.training.resume import check_resume
@@ -94,6 +95,8 @@ def test_run_is_the_run_of_its_recorded_recipe(pretrain, epochs, caplog):
     assert f"train.max_steps {steps}" in line
     plain = pretrain(name="plain", train__max_steps=steps)
     assert plain.run.recipe.read_bytes() == ended.run.recipe.read_bytes()
+    found = [steps_from(run, steps) for run in (ended.run, plain.run)]
+    assert found == [f"train.epochs {epochs}", ""]
     assert numbers(ended.run) == numbers(plain.run)
     assert tensor_files(ended.run, steps) == tensor_files(plain.run, steps)
     state = [
@@ -164,6 +167,7 @@ def test_resume_keeps_the_steps_and_more_epochs_are_more_steps(pretrain, caplog)
     longer = pretrain("--resume", "--train.epochs", "0.05")
     assert longer.status == 0, longer.err
     more = load_config(longer.run.recipe).train.max_steps
+    assert steps_from(longer.run, more) == "train.epochs 0.05"
     assert more == expected_steps(longer.run.recipe, 0.05) > last
     warmups = [round(0.125 * steps) for steps in (last, more)]
     for knob, before, now in (
