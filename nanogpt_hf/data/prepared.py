@@ -113,6 +113,13 @@ def _fitting_manifest(data: DataSection) -> Manifest:
     return manifest
 
 
+def check_prepared_sources(data: DataSection) -> None:
+    """Raises DataError if a source that is prepared does not fit the recipe. Others may be missing."""
+    for source in sources_of(data):
+        if manifest := read_manifest(Path(source.data.dir)):
+            check_fits(manifest, source.data)
+
+
 def _load_source(data: DataSection, manifest: Manifest) -> PreparedData:
     folder = Path(data.dir)
     tokenizer = open_tokenizer(folder, manifest)

@@ -15,6 +15,7 @@ from nanogpt_hf.checkpoint.reader import (
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.config.stages import with_known_steps
 from nanogpt_hf.data.manifest import find_manifest
+from nanogpt_hf.data.prepared import check_prepared_sources
 from nanogpt_hf.errors import ChangedError, DataError, RunFolderError, UserError
 from nanogpt_hf.methods.table import method_of
 from nanogpt_hf.runs.folder import RunFolder, run_folder
@@ -51,7 +52,7 @@ def remedies_of_run(folder: RunFolder, config: Config) -> Iterator[None]:
 
 
 def _has_learned(folder: RunFolder, config: Config) -> bool:
-    """Return whether the prepared data is the data of the run's newest checkpoint."""
+    """Return whether the prepared data may be the data of the run's newest checkpoint."""
     try:
         learned = identity_of(newest_checkpoint(folder))["data"]
     except RunFolderError:
@@ -60,7 +61,9 @@ def _has_learned(folder: RunFolder, config: Config) -> bool:
     if not method_of(config).uses_prepared_data:
         return True
     manifest = find_manifest(config.data)
-    return manifest is not None and manifest.content().items() <= learned.items()
+    # Without one source the checkpoint does not tell which data a mixture had. Only the remedies of
+    # a run never lose what it has learned.
+    return manifest is None or manifest.content().items() <= learned.items()
 
 
 def _recorded_steps(folder: RunFolder) -> int:
@@ -127,6 +130,8 @@ def check_resume(
     if config.train.epochs is None:
         check_end(config, folder, checkpoint)
     if method.uses_prepared_data and find_manifest(config.data) is None:
+        with remedies_of_run(folder, config):
+            check_prepared_sources(config.data)
         lines.append(f"not compared with the run: {config.data.dir} is not prepared yet")
     else:
         with remedies_of_run(folder, config):

@@ -104,6 +104,15 @@ KINDS = {
         lambda folder: text(folder, "more.txt", "a cat"),
         PREPARED,
     ),
+    # The data of the other source was removed, so it is to be prepared again.
+    "first of a mixture": Kind(
+        "pretrain",
+        SIZES | {"data": {"source": MIXED}},
+        "text.txt",
+        lambda folder: [text(folder, name) for name in ("text.txt", "more.txt")],
+        lambda folder: [text(folder, "text.txt", "a cat"), shutil.rmtree(folder / "data" / "more")],
+        PREPARED,
+    ),
     "token files": Kind(
         "pretrain",
         SIZES | {"data": {"source": "tokens", "format": "datatrove"}},
