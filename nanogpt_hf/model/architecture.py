@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from nanogpt_hf.model.config_fields import config_class_of, padding_rows
+from nanogpt_hf.model.config_fields import config_class_of, padding_parameters, padding_rows
 from nanogpt_hf.model.configuration_gpt import GPTConfig
 from nanogpt_hf.model.decoders import Architecture
 from nanogpt_hf.model.gpt2 import GPT2Architecture
 
-__all__ = ["Architecture", "padding_rows"]
+__all__ = ["Architecture", "padding_parameters", "padding_rows"]
 
 Metrics = dict[str, torch.Tensor]  # sums over the micro-batch's targets, by name
 Objective = Callable[[torch.nn.Module, dict[str, torch.Tensor]], tuple[torch.Tensor, Metrics]]

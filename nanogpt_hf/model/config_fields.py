@@ -294,3 +294,11 @@ def padded_vocab_size(section: ModelSection, vocab_size: int) -> int | None:
 def padding_rows(config: PreTrainedConfig) -> int:
     """Rows of the embedding that only pad the vocabulary."""
     return (getattr(config, "padded_vocab_size", None) or config.vocab_size) - config.vocab_size
+
+
+def padding_parameters(config: Any) -> int:
+    """Parameters that only pad the vocabulary, in the embedding, and in the head if that is another
+    matrix.
+    """
+    matrices = 1 if config.tie_word_embeddings else 2
+    return matrices * padding_rows(config) * config.hidden_size

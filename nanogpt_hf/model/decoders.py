@@ -27,7 +27,7 @@ from nanogpt_hf.model.config_fields import (
     active_experts,
     completed,
     padded_vocab_size,
-    padding_rows,
+    padding_parameters,
 )
 from nanogpt_hf.model.experts import experts_of
 from nanogpt_hf.model.layout_gpt import check_loaded
@@ -38,7 +38,7 @@ from nanogpt_hf.model.trial_step import idle_in_a_step
 
 @dataclass(frozen=True)
 class Sizes:
-    """Numbers of parameters of a model."""
+    """Numbers of parameters of a model, without rows that pad the vocabulary."""
 
     parameters: int
     # The embeddings, except one that is the head too: they are in no matrix product.
@@ -157,13 +157,16 @@ class Architecture(ConfigFields, ModelParts):
             for parameter in module.parameters():
                 if parameter is not head.weight:
                     looked_up += parameter.numel()
+        padding = padding_parameters(model.config)
+        if not model.config.tie_word_embeddings:
+            looked_up -= padding // 2
         # Of E experts a token computes with k, so that (E - k) / E of their parameters are idle.
         active = active_experts(model.config)
         idle = 0
         for experts in experts_of(model):
             size = sum(parameter.numel() for parameter in experts.parameters())
             idle += size - size * active // experts.num_experts
-        return Sizes(model.num_parameters(), looked_up, idle)
+        return Sizes(model.num_parameters() - padding, looked_up, idle)
 
     def sizes(self, config: Any) -> Sizes:
         """Sizes of a model, counted once for each config."""
@@ -280,11 +283,9 @@ class Architecture(ConfigFields, ModelParts):
         """Parameters of the model as it is saved: padded vocabulary rows are not counted, a tied
         head counts once.
         """
-        known = self._sizes.get(_key_of(config))
-        parameters = known.parameters if known else self.on_meta(config).num_parameters()
-        # The embedding has padded rows, and the head if it is another matrix.
-        matrices = 1 if config.tie_word_embeddings else 2
-        return parameters - matrices * padding_rows(config) * config.hidden_size
+        if known := self._sizes.get(_key_of(config)):
+            return known.parameters
+        return self.on_meta(config).num_parameters() - padding_parameters(config)
 
 
 def _key_of(config: PreTrainedConfig) -> str:

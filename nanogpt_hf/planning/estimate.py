@@ -22,7 +22,7 @@ from nanogpt_hf.distributed.layout import check_layout
 from nanogpt_hf.errors import DataError, UserError
 from nanogpt_hf.generate.cache import starts_mergeable
 from nanogpt_hf.methods.table import method_of
-from nanogpt_hf.model.architecture import architecture_of, padding_rows, part_of
+from nanogpt_hf.model.architecture import architecture_of, padding_parameters, part_of
 from nanogpt_hf.model.build import build_config, meta_model
 from nanogpt_hf.model.checks import check_balance
 from nanogpt_hf.optim.optimizer import kind_of
@@ -102,6 +102,7 @@ def estimate(
     per_token = _mean_flops_per_token(config, model)
     tokens = planned_tokens(config)
     flops = tokens * per_token
+    updates = config.train.max_steps * method.updates(config)
     step = footprint_arguments(config)
 
     # Micro-batches of several devices are of the same sizes, so estimates are kept.
@@ -130,7 +131,7 @@ def estimate(
         memory=footprint_of(micro, launch),
         useless=useless_checkpointing(model, launch, **one),
         flops_per_token=per_token,
-        flops=flops + kind_of(config.optim).update_flops(model) * config.train.max_steps,
+        flops=flops + kind_of(config.optim).update_flops(model) * updates,
         mfu=mfu,
         devices=_devices(footprint_of, sequences, launch, memory, timed_flops, mfu),
         uses_prepared_data=method.uses_prepared_data,
@@ -198,16 +199,11 @@ def _run_bytes(config: Config, model: PreTrainedModel) -> int:
     return run_bytes(model.num_parameters(), state, config.checkpoint.keep)
 
 
-def _padding(model: PreTrainedModel) -> int:
-    """Count the parameters that pad the vocabulary. They take memory and disk, but are none of the
-    model's.
-    """
-    return padding_rows(model.config) * model.config.hidden_size
-
-
 def _parameters(model: PreTrainedModel) -> tuple[int, int]:
-    """Count the parameters without padding, all and the trainable ones."""
-    padding = _padding(model)
+    """Count the parameters, all and the trainable ones. Those that pad the vocabulary take memory
+    and disk, but are none of the model's.
+    """
+    padding = padding_parameters(model.config)
     embedding = next(model.get_input_embeddings().parameters())
     trainable = model.num_parameters(only_trainable=True) - padding * embedding.requires_grad
     return model.num_parameters() - padding, trainable
@@ -225,7 +221,7 @@ def _parameters_by_part(model: PreTrainedModel) -> dict[str, int]:
     by_part = Counter[str]()
     for name, parameter in model.named_parameters():
         by_part[part_of(name)] += parameter.numel()
-    by_part["token embedding and head"] -= _padding(model)
+    by_part["token embedding and head"] -= padding_parameters(model.config)
     return dict(by_part)
 
 

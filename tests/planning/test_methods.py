@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 
 from nanogpt_hf.bench.rehearsal import rehearse
+from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.methods import NEXT_TOKEN, POLICY, PREFERENCES
 from nanogpt_hf.config.schema import Config, DataSection, RlSection, TrainSection
 from nanogpt_hf.distributed.launch import Launch
@@ -333,3 +334,30 @@ def test_what_needs_values_is_not_rehearsed(base):
     config, model = resolved(base, "dpo", 1, **quantized)
     with pytest.raises(UserError, match=r"^--rehearse: lora\.quantize 8bit: .*no values"):
         rehearse(config, ONE, model)
+
+
+def test_each_update_of_a_step_orthogonalizes(base):
+    knobs = {"optim.name": "muon"}
+    found = [
+        estimate(config, ONE, model)
+        for config, model in (
+            resolved_rewards(base, 1, **knobs, **{"rl.updates": updates}) for updates in ("1", "3")
+        )
+    ]
+    one, three = (each.flops - each.tokens * each.flops_per_token for each in found)
+    assert three == pytest.approx(3 * one)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_rows_that_pad_the_vocabulary_are_no_parameters(tied):
+    knobs = {"model.architecture": "llama", "model.extra": {"tie_word_embeddings": tied}}
+    knobs |= {"model.n_layer": 2, "model.n_head": 2, "model.n_embd": 32, "model.n_positions": 32}
+    knobs |= {"data.source": "x.txt", "data.tokenizer": "bpe", "data.vocab_size": 300}
+    knobs |= {"data.block_size": 16, "train.tokens_per_step": 192}
+    plain, padded = (
+        estimate(load_config(None, knobs | {"model.pad_vocab_to_multiple_of": multiple}), ONE)
+        for multiple in (1, 256)
+    )
+    for figure in ("parameters", "trainable", "active", "by_part", "flops_per_token"):
+        assert getattr(plain, figure) == getattr(padded, figure), figure
+    assert sum(padded.by_part.values()) == padded.parameters
