@@ -71,7 +71,7 @@ def show(*values: object, sep: str = " ", file: IO[str] | None = None) -> None:
     show_text(escape_controls(redact_urls(sep.join(map(str, values)))), "\n", file)
 
 
-def show_end(message: object, file: IO[str] | None = None) -> None:
+def show_end(message: object, file: IO[str] | None) -> None:
     """Print a log line, or why a command ended; a failed write is ignored."""
     with contextlib.suppress(OSError):
         show(message, file=file)

@@ -37,7 +37,7 @@ def cgroup_quota(path: Path = Path("/sys/fs/cgroup/cpu.max")) -> int | None:
     return None
 
 
-def stated_threads(local_world_size: int = 1) -> int | None:
+def stated_threads(local_world_size: int) -> int | None:
     """The number of threads that the user set by OMP_NUM_THREADS; None if it was left open.
 
     `accelerate launch` sets the variable itself, to the machine's physical cores per process.

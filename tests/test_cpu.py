@@ -65,7 +65,7 @@ def test_stated_threads(monkeypatch, environment, stated):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(psutil, "cpu_count", lambda logical=True: 8 if logical else 4)
-    assert stated_threads() == stated
+    assert stated_threads(1) == stated
 
 
 @pytest.mark.parametrize(

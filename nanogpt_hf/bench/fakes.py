@@ -193,10 +193,10 @@ def _load_without_values(replacements: _Replacements, base: PreTrainedConfig) ->
     replacements.replace(build, "load_start_model", load_start_model)
 
     # The model before training is on the device, too.
-    def load_on_device(*arguments: Any, **fields: Any) -> PreTrainedModel:
-        return _on_device(load_start_model(*arguments, **fields))
+    def load_on_device(*arguments: Any) -> PreTrainedModel:
+        return _on_device(build.load_resized(*arguments))
 
-    replacements.replace(method_run, "load_start_model", load_on_device)
+    replacements.replace(method_run, "load_resized", load_on_device)
 
 
 def _on_device(model: Any) -> Any:

@@ -182,12 +182,12 @@ def check_knobs(recipe: Path | str | None, overrides: Sequence[tuple[str, str]])
 def unread_overrides(
     recipe: Path | str | None,
     overrides: Sequence[tuple[str, str]],
-    defaults: dict[str, Any] | None = None,
+    defaults: dict[str, Any],
 ) -> set[str]:
     """The keys of `overrides` whose knobs nothing reads, whatever their values are. Unstated knobs
     have `defaults`, or the schema's.
     """
-    stated = _read(recipe, overrides, defaults or {}, "")
+    stated = _read(recipe, overrides, defaults, "")
     config = stated.config
     if stated.problems or stage_problem(config):
         return set()

@@ -162,7 +162,7 @@ def blocks_read(config: Config, step: int) -> list[int]:
     return (-(-tokens // size)).tolist()
 
 
-def epoch_length(length: int, spacing: int = 1) -> int:
+def epoch_length(length: int, spacing: int) -> int:
     """How many of `length` blocks an epoch has, if their indices are `spacing` apart."""
     return max(1, length // spacing)
 

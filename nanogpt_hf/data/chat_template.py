@@ -103,7 +103,7 @@ class ChatFormat:
         return ids
 
     def without_lost_thoughts(
-        self, messages: list[Message], tools: list[Any] | None = None
+        self, messages: list[Message], tools: list[Any] | None
     ) -> list[Message]:
         """Leave out the thoughts that the template does not write in the prompt for an answer:
         many write no thought of an answer before the last question.

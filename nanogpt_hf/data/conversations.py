@@ -43,7 +43,7 @@ def conversation_of(row: Any) -> Conversation:
     raise _no_row(row, *_SHAPES)
 
 
-def pair_of(row: Any, _: object = None) -> Pair:
+def pair_of(row: Any) -> Pair:
     """A row as two conversations that differ in their last message, an answer: the chosen and the
     rejected one. Raises ValueError for another row.
 
@@ -61,7 +61,7 @@ def pair_of(row: Any, _: object = None) -> Pair:
     return chosen, rejected
 
 
-def labeled_of(row: Any, _: object = None) -> Labeled:
+def labeled_of(row: Any) -> Labeled:
     """A row of prompt, completion and label as a conversation whose answer is good, or not.
 
     Prompt and completion are texts or messages, as in a pair. Raises ValueError for another row.

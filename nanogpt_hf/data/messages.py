@@ -84,7 +84,7 @@ def texts_of(conversation: Conversation) -> Iterator[str]:
         yield json.dumps(conversation.tools, ensure_ascii=False)
 
 
-def spoken(content: str, thought: str = "") -> Message:
+def spoken(content: str, thought: str) -> Message:
     """An answer of the assistant, with its thought if it has one."""
     return {"role": "assistant", "content": content} | ({THOUGHT: thought} if thought else {})
 

@@ -72,8 +72,8 @@ def converse(
     seeds: Sequence[int],
     limits: Sequence[int],
     end_ids: Collection[int],
-    all_ended: Callable[[bool], bool] = bool,
-    progress: Callable[[int], object] = lambda rows: None,
+    all_ended: Callable[[bool], bool],
+    progress: Callable[[int], object],
 ) -> Conversed:
     """Sample an answer of several turns for each prompt; a limit is for all turns of an answer with
     the results of tools.

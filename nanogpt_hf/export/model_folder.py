@@ -204,7 +204,7 @@ def export_model_folder(
     folder: Path,
     model: transformers.PreTrainedModel,
     tokenizer: transformers.PreTrainedTokenizerBase,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype,
 ) -> float:
     """Write `model` as a standard model of transformers, a plain GPT-2 for instance. Load it with
     transformers alone, and return the largest difference of the logits.

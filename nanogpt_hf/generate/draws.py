@@ -35,8 +35,8 @@ class FilteredDraw:
         self,
         seeds: Sequence[int],
         temperature: float,
-        top_k: int | None = None,
-        top_p: float | None = None,
+        top_k: int | None,
+        top_p: float | None,
     ):
         self._greedy = temperature < _GREEDY_BELOW
         # A generator for each row: what one row draws does not move the others.

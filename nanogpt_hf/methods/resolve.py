@@ -41,7 +41,7 @@ def defaults_of(recipe: str | None, overrides: Overrides) -> dict[str, Any]:
 
 
 def resolve_from_model(
-    recipe: str | None, overrides: Overrides, method: RecipeMethod = NEXT_TOKEN
+    recipe: str | None, overrides: Overrides, method: RecipeMethod
 ) -> tuple[Config, "PreTrainedConfig"]:
     """Resolve the recipe of a run that starts from a model, and check that tokenizer and prepared
     data are the model's; return it with the configuration of the model.

@@ -146,7 +146,7 @@ class SummedLoss(PreTrainedModel if TYPE_CHECKING else object):
         return torch.stack([self.summed_loss(*row) for row in zip(hidden, targets, strict=True)])
 
     def with_loss(
-        self, out, shift_labels, num_items_in_batch, skip_logits, logits_to_keep, row_loss=None
+        self, out, shift_labels, num_items_in_batch, skip_logits, logits_to_keep, row_loss
     ):
         """Make the model's output: the loss if there are labels, and logits.
 

@@ -8,11 +8,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 
-def extend_vocabulary(
-    model: PreTrainedModel, tokens: int, learned: Sequence[int] | None = None
-) -> None:
+def extend_vocabulary(model: PreTrainedModel, tokens: int, learned: Sequence[int] | None) -> None:
     """Give embedding and head rows for `tokens` tokens. A new row starts as the mean of the rows
-    with the ids `learned`, by default of all rows. Rows that only padded the old vocabulary are
+    with the ids `learned`; None: of all rows. Rows that only padded the old vocabulary are
     new, too.
     """
     embedding: Any = model.get_input_embeddings()

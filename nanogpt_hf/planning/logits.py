@@ -15,7 +15,7 @@ def loss_bytes(
     launch: Launch,
     rows: int,
     row_loss: str,
-    teacher: Teacher | None = None,
+    teacher: Teacher | None,
 ) -> tuple[float, float, float]:
     """Bytes of the logits and tensors of their size, and of the loss's gradients of the head and of
     its input rows.

@@ -134,7 +134,7 @@ def _stopped_by_signals() -> Iterator[None]:
 
 
 def first_difference(
-    run: Run, folder: RunFolder, last: int, bound: float = 0.0
+    run: Run, folder: RunFolder, last: int, bound: float
 ) -> tuple[int, list[str]] | None:
     """Repeat the steps up to `last`; return the first that differs from what the folder has
     recorded by more than `bound`, and what differs. All processes call it, and get the same.

@@ -210,7 +210,7 @@ def next_size(
     failed: list[int],
     available: int,
     estimated: Callable[[int], float],
-    share: float = 1.0,
+    share: float,
 ) -> int | None:
     """Return the next micro-batch size to try; None if no larger one would fit.
 

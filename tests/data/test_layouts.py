@@ -81,12 +81,14 @@ def test_layouts_of_pairs_and_labeled_answers(tmp_path, layout, prompt):
     }
     chosen, rejected = (([write(answer)], kind) for answer in answers)
     more = given.get(prompt, {})
-    assert documents_of(tmp_path, pair_of, chosen=chosen, rejected=rejected, **more) == [
-        (READ, READ_OTHER)
-    ]
+    assert documents_of(
+        tmp_path, lambda row, _: pair_of(row), chosen=chosen, rejected=rejected, **more
+    ) == [(READ, READ_OTHER)]
     if prompt == "messages":
         label = ([True], pyarrow.bool_())
-        read = documents_of(tmp_path, labeled_of, completion=chosen, label=label, **more)
+        read = documents_of(
+            tmp_path, lambda row, _: labeled_of(row), completion=chosen, label=label, **more
+        )
         assert read == [(READ, True)]
 
 
@@ -114,7 +116,9 @@ def test_json_that_is_a_text_stays_text(tmp_path, row):
 def test_one_answer_of_json_beside_one_of_text_stays_text(tmp_path):
     texts = {"prompt": "a?", "chosen": json.dumps(MESSAGES), "rejected": "plain"}
     ((chosen, _),) = documents_of(
-        tmp_path, pair_of, **{name: ([text], SHORT) for name, text in texts.items()}
+        tmp_path,
+        lambda row, _: pair_of(row),
+        **{name: ([text], SHORT) for name, text in texts.items()},
     )
     assert chosen.messages[-1]["content"] == texts["chosen"]
 

@@ -52,6 +52,7 @@ def talk(turns):
             [max_new_tokens] * len(answers),
             {end},
             all_ended,
+            lambda rows: None,
         )
         return found, asked
 

@@ -115,7 +115,7 @@ def gpt2():
 @pytest.mark.parametrize("build", [gpt2, qwen3])
 def test_vllm_answers_as_the_model_of_an_exported_folder(tmp_path, build):
     model, ids = with_large_weights(build()), list(range(40, 52))
-    export_model_folder(tmp_path, model, train_bpe_tokenizer([], 257, "gpt4").hf)
+    export_model_folder(tmp_path, model, train_bpe_tokenizer([], 257, "gpt4").hf, torch.float32)
     found = ask("vllm", VLLM, tmp_path, ids)
     for token, log_prob in found:
         with torch.no_grad():

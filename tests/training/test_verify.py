@@ -245,7 +245,7 @@ def test_run_that_was_stopped_before_an_evaluation_is_equal(
 @pytest.mark.parametrize("first", [0, 4])
 def test_repeated_progress_is_the_recorded_one(run, first):
     with run_at(run, recipe_of(run, first + 1), first, Mesh.from_environment()) as repeated:
-        assert first_difference(repeated, run, 8) is None
+        assert first_difference(repeated, run, 8, 0.0) is None
     saved = read_checkpoint(run.checkpoint(8)).state
     # Times are another machine's, and what the monitor counts for its log is not repeated.
     for name in (
