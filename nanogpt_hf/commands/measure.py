@@ -61,7 +61,13 @@ def run_compare(arguments: Namespace) -> None:
     # A run that is named twice is one run.
     folders = [find_run(name) for name in dict.fromkeys(arguments.runs)]
 
-    from nanogpt_hf.reports.comparison import REWARD, compare_recipes, compare_runs, summarize
+    from nanogpt_hf.reports.comparison import (
+        REWARD,
+        compare_recipes,
+        compare_runs,
+        score_of,
+        summarize,
+    )
     from nanogpt_hf.reports.curves import draw_curves
     from nanogpt_hf.reports.reference import find_reference
     from nanogpt_hf.runs.metrics import read_metrics
@@ -82,8 +88,10 @@ def run_compare(arguments: Namespace) -> None:
             raise UserError(
                 f"{name}: metrics.jsonl holds no event yet; wait for the first evaluation"
             )
-    metric = _common_metric(configs, events)
-    runs = {name: summarize(run_events, metric) for name, run_events in events.items()}
+    metric = _common_metric(configs)
+    runs = {
+        name: summarize(events[name], metric, score_of(config)) for name, config in configs.items()
+    }
     show(compare_runs(runs, metric))
     knobs = compare_recipes(configs)
     if len(folders) > 1:
@@ -146,11 +154,11 @@ def _make_reference(folders: list[RunFolder], output: Path) -> None:
     show(f"{output}: {len(folders)} seeds; the band ends at {low:.4f} to {high:.4f}")
 
 
-def _common_metric(configs: dict[str, Config], events: "dict[str, list[Event]]") -> str:
+def _common_metric(configs: dict[str, Config]) -> str:
     """Choose the metric by which runs can be compared."""
-    from nanogpt_hf.reports.comparison import REWARD, score_of
+    from nanogpt_hf.reports.comparison import REWARD
 
-    if {score_of(run_events) for run_events in events.values()} == {REWARD}:
+    if all(config.rl.task for config in configs.values()):
         return REWARD
     # Losses per token of different tokenizers say nothing about each other.
     same_tokens = len({_tokens_of(config) for config in configs.values()}) == 1
@@ -159,10 +167,9 @@ def _common_metric(configs: dict[str, Config], events: "dict[str, list[Event]]")
 
 def _verdict(reference: "Reference | None", config: Config, events: "list[Event]") -> "Verdict":
     """Judge the loss of a run against its reference."""
-    from nanogpt_hf.reports.comparison import REWARD, score_of
     from nanogpt_hf.reports.reference import Verdict, judge
 
-    if score_of(events) == REWARD:
+    if config.rl.task:
         return Verdict("none", "rewards have no reference")
     return judge(reference, config, events)
 

@@ -5,18 +5,18 @@ from typing import Any
 import numpy as np
 
 from nanogpt_hf.config.schema import KNOBS, Config
-from nanogpt_hf.config.sources import knob_text
+from nanogpt_hf.config.sources import knob_text, learns_teacher_alone
 from nanogpt_hf.formatting import align, format_duration
 from nanogpt_hf.runs.metrics import RISING, Event, column, is_number, last_value, names
 
 REWARD = "val/reward"
 
 
-def score_of(events: list[Event]) -> str:
-    """Name the metric by which a run chose best/: the mean reward of reinforcement learning, else
-    the validation loss.
-    """
-    return REWARD if {"train/reward", REWARD} & {*names(events)} else "val/loss"
+def score_of(config: Config) -> str:
+    """Name the metric by which a run of a recipe chooses best/: the `score` of its method."""
+    if learns_teacher_alone(config):
+        return "val/divergence"
+    return REWARD if config.rl.task else "val/loss"
 
 
 def best_of(events: list[Event], metric: str) -> tuple[int, float, bool | None] | None:
@@ -34,23 +34,23 @@ def best_of(events: list[Event], metric: str) -> tuple[int, float, bool | None] 
     return int(steps[best]), float(values[best]), beats_start
 
 
-def diverged_at(events: list[Event]) -> int | None:
-    """The step of the last evaluation if its score is not finite, else None."""
-    metric = score_of(events)
-    last = next((event for event in reversed(events) if metric in event), None)
-    return last["step"] if last and not is_number(last[metric]) else None
+def diverged_at(events: list[Event], score: str) -> int | None:
+    """The step of the last evaluation if its `score` is not finite, else None."""
+    last = next((event for event in reversed(events) if score in event), None)
+    return last["step"] if last and not is_number(last[score]) else None
 
 
-def summarize(events: list[Event], metric: str) -> dict[str, Any]:
+def summarize(events: list[Event], metric: str, score: str) -> dict[str, Any]:
     """Summarize a run: progress and speed, best (the highest reward, the lowest loss) and last
     value of `metric`, whether the run improved on its start, the step at which it has diverged, and
-    the last losses by source of a mixture. A last value that is not finite is None.
+    the last losses by source of a mixture. A last value that is not finite is None. `score` is the
+    run's own (`score_of`).
     """
     rates = column(events, "train/tokens_per_second")[1]
     last = {"step": 0, "tokens": 0, "seconds": 0} | (events[-1] if events else {})
     best = best_of(events, metric)
     # A comparison may be by bits per byte; whether a run improved is a question of its own score.
-    scored = best_of(events, score_of(events))
+    scored = best_of(events, score)
     sources = [name for name in names(events) if name.startswith(f"{metric}/")]
     return {
         "steps": last["step"],
@@ -60,7 +60,7 @@ def summarize(events: list[Event], metric: str) -> dict[str, Any]:
         "best": best and best[1],
         "best_step": best and best[0],
         "beats_start": scored and scored[2],
-        "diverged_at": diverged_at(events),
+        "diverged_at": diverged_at(events, score),
         "last": last_value(events, metric),
         "sources": {name: last_value(events, name) for name in sources},
     }

@@ -35,6 +35,12 @@ from nanogpt_hf.runs.recipe import read_recipe
 
 logger = logging.getLogger(__name__)
 _VERIFIED = ("result", "time", "machine")
+# The scores by which a run may choose best/, in words.
+_SCORES = {
+    "val/loss": "validation loss",
+    "val/reward": "mean reward",
+    "val/divergence": "divergence from the teacher",
+}
 _SECONDS_BETWEEN_PLOTS = 30.0  # the first takes about half a second
 # Limit for the points of a curve, since a browser has to draw them. Longer curves are thinned out.
 MAX_POINTS = 4000
@@ -55,8 +61,8 @@ def render(run: RunFolder, events: list[Event]) -> str:
     """
     config = read_recipe(run)
     reference = find_reference(config)
-    metric = score_of(events)
-    figures = summarize(events, metric)
+    metric = score_of(config)
+    figures = summarize(events, metric, metric)
     data = {
         "groups": _curves(events),
         "band": reference.curve if reference else None,
@@ -168,14 +174,13 @@ def _tiles(figures: dict[str, Any], metric: str) -> list[tuple[str, str, str]]:
     ]
     # The best value is shown first, before tokens and time, or that the run has diverged.
     if figures["diverged_at"] is not None:
-        title = {"val/loss": "last validation loss", "val/reward": "last mean reward"}[metric]
-        tiles.insert(0, (title, "nan", f"at step {figures['diverged_at']:,}: not finite"))
+        at = f"at step {figures['diverged_at']:,}: not finite"
+        tiles.insert(0, (f"last {_SCORES[metric]}", "nan", at))
     if figures["best"] is not None:
-        title = {"val/loss": "best validation loss", "val/reward": "best mean reward"}[metric]
         at = f"at step {figures['best_step']:,}"
         if figures["beats_start"] is False:
             at += ": no evaluation was better than that of the start"
-        tiles.insert(0, (title, format_number(figures["best"], 4), at))
+        tiles.insert(0, (f"best {_SCORES[metric]}", format_number(figures["best"], 4), at))
     if figures["tokens_per_second"]:
         speed = f"{figures['tokens_per_second']:,.0f}"
         tiles.append(("tokens per second", speed, "median of the reports"))

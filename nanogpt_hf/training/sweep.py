@@ -29,7 +29,7 @@ from nanogpt_hf.methods.resolve import missing_path
 from nanogpt_hf.methods.run import is_done
 from nanogpt_hf.methods.table import method_of
 from nanogpt_hf.planning.config_files import NotEstimated, read_launch
-from nanogpt_hf.reports.comparison import diverged_at
+from nanogpt_hf.reports.comparison import diverged_at, score_of
 from nanogpt_hf.runs.folder import MODEL_FILES, RunFolder
 from nanogpt_hf.runs.metrics import read_metrics
 from nanogpt_hf.runs.recipe import read_recipe, recipe_differences
@@ -164,7 +164,7 @@ def _is_done(run: GridRun, folder: RunFolder) -> bool:
     # A run whose steps are not known, since its data is gone, finds them when it starts.
     if not has_model or run.config.train.steps_from:
         return False
-    if diverged_at(read_metrics(folder)) is not None:
+    if diverged_at(read_metrics(folder), score_of(run.config)) is not None:
         return False
     try:
         # By eval.patience it may have ended before its last step.

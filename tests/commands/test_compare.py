@@ -82,6 +82,9 @@ def test_other_tokenizers_are_compared_by_bits_per_byte(write_run, compare, text
     assert "best val/bits_per_byte" in out
 
 
+REWARDED = {"finetune__model": "start", "rl__task": "arithmetic", "rl__max_new_tokens": 4}
+
+
 def test_rewards_are_compared_by_the_score_that_chose_the_best(write_run, compare, tmp_path):
     loss = write_run("loss")
     runs = {"rising": [0.1, 0.3, 0.2], "falling": [0.3, 0.2, 0.1], "begun": [0.3]}
@@ -92,7 +95,7 @@ def test_rewards_are_compared_by_the_score_that_chose_the_best(write_run, compar
             events += [position | {"train/reward": 0.5}] if step else []
             events.append(position | {"val/reward": reward, "val/pass@1": reward})
         lines = "".join(f"{json.dumps(event)}\n" for event in events)
-        (Path(write_run(name)) / "metrics.jsonl").write_text(lines)
+        (Path(write_run(name, **REWARDED)) / "metrics.jsonl").write_text(lines)
     paths = {name: str(tmp_path / name) for name in runs}
     for others, metric in (([], "val/reward"), ([loss], "val/loss")):
         out = compare(*paths.values(), *others, "--json", str(tmp_path / "all.json"))
@@ -130,7 +133,7 @@ def test_values_that_are_not_finite(write_run, compare, tmp_path, metric, values
     for step, value in enumerate(values):
         scores = {metric: value and sign * value, f"{metric}/one": value}
         lines.append(json.dumps({"step": step, "tokens": step, "seconds": step} | scores))
-    run = write_run("run")
+    run = write_run("run", **(REWARDED if metric == "val/reward" else {}))
     (Path(run) / "metrics.jsonl").write_text("\n".join([*lines, ""]))
     out = compare(run, "--json", str(tmp_path / "out.json"))
     assert out.splitlines()[1].split()[-2].removeprefix("-") == last

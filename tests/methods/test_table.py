@@ -9,7 +9,7 @@ from assertions import column, copy_at, same_weights
 from nanogpt_hf.config import methods
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.methods import RecipeMethod
-from nanogpt_hf.config.schema import replace_knobs
+from nanogpt_hf.config.schema import Config, replace_knobs
 from nanogpt_hf.data.blocks import Blocks
 from nanogpt_hf.distributed.launch import Launch
 from nanogpt_hf.evaluation.loss import evaluate_blocks
@@ -20,6 +20,7 @@ from nanogpt_hf.methods.table import method_of
 from nanogpt_hf.methods.text import TEXT
 from nanogpt_hf.planning.estimate import estimate
 from nanogpt_hf.planning.estimate_lines import estimate_lines
+from nanogpt_hf.reports.comparison import score_of
 from nanogpt_hf.training.loop import train
 from nanogpt_hf.training.start import prepare_run
 
@@ -119,3 +120,21 @@ def test_row_of_another_method_trains_and_resumes_bit_for_bit(config, tmp_path, 
     assert column(run, "train/loss") == column(resumed, "train/loss")
     assert column(run, "val/loss") == losses
     assert same_weights(resumed, run)
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {},
+        {"distill.teacher": "big"},
+        {"align.loss": "dpo"},
+        {"align.loss": "kto"},
+        {"rl.task": "arithmetic"},
+        {"rl.task": "arithmetic", "distill.teacher": "big"},
+        {"rl.task": "arithmetic", "distill.teacher": "big", "distill.weight": 1.0},
+    ],
+    ids=str,
+)
+def test_reports_know_the_score_of_each_method(knobs):
+    config = replace_knobs(Config(), knobs)
+    assert score_of(config) == method_of(config).score.metric

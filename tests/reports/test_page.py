@@ -157,3 +157,21 @@ def test_report_of_reinforcement_learning_shows_rewards(folder, write_recipe):
     assert {"train/reward", "val/pass@1"} <= {
         name for group in parsed.data["groups"] for name in group["metrics"]
     }
+
+
+def test_report_of_a_teacher_alone_shows_the_divergence_that_chose_the_best_model(
+    folder, write_recipe
+):
+    knobs = {"finetune__model": "start", "rl__task": "arithmetic", "rl__max_new_tokens": 4}
+    knobs |= {"distill__teacher": "big", "distill__weight": 1.0}
+    folder.recipe.write_text(config_to_yaml(load_config(write_recipe(**knobs))))
+    events = [
+        event(0, 0, **{"val/reward": 0.5, "val/divergence": 3.0}),
+        event(2, 2, **{"val/reward": 0.75, "val/divergence": 2.0}),
+        event(4, 4, **{"val/reward": 0.25, "val/divergence": 1.5}),
+    ]
+    text = render(folder, events)
+    assert "best divergence from the teacher1.5000at step 4" in Parsed(text).text
+    assert text.count('<tr class="best">') == 1
+    events.append(event(6, 6, **{"val/reward": 0.5, "val/divergence": None}))
+    assert "last divergence from the teachernanat step 6" in Parsed(render(folder, events)).text

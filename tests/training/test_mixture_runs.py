@@ -69,7 +69,8 @@ def test_losses_and_epochs_of_each_source_are_logged_and_compared(start):
     per_step = 128 // 16
     counts = [data.train.interleave.counts(per_step * step)[0] for step in range(1, 7)]
     np.testing.assert_allclose(epochs, np.array(counts) / len(data.train.parts[0]))
-    table = compare_runs(dict.fromkeys(("one", "other"), summarize(events, "val/loss")), "val/loss")
+    summary = summarize(events, "val/loss", "val/loss")
+    table = compare_runs(dict.fromkeys(("one", "other"), summary), "val/loss")
     assert f"{last['val/loss/math']:.4f}" in table
 
 
