@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from nanogpt_hf.config.compatibility import refused_in_recipe
 from nanogpt_hf.config.method_sections import LORA_TARGETS
 from nanogpt_hf.config.methods import NEXT_TOKEN, POLICY, recipe_method_of
-from nanogpt_hf.config.run_sections import FAMILIES, LARGEST_BETA, MATRIX_FAMILIES, OptimSection
+from nanogpt_hf.config.optim_section import FAMILIES, LARGEST_BETA, MATRIX_FAMILIES, OptimSection
 from nanogpt_hf.config.schema import KNOBS, Config, get_value
 from nanogpt_hf.config.settings import KnobSetting
 from nanogpt_hf.config.sources import is_mixture, learns_teacher_alone, sources_of

@@ -29,7 +29,7 @@ from typing import Any
 
 from nanogpt_hf.config.checks import divisors
 from nanogpt_hf.config.names import GPT2_VOCAB_SIZE, vocab_size_by_name
-from nanogpt_hf.config.run_sections import tenth_of
+from nanogpt_hf.config.optim_section import tenth_of
 from nanogpt_hf.config.schema import KNOBS, LARGEST, Choice, Config, get_value, replace_knobs
 from nanogpt_hf.formatting import align
 

@@ -26,11 +26,11 @@ from nanogpt_hf.config.method_sections import (
     RlSection,
 )
 from nanogpt_hf.config.model_section import ModelSection
+from nanogpt_hf.config.optim_section import OptimSection
 from nanogpt_hf.config.run_sections import (
     CheckpointSection,
     EvalSection,
     HubSection,
-    OptimSection,
     TrackingSection,
     TrainSection,
 )

@@ -114,7 +114,7 @@ def _fitting_manifest(data: DataSection) -> Manifest:
 
 
 def check_prepared_sources(data: DataSection) -> None:
-    """Raises DataError if a source that is prepared does not fit the recipe. Others may be missing."""
+    """Raises DataError if a prepared source does not fit the recipe. Others may be missing."""
     for source in sources_of(data):
         if manifest := read_manifest(Path(source.data.dir)):
             check_fits(manifest, source.data)

@@ -23,7 +23,7 @@ class Term:
     loss = share · cross-entropy + sum over the chosen terms of weight · value
 
     It is a function of the logits of each token (`rows`), or of the output of the model
-    (`output`). A recipe chooses it by its knob, which config/run_sections.py declares as a
+    (`output`). A recipe chooses it by its knob, which config/optim_section.py declares as a
     `loss_term`: there are the layouts that honour it.
     """
 
@@ -44,7 +44,7 @@ class Term:
     def __post_init__(self) -> None:
         layouts = KNOBS[self.knob].layouts
         if layouts is None:
-            raise ValueError(f"{self.knob}: declare it by `loss_term` in config/run_sections.py")
+            raise ValueError(f"{self.knob}: declare it by `loss_term` in config/optim_section.py")
         # Stages compute the cross-entropy by themselves, and processes that split the vocabulary
         # have no row of logits: a term would be left out in silence.
         impossible = {Setting.PIPELINE_STAGES}

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from nanogpt_hf.config.run_sections import FAMILIES
+from nanogpt_hf.config.optim_section import FAMILIES
 from nanogpt_hf.config.schema import LoraSection, ModelSection, OptimSection
 from nanogpt_hf.model.build import build_config, build_model
 from nanogpt_hf.model.lora import add_adapters
