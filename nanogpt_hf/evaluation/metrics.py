@@ -31,7 +31,7 @@ from nanogpt_hf.evaluation.metric_modules import (
     numbers_of,
     standard_errors,
 )
-from nanogpt_hf.evaluation.questions import (
+from nanogpt_hf.evaluation.question_task import (
     QuestionTask,
     answers_to,
     load_question_task,

@@ -429,7 +429,7 @@ def test_questions_of_evaluate_that_the_template_refuses_are_named(
     from argparse import Namespace
 
     from nanogpt_hf.data.tokenizer import build_tokenizer
-    from nanogpt_hf.evaluation.questions import load_question_task
+    from nanogpt_hf.evaluation.question_task import load_question_task
 
     rows = [of_method("rl", QUESTION | {"content": f"{n}?"}, n) for n in range(5)]
     path = write("rows.jsonl", lines(*rows, of_method("rl", QUESTION | {"content": "raise"})))

@@ -24,7 +24,7 @@ from nanogpt_hf.evaluation.metric_modules import (
     load_metrics,
     standard_errors,
 )
-from nanogpt_hf.evaluation.questions import training_question_task
+from nanogpt_hf.evaluation.question_task import training_question_task
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.training.tracking import read_metrics
 
