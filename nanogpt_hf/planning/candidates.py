@@ -18,8 +18,9 @@ from nanogpt_hf.distributed.pipeline_stages import head_in_blocks, split_blocks
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.formatting import format_bytes
 from nanogpt_hf.model.experts import experts_of
-from nanogpt_hf.planning.footprint import Footprint, footprint
+from nanogpt_hf.planning.footprint import footprint
 from nanogpt_hf.planning.hardware import LINK_SHARE, USABLE_MEMORY, Gpu
+from nanogpt_hf.planning.memory import Footprint
 from nanogpt_hf.planning.steps import flops_per_token, footprint_arguments
 from nanogpt_hf.planning.transfers import COMPUTATION, LAST_BACKWARD, Transfer, transfers
 

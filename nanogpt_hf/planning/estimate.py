@@ -26,8 +26,9 @@ from nanogpt_hf.model.architecture import architecture_of, padding_parameters, p
 from nanogpt_hf.model.build import build_config, meta_model
 from nanogpt_hf.model.checks import check_balance
 from nanogpt_hf.optim.optimizer import kind_of
-from nanogpt_hf.planning.footprint import Footprint, footprint, useless_checkpointing
+from nanogpt_hf.planning.footprint import footprint, useless_checkpointing
 from nanogpt_hf.planning.hardware import GPUS, USABLE_MEMORY
+from nanogpt_hf.planning.memory import Footprint
 from nanogpt_hf.planning.steps import flops_per_token, footprint_arguments
 
 CHINCHILLA = 20  # compute-optimal tokens per parameter: arXiv:2203.15556, table 3

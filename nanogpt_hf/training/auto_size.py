@@ -20,8 +20,9 @@ from nanogpt_hf.formatting import format_bytes
 from nanogpt_hf.methods.run import Run
 from nanogpt_hf.model.build import model_of_run
 from nanogpt_hf.optim.state import local_part
-from nanogpt_hf.planning.footprint import SAMPLING, footprint, start_model_bytes
+from nanogpt_hf.planning.footprint import footprint
 from nanogpt_hf.planning.hardware import USABLE_MEMORY, free_memory, peak_memory
+from nanogpt_hf.planning.memory import SAMPLING, start_model_bytes
 from nanogpt_hf.planning.steps import footprint_arguments
 from nanogpt_hf.runs.recipe import known_recipe
 from nanogpt_hf.training.micro_batch import (

@@ -42,16 +42,9 @@ from nanogpt_hf.model.lora import add_adapters
 from nanogpt_hf.model.recompute import recompute_blocks
 from nanogpt_hf.model.written_out_attention import write_out_attention
 from nanogpt_hf.optim.optimizer import build_optimizer
-from nanogpt_hf.planning.footprint import (
-    BOTTOM,
-    CHECKPOINT,
-    EMBEDDING,
-    LOSS,
-    TOP,
-    UPDATE,
-    footprint,
-)
+from nanogpt_hf.planning.footprint import footprint
 from nanogpt_hf.planning.kept_bytes import block_bytes
+from nanogpt_hf.planning.memory import BOTTOM, CHECKPOINT, EMBEDDING, LOSS, TOP, UPDATE
 from nanogpt_hf.planning.steps import footprint_arguments
 from nanogpt_hf.planning.teacher import Teacher
 from nanogpt_hf.runs.folder import RunFolder

@@ -12,8 +12,8 @@ from nanogpt_hf.errors import UserError
 from nanogpt_hf.planning.candidates import Cluster, candidates, propose
 from nanogpt_hf.planning.config_files import config_text, read_launch
 from nanogpt_hf.planning.estimate import planned_model
-from nanogpt_hf.planning.footprint import LOSS
 from nanogpt_hf.planning.hardware import GPUS, gpu_of
+from nanogpt_hf.planning.memory import LOSS
 from nanogpt_hf.planning.transfers import all_gather_bytes, all_reduce_bytes
 
 ROOT = Path(__file__).parents[2]

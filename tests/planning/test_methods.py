@@ -24,7 +24,8 @@ from nanogpt_hf.model import GPTConfig, loss_gpt
 from nanogpt_hf.model.architecture import count_parameters
 from nanogpt_hf.planning import estimate as planned
 from nanogpt_hf.planning.estimate import estimate, planned_model
-from nanogpt_hf.planning.footprint import LOSS, SAMPLING, TEACHER, TOP, footprint
+from nanogpt_hf.planning.footprint import footprint
+from nanogpt_hf.planning.memory import LOSS, SAMPLING, TEACHER, TOP
 from nanogpt_hf.planning.steps import footprint_arguments
 from nanogpt_hf.tasks.task import Task
 from nanogpt_hf.training import auto_size, micro_batch

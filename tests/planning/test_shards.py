@@ -28,7 +28,8 @@ from nanogpt_hf.distributed.launch import Launch
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.methods.terms import next_token_loss
 from nanogpt_hf.planning.estimate import planned_model
-from nanogpt_hf.planning.footprint import LOSS, footprint
+from nanogpt_hf.planning.footprint import footprint
+from nanogpt_hf.planning.memory import LOSS
 from nanogpt_hf.planning.transfers import transfers
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.training.build import build_run
