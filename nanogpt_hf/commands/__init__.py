@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, NoReturn
 from nanogpt_hf import __version__, console
 from nanogpt_hf.commands.arguments import add_help, add_logging_options, output_file
 from nanogpt_hf.config.aliases import suggestion
-from nanogpt_hf.config.load import Overrides
+from nanogpt_hf.config.stated import Overrides
 from nanogpt_hf.cpu import limit_spinning
 from nanogpt_hf.distributed.environment import check_environment
 from nanogpt_hf.distributed.mesh import Mesh

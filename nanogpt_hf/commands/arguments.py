@@ -8,9 +8,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from nanogpt_hf.config.load import Overrides, load_config, stated_knobs
+from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.methods import NEXT_TOKEN, recipe_method_of
 from nanogpt_hf.config.schema import KNOBS, SECTIONS, Config, knob_lines, section_lines
+from nanogpt_hf.config.stated import Overrides, stated_knobs
 from nanogpt_hf.config.values import bounded, stated
 from nanogpt_hf.console import show
 from nanogpt_hf.errors import UserError, did_you_mean

@@ -15,10 +15,10 @@ from nanogpt_hf.commands.arguments import (
     add_output,
     found_model,
 )
-from nanogpt_hf.config.load import Overrides
 from nanogpt_hf.config.names import MADE_TOKENIZERS
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.config.sources import source_text
+from nanogpt_hf.config.stated import Overrides
 from nanogpt_hf.config.values import bounded
 from nanogpt_hf.console import show
 from nanogpt_hf.errors import UserError

@@ -17,7 +17,7 @@ from nanogpt_hf.commands.arguments import (
 )
 from nanogpt_hf.config.dial import dial_lines
 from nanogpt_hf.config.json_schema import recipe_schema
-from nanogpt_hf.config.load import Overrides, load_config, stated_knobs
+from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.methods import POLICY, start_method_of
 from nanogpt_hf.config.schema import (
     SECTIONS,
@@ -27,6 +27,7 @@ from nanogpt_hf.config.schema import (
     replace_knobs,
 )
 from nanogpt_hf.config.stages import largest_stage, stage_lines
+from nanogpt_hf.config.stated import Overrides, stated_knobs
 from nanogpt_hf.config.values import bounded, stated
 from nanogpt_hf.console import show
 from nanogpt_hf.errors import UserError, did_you_mean

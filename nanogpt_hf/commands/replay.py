@@ -13,8 +13,8 @@ from nanogpt_hf.commands.arguments import (
     check_steps_known,
     list_knobs,
 )
-from nanogpt_hf.config.load import Overrides, as_overrides, stated_knobs
 from nanogpt_hf.config.schema import KNOBS, Config, replace_knobs
+from nanogpt_hf.config.stated import Overrides, as_overrides, stated_knobs
 from nanogpt_hf.config.unread import read_knobs
 from nanogpt_hf.config.values import bounded
 from nanogpt_hf.console import show

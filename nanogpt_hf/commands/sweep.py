@@ -11,7 +11,7 @@ from nanogpt_hf.commands.arguments import (
     add_output,
     add_recipe_argument,
 )
-from nanogpt_hf.config.load import Overrides
+from nanogpt_hf.config.stated import Overrides
 from nanogpt_hf.console import show
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.formatting import plural

@@ -21,7 +21,7 @@ from nanogpt_hf.commands.arguments import (
     load_text_recipe,
 )
 from nanogpt_hf.config.dial import dial_lines
-from nanogpt_hf.config.load import Overrides, config_to_yaml
+from nanogpt_hf.config.load import config_to_yaml
 from nanogpt_hf.config.methods import (
     NEXT_TOKEN,
     POLICY,
@@ -32,6 +32,7 @@ from nanogpt_hf.config.methods import (
 from nanogpt_hf.config.names import find_recipe
 from nanogpt_hf.config.schema import KNOBS, Config, get_value
 from nanogpt_hf.config.stages import planned_tokens, stage_lines
+from nanogpt_hf.config.stated import Overrides
 from nanogpt_hf.config.unread import read_knobs
 from nanogpt_hf.console import show
 from nanogpt_hf.data.manifest import find_manifest

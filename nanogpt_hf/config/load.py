@@ -1,124 +1,25 @@
 """Load a recipe and overrides into a checked Config, and write a Config as a recipe."""
 
 import functools
-import json
 import logging
 import os
-from collections.abc import Container, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from nanogpt_hf.config.aliases import suggestion
 from nanogpt_hf.config.checks import find_conflicts
 from nanogpt_hf.config.dial import dial_choices
-from nanogpt_hf.config.names import data_folder, find_recipe, shipped_recipes
+from nanogpt_hf.config.names import data_folder
 from nanogpt_hf.config.schema import KNOBS, SECTIONS, Config, replace_knobs
-from nanogpt_hf.config.sources import read_sources
-from nanogpt_hf.config.stages import read_stages, stage_problem, with_schedule
+from nanogpt_hf.config.stages import stage_problem, with_schedule
+from nanogpt_hf.config.stated import COMMAND_LINE, Stated, read_stated
 from nanogpt_hf.config.unread import Unread, read_knobs, unread_knobs
-from nanogpt_hf.config.values import (
-    RecipeLoader,
-    convert,
-    is_null,
-    parse_field,
-    parse_settings,
-    read_settings,
-)
-from nanogpt_hf.errors import ConfigError, did_you_mean, one_line
+from nanogpt_hf.errors import ConfigError
 
 logger = logging.getLogger(__name__)
-# Knobs and their values as text.
-Overrides = list[tuple[str, str]]
-# The origin of an override, as a message names it.
-_COMMAND_LINE = "--"
-# Knobs whose lists of mappings have a schema of their own, and what reads the lists.
-_READERS = {"data.source": read_sources, "train.stages": read_stages}
-
-
-def _read_recipe(path: Path) -> tuple[dict[str, Any], list[str]]:
-    """The dotted keys and values of a recipe, and its errors of structure."""
-    if not os.path.lexists(path):
-        near = did_you_mean(path.stem, shipped_recipes())
-        raise ConfigError([f"{path}: no such recipe{near}"])
-    try:
-        tree = parse_settings(read_settings(path), RecipeLoader) or {}
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or one_line(error)
-        raise ConfigError([f"{path}: cannot be read as a recipe in YAML: {reason}"]) from None
-    if not isinstance(tree, dict):
-        raise ConfigError([f"{path}: expected sections ({', '.join(SECTIONS)}), got {tree!r:.80}"])
-    values = {}
-    problems = []
-    for section, body in tree.items():
-        body = body or {}
-        if section not in SECTIONS:
-            near = suggestion(str(section), SECTIONS)
-            problems.append(f"{path}: {section!s:.80}: unknown section{near}")
-        elif not isinstance(body, dict):
-            problems.append(f"{path}: {section}: expected knobs under it, got {body!r:.80}")
-        else:
-            values |= {f"{section}.{name}": value for name, value in body.items()}
-    return values, problems
-
-
-def recipe_name(path: Path) -> str:
-    """`recipes/gpt2_124m.yaml` -> gpt2_124m; a run folder's own recipe.yaml is named after its
-    folder.
-    """
-    return path.resolve().parent.name if path.stem == "recipe" else path.stem
-
-
-def stated_knobs(
-    recipe: Path | str | None, overrides: Sequence[tuple[str, str]] = ()
-) -> dict[str, Any]:
-    """Dotted key -> value as the recipe or the command line states it, unchecked; without nulls.
-
-    Raises ConfigError if the recipe cannot be read.
-    """
-    stated = (_read_recipe(find_recipe(recipe))[0] if recipe else {}) | dict(overrides)
-    return {key: value for key, value in stated.items() if not is_null(value)}
-
-
-def _convert_all(
-    stated: Iterable[tuple[str, str, Any]], values: dict[str, Any], problems: list[str]
-) -> tuple[dict[str, str], set[str]]:
-    """Convert what recipe and command line state, (origin, key, value) in order, into `values`.
-
-    Returns where each knob was set, as a message names it, and the knobs with a problem.
-    """
-    origins: dict[str, str] = {}
-    bad: set[str] = set()
-    for origin, key, value in stated:
-        mapping, _, field = key.rpartition(".")
-        is_field = mapping in KNOBS and KNOBS[mapping].kind == dict[str, Any]
-        if is_field:
-            key = mapping
-        if key not in KNOBS:
-            problems.append(f"{origin}{key}: unknown key{suggestion(key, KNOBS)}")
-            continue
-        origins[key] = origin
-        try:
-            if is_field:
-                # --model.extra.NAME VALUE sets one field of the mapping
-                value = values.get(mapping, {}) | {field: parse_field(value)}
-            value = convert(KNOBS[key], value)
-            is_list = key in _READERS and isinstance(value, list)
-            values[key] = _READERS[key](value) if is_list else value
-        except ValueError as error:
-            problems.append(f"{origin}{key}: {error}")
-            bad.add(key)
-    return origins, bad
-
-
-def as_overrides(values: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Values of knobs as the command line states them; lists and mappings as they are."""
-    return [
-        (key, value if isinstance(value, str | list | dict) else json.dumps(value))
-        for key, value in values.items()
-    ]
 
 
 def load_config(
@@ -143,7 +44,7 @@ def load_config(
     of them has a problem already. A knob of the recipe whose reader an override takes away, such as
     `lora.dropout` without `lora.rank`, is left out.
     """
-    stated = _read(recipe, overrides, defaults or {}, name)
+    stated = read_stated(recipe, overrides, defaults or {}, name)
     unread = _refused_unread(stated)
     config = _dialled(stated)
     config = _without_higher_minimum(stated, config)
@@ -175,7 +76,7 @@ def load_config(
 
 def check_knobs(recipe: Path | str | None, overrides: Sequence[tuple[str, str]]) -> None:
     """Raises ConfigError for unknown keys, and for values of a wrong type or out of bounds."""
-    if problems := _read(recipe, overrides, {}, "").problems:
+    if problems := read_stated(recipe, overrides, {}, "").problems:
         raise ConfigError(problems)
 
 
@@ -187,7 +88,7 @@ def unread_overrides(
     """The keys of `overrides` whose knobs nothing reads, whatever their values are. Unstated knobs
     have `defaults`, or the schema's.
     """
-    stated = _read(recipe, overrides, defaults, "")
+    stated = read_stated(recipe, overrides, defaults, "")
     config = stated.config
     if stated.problems or stage_problem(config):
         return set()
@@ -201,64 +102,7 @@ def unread_overrides(
     return unread
 
 
-@dataclass
-class _Stated:
-    """What a recipe and the command line state, and what is wrong with it."""
-
-    path: Path | None
-    # The knobs of the recipe, as the file states them.
-    recipe: dict[str, Any]
-    overrides: Overrides
-    # The name of the config.
-    name: str
-    defaults: dict[str, Any]
-    # The values of the defaults and of all stated knobs, converted.
-    values: dict[str, Any]
-    # Lines for the user.
-    problems: list[str]
-    # Where each knob was stated, as a message about it begins.
-    origins: dict[str, str] = field(default_factory=dict)
-    # The knobs with a problem.
-    bad: set[str] = field(default_factory=set)
-
-    @property
-    def source(self) -> str:
-        """The origin of what no override states."""
-        return f"{self.path}: " if self.path else _COMMAND_LINE
-
-    @property
-    def config(self) -> Config:
-        return replace_knobs(Config(name=self.name), self.values)
-
-    @property
-    def is_of_a_run(self) -> bool:
-        """Whether a run wrote the recipe: it states all sections, and every knob of them."""
-        return {key.partition(".")[0] for key in self.recipe}.issuperset(SECTIONS)
-
-
-def _read(
-    recipe: Path | str | None,
-    overrides: Sequence[tuple[str, str]] | Mapping[str, Any],
-    defaults: dict[str, Any],
-    name: str,
-) -> _Stated:
-    """Read a recipe and overrides, and convert their values."""
-    path = find_recipe(recipe) if recipe else None
-    overrides = list(overrides.items() if isinstance(overrides, Mapping) else overrides)
-    in_recipe: dict[str, Any] = {}
-    problems: list[str] = []
-    if path:
-        in_recipe, problems = _read_recipe(path)
-    name = recipe_name(path) if path else name
-    stated = _Stated(path, in_recipe, overrides, name, defaults, dict(defaults), problems)
-    # The command line comes last, so that its values replace those in the recipe.
-    pairs = [(stated.source, *pair) for pair in in_recipe.items()]
-    pairs += [(_COMMAND_LINE, *pair) for pair in overrides]
-    stated.origins, stated.bad = _convert_all(pairs, stated.values, problems)
-    return stated
-
-
-def _unread(stated: _Stated) -> list[Unread]:
+def _unread(stated: Stated) -> list[Unread]:
     """The stated knobs that nothing reads; none if values are wrong, which might hide a reader."""
     config = stated.config
     if stated.problems or stage_problem(config):
@@ -271,18 +115,18 @@ def _unread(stated: _Stated) -> list[Unread]:
     return list(unread_knobs(config, known))
 
 
-def _refused_unread(stated: _Stated) -> list[Unread]:
+def _refused_unread(stated: Stated) -> list[Unread]:
     """The knobs to refuse, since nothing reads them.
 
     A knob of the recipe that is read without the overrides is left out instead: they took its
     reader away. A recipe that a run wrote lists every knob, so its unread ones were not stated.
     """
     unread = _unread(stated)
-    by_overrides = [knob for knob in unread if stated.origins[knob.key] == _COMMAND_LINE]
+    by_overrides = [knob for knob in unread if stated.origins[knob.key] == COMMAND_LINE]
     by_recipe = [knob for knob in unread if knob not in by_overrides and not stated.is_of_a_run]
     alone: set[str] = set()
     if by_recipe:
-        alone = {knob.key for knob in _unread(_read(stated.path, (), stated.defaults, ""))}
+        alone = {knob.key for knob in _unread(read_stated(stated.path, (), stated.defaults, ""))}
     left_out = False
     for knob in by_recipe:
         # An entry of a stage or of a source stays: nothing reads it, and the others are read.
@@ -304,7 +148,7 @@ def _announce_left_out(line: str) -> None:
     logger.info(line, extra={"to_stderr": True})
 
 
-def _dialled(stated: _Stated) -> Config:
+def _dialled(stated: Stated) -> Config:
     """The stated config with the choices of `model.depth`, if it has one."""
     config = stated.config
     depth = config.model.depth
@@ -331,7 +175,7 @@ def _dialled(stated: _Stated) -> Config:
     return replace(replace_knobs(config, values), derived=chosen)
 
 
-def _data_folder(stated: _Stated, config: Config) -> str:
+def _data_folder(stated: Stated, config: Config) -> str:
     """The folder of the prepared data: the stated one, or one named after the recipe; after the
     text if the command line replaces the recipe's.
     """
@@ -343,7 +187,7 @@ def _data_folder(stated: _Stated, config: Config) -> str:
     return config.data.dir or f"data/{config.name}"
 
 
-def _without_higher_minimum(stated: _Stated, config: Config) -> Config:
+def _without_higher_minimum(stated: Stated, config: Config) -> Config:
     """The config without a lowest learning rate of the recipe that is above the peak of the command
     line: the recipe's is that of another peak.
     """

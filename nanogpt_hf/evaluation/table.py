@@ -5,9 +5,9 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanogpt_hf.config.load import Overrides
 from nanogpt_hf.config.schema import KNOBS, Config, get_value
 from nanogpt_hf.config.sources import learns_parts
+from nanogpt_hf.config.stated import Overrides
 from nanogpt_hf.config.values import convert
 from nanogpt_hf.data.manifest import Manifest, read_manifest
 from nanogpt_hf.errors import UserError

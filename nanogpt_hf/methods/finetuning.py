@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanogpt_hf.config.compatibility import check_settings, recipe_settings
 from nanogpt_hf.config.finetune import finetune_defaults
-from nanogpt_hf.config.load import Overrides, check_knobs, load_config, stated_knobs
+from nanogpt_hf.config.load import check_knobs, load_config
 from nanogpt_hf.config.methods import NEXT_TOKEN, POLICY, RecipeMethod, recipe_method_of
 from nanogpt_hf.config.names import (
     GPT2_NAMES,
@@ -19,6 +19,7 @@ from nanogpt_hf.config.names import (
 )
 from nanogpt_hf.config.schema import KNOBS, Config, get_value, replace_knobs
 from nanogpt_hf.config.settings import Setting
+from nanogpt_hf.config.stated import Overrides, stated_knobs
 from nanogpt_hf.config.values import convert
 from nanogpt_hf.errors import ConfigError, DataError, UserError
 from nanogpt_hf.program import program

@@ -3,10 +3,11 @@
 import os
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from nanogpt_hf.config.load import Overrides, load_config, stated_knobs
+from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.methods import NEXT_TOKEN, RecipeMethod, start_method_of
 from nanogpt_hf.config.names import folder_or_hub_id
 from nanogpt_hf.config.schema import Config, get_value
+from nanogpt_hf.config.stated import Overrides, stated_knobs
 from nanogpt_hf.data.manifest import OTHER_FOLDER, find_manifest
 from nanogpt_hf.errors import DataError, UserError
 from nanogpt_hf.methods.finetuning import check_tokenizer, finetune_config, start_defaults

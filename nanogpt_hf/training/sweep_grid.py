@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanogpt_hf.config.formats import FORMATS
-from nanogpt_hf.config.load import Overrides, check_knobs, stated_knobs, unread_overrides
+from nanogpt_hf.config.load import check_knobs, unread_overrides
 from nanogpt_hf.config.methods import NEXT_TOKEN, recipe_method_of
 from nanogpt_hf.config.schema import KNOBS, Config, get_value
 from nanogpt_hf.config.sources import knob_text, sources_of
+from nanogpt_hf.config.stated import Overrides, stated_knobs
 from nanogpt_hf.config.values import convert, parse_flow_list
 from nanogpt_hf.data.manifest import DECIDING_KNOBS
 from nanogpt_hf.errors import UserError

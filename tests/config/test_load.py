@@ -4,9 +4,10 @@ from pathlib import Path
 import pytest
 
 from nanogpt_hf.commands import main
-from nanogpt_hf.config.load import as_overrides, config_to_dict, config_to_yaml, load_config
+from nanogpt_hf.config.load import config_to_dict, config_to_yaml, load_config
 from nanogpt_hf.config.names import data_folder
 from nanogpt_hf.config.schema import Config, get_value
+from nanogpt_hf.config.stated import as_overrides
 from nanogpt_hf.errors import ConfigError
 
 MINIMAL = "data: {source: python-docs}\n"  # the smallest complete recipe

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from nanogpt_hf.config.load import as_overrides, config_to_yaml, load_config
+from nanogpt_hf.config.load import config_to_yaml, load_config
 from nanogpt_hf.config.schema import Config, knob_values, replace_knobs
 from nanogpt_hf.config.sources import read_sources, sources_of
 from nanogpt_hf.config.stages import (
@@ -16,6 +16,7 @@ from nanogpt_hf.config.stages import (
     stages_of,
     tokens_by_source,
 )
+from nanogpt_hf.config.stated import as_overrides
 from nanogpt_hf.data.batches import Batches, blocks_read
 from nanogpt_hf.data.blocks import TokenBlocks, TokenStream
 from nanogpt_hf.data.mixture import MixedBlocks
