@@ -65,8 +65,8 @@ def pytest_configure() -> None:
 
 
 def leave_one_row_of_each(items: list[pytest.Item]) -> None:
-    """Mark rows of tables slow, but for the first with each value of each parameter that the mark
-    `one_row_per` names.
+    """Mark rows of tables slow, but for the first of each kind: see `one_row_per` in
+    pyproject.toml.
     """
     known: set[tuple[str, str, str]] = set()
     for item in items:
@@ -74,10 +74,12 @@ def leave_one_row_of_each(items: list[pytest.Item]) -> None:
         if mark is None or item.get_closest_marker("slow"):
             continue
         test, row = item.nodeid.partition("[")[0], cast(pytest.Function, item).callspec.params
-        kinds = {(test, name, repr(row[name])) for name in mark.args} or {(test, "", "")}
-        if kinds <= known:
+        kinds = {name: row[name] for name in mark.args}
+        kinds |= {name: kind_of(row[name]) for name, kind_of in mark.kwargs.items()}
+        found = {(test, name, repr(kind)) for name, kind in kinds.items()} or {(test, "", "")}
+        if found <= known:
             item.add_marker("slow")
-        known |= kinds
+        known |= found
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -29,7 +29,7 @@ from nanogpt_hf.checkpoint import writer
 from nanogpt_hf.commands import main
 from nanogpt_hf.commands import train as command  # noqa: F401
 from nanogpt_hf.evaluation import loss
-from nanogpt_hf.model.modeling_gpt import GPTForCausalLM
+from nanogpt_hf.model import gpt2
 from nanogpt_hf.reports import page
 from nanogpt_hf.training import budget, build, clock, reducer, start
 
@@ -47,7 +47,7 @@ PLACES = {
     "writing a checkpoint": (writer, "write_tensors", 3),
     "flushing a checkpoint": (place, "flush", 8),
     "dropping an old checkpoint": (shutil, "rmtree", 1),
-    "writing best": (GPTForCausalLM, "save_pretrained", 1),
+    "writing best": (gpt2, "save_as_gpt2", 1),
     "replacing best": (place, "old_of", 6),
 }
 
