@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from nanogpt_hf.model.decoders import Architecture
+from nanogpt_hf.model.decoders import Architecture, key_of
 from nanogpt_hf.model.experts import experts_of
 from nanogpt_hf.model.trial_step import output_shapes
 
@@ -48,12 +48,20 @@ _NO_LAYER: dict[str, Callable[[_Layer], bool]] = {
     "the forward pass reads its weight without calling it, or it returns more than its product, or "
     "the product of several groups": lambda layer: not layer.gives_its_product,
 }
+_FOUND: dict[tuple[str, str], tuple[str, ...]] = {}
 
 
 def lora_targets(architecture: Architecture, config: PreTrainedConfig) -> tuple[str, ...]:
     """Names of the linear layers that LoRA may adapt: `_NO_NAME` and `_NO_LAYER` have the reasons
     against one. A model with experts has targets in attention alone.
     """
+    key = architecture.name, key_of(config)
+    if key not in _FOUND:  # a model is built and runs for them, if on the meta device
+        _FOUND[key] = _find_targets(architecture, config)
+    return _FOUND[key]
+
+
+def _find_targets(architecture: Architecture, config: PreTrainedConfig) -> tuple[str, ...]:
     model: Any = architecture.on_meta(config)
     product = _gives_product(model)
     linear = [module for module in model.modules() if isinstance(module, nn.Linear)]

@@ -141,7 +141,7 @@ class Architecture(ConfigFields, ModelParts):
 
     def on_meta(self, config: Any) -> PreTrainedModel:
         """A model without values. Its sizes are noted: to build it again would take as long."""
-        key = _key_of(config)
+        key = key_of(config)
         with torch.device("meta"), _NoInitialValues():
             model = self.model_class(config)
         # If a model lacks such parts, `sizes` gives the reason.
@@ -170,7 +170,7 @@ class Architecture(ConfigFields, ModelParts):
 
     def sizes(self, config: Any) -> Sizes:
         """Sizes of a model, counted once for each config."""
-        key = _key_of(config)
+        key = key_of(config)
         if key not in self._sizes:
             self._sizes[key] = self._sizes_of(self.on_meta(config))
         return self._sizes[key]
@@ -182,7 +182,7 @@ class Architecture(ConfigFields, ModelParts):
         `model` is the config's on that device, if there is one already. Raises ValueError if the
         model fails in a step, or in generation.
         """
-        key = _key_of(config)
+        key = key_of(config)
         if key not in self._stepped:
             model = model or self.on_meta(config)
             self.check_fields(config)
@@ -283,10 +283,10 @@ class Architecture(ConfigFields, ModelParts):
         """Parameters of the model as it is saved: padded vocabulary rows are not counted, a tied
         head counts once.
         """
-        if known := self._sizes.get(_key_of(config)):
+        if known := self._sizes.get(key_of(config)):
             return known.parameters
         return self.on_meta(config).num_parameters() - padding_parameters(config)
 
 
-def _key_of(config: PreTrainedConfig) -> str:
+def key_of(config: PreTrainedConfig) -> str:
     return config.to_json_string(use_diff=False)
