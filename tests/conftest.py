@@ -388,6 +388,19 @@ def loss_plots(no_loss_plots):
     return context
 
 
+@pytest.fixture
+def empty_plots(monkeypatch):
+    """Commands write their plots without what these show: to draw it takes a third of a sweep."""
+    from matplotlib.figure import Figure
+
+    save = Figure.savefig
+
+    def save_empty(_: Figure, *arguments: object, **options: object) -> None:
+        save(Figure(figsize=(1, 1)), *arguments, **options)
+
+    monkeypatch.setattr(Figure, "savefig", save_empty)
+
+
 @pytest.fixture(scope="session")
 def letter_model(tmp_path_factory) -> Path:
     """A model folder with a vocabulary of 11 characters and weights large enough that samples

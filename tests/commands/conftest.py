@@ -10,7 +10,7 @@ from nanogpt_hf.training import sweep
 
 
 @pytest.fixture
-def in_process(monkeypatch, forget_accelerate):
+def in_process(monkeypatch, forget_accelerate, empty_plots):
     """Train the runs of `sweep` in this process; return their folders' names, in order."""
     started = []
 

@@ -72,22 +72,15 @@ def facts(folder):
 
 
 @pytest.mark.long
+@pytest.mark.one_row_per("command")
 @pytest.mark.parametrize(
     ("command", "options"),
     [
         ("finetune", "--lora.rank null,2 --data text.txt"),
         ("align", "--align.beta 0.1,0.5 --data pairs.jsonl --loss dpo"),
         ("rl", f"--rl.kl 0.2,0.5 {RL} --optim.learning_rate 1e-2 --train.tokens_per_step 512"),
-        pytest.param(
-            "finetune",
-            "--finetune.freeze_layers 1,2 --data text.txt --data.dir data",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            "align",
-            "--data.validation_fraction 0.2,0.3 --data labels.jsonl --loss kto",
-            marks=pytest.mark.slow,
-        ),
+        ("finetune", "--finetune.freeze_layers 1,2 --data text.txt --data.dir data"),
+        ("align", "--data.validation_fraction 0.2,0.3 --data labels.jsonl --loss kto"),
     ],
 )
 def test_run_of_a_sweep_equals_its_single_command(
@@ -111,12 +104,13 @@ def test_run_of_a_sweep_equals_its_single_command(
 
 
 @pytest.mark.long
+@pytest.mark.one_row_per()
 @pytest.mark.parametrize(
     "command",
     [
         pytest.param("finetune --data text.txt --lora 2", id="finetune"),
-        pytest.param("align --data pairs.jsonl --loss dpo", id="align", marks=pytest.mark.slow),
-        pytest.param(f"rl {RL}", id="rl", marks=pytest.mark.slow),
+        pytest.param("align --data pairs.jsonl --loss dpo", id="align"),
+        pytest.param(f"rl {RL}", id="rl"),
     ],
 )
 def test_interrupted_sweep_continues_bit_for_bit(

@@ -97,13 +97,14 @@ def check_runs(command, words, knob, values, in_process, forget_accelerate):
 
 
 @pytest.mark.long
+@pytest.mark.one_row_per(more=lambda more: "budget" in more)
 @pytest.mark.parametrize(
     ("knob", "values", "more"),
     [
         ("--optim.learning_rate", ["0.01", "0.02"], "--train.epochs 0.02"),
         ("--train.epochs", ["0.01", "0.03"], ""),
         ("--optim.learning_rate", ["0.01", "0.02"], "--train.budget 21s"),
-        pytest.param("--train.budget", ["15s", "21s"], "", marks=pytest.mark.slow),
+        ("--train.budget", ["15s", "21s"], ""),
     ],
 )
 def test_runs_equal_their_single_commands(
@@ -119,18 +120,16 @@ def test_runs_equal_their_single_commands(
 
 
 @pytest.mark.long
+@pytest.mark.one_row_per()
 @pytest.mark.parametrize(
     ("command", "options"),
     [
         ("finetune", "--data text.txt --train.epochs 0.1,0.5"),
-        pytest.param(
-            "align", "--data pairs.jsonl --loss dpo --train.epochs 1,2", marks=pytest.mark.slow
-        ),
-        pytest.param(
+        ("align", "--data pairs.jsonl --loss dpo --train.epochs 1,2"),
+        (
             "finetune",
             "--data text.txt --finetune.freeze_layers 1 --finetune.unfreeze_every 3 "
             "--train.epochs 0.1,0.5",
-            marks=pytest.mark.slow,
         ),
     ],
 )

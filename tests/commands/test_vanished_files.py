@@ -91,6 +91,7 @@ SMALL = "--data.block_size 416 --train.tokens_per_step 1664 --train.micro_batch_
 SMALL_RL = "--rl.samples 2 --rl.eval_questions 1 --rl.eval_samples 1"
 
 
+@pytest.mark.one_row_per(case=lambda case: CASES[case][0].split()[0] if case in CASES else case)
 @pytest.mark.parametrize("case", [*CASES, "recipe"])
 def test_run_without_a_file_of_its_start(
     case, folder, capsys, forget_accelerate, save_chat_model, letter_tasks

@@ -41,21 +41,16 @@ CHUNKS = 2**19  # logits: of 8 pairs 8 chunks, of one pair one
 
 # loss, launch, knobs, micro-batch
 CASES = [
-    ("dpo", ONE, {}, 8),
-    ("simpo", DDP, {}, 8),
     ("dpo", FSDP2_BF16, {}, 8),
+    ("dpo", ONE, {}, 8),
+    *(("dpo", launch, {}, 1) for launch in (ONE, BF16, DDP, FSDP2, FSDP2_BF16)),
+    *(("dpo", launch, LORA, 1) for launch in (ONE, BF16, DDP, FSDP2, FSDP2_BF16)),
+    *(("dpo", launch, LORA, 8) for launch in (ONE, BF16, DDP, FSDP2, FSDP2_BF16)),
+    ("simpo", DDP, {}, 8),
+    ("simpo", FSDP2, LORA, 8),
+    *(("kto", launch, {}, 8) for launch in (ONE, BF16, DDP, FSDP2)),
     ("kto", FSDP2_BF16, LORA, 8),
-    *(
-        pytest.param(loss, launch, knobs, size, marks=pytest.mark.slow)
-        for loss, launch, knobs, size in (
-            *(("dpo", launch, {}, 1) for launch in (ONE, BF16, DDP, FSDP2, FSDP2_BF16)),
-            *(("dpo", launch, LORA, 1) for launch in (ONE, BF16, DDP, FSDP2, FSDP2_BF16)),
-            *(("dpo", launch, LORA, 8) for launch in (ONE, BF16, DDP, FSDP2, FSDP2_BF16)),
-            ("simpo", FSDP2, LORA, 8),
-            *(("kto", launch, {}, 8) for launch in (ONE, BF16, DDP, FSDP2)),
-            ("orpo", BF16, {"finetune.freeze_layers": "1"}, 8),
-        )
-    ),
+    ("orpo", BF16, {"finetune.freeze_layers": "1"}, 8),
 ]
 
 
@@ -81,6 +76,7 @@ def resolved(base: Path, loss: str, size: int, processes: int = 1, **knobs: str)
 
 
 @pytest.mark.long
+@pytest.mark.one_row_per("loss")
 @pytest.mark.parametrize(("loss", "launch", "knobs", "size"), CASES)
 def test_estimate_equals_a_rehearsed_step(base, monkeypatch, loss, launch, knobs, size):
     monkeypatch.setattr(loss_gpt, "LOGITS_PER_CHUNK", CHUNKS // loss_gpt.CHUNKS_OF_A_GPU)
@@ -129,18 +125,13 @@ def test_log_probabilities_are_passes_without_a_gradient(base):
 # launch, knobs, micro-batch
 REWARDS = [
     (BF16, {}, 8),
+    (ONE, {"rl.kl": "0.1"}, 8),
+    (ONE, {"rl.updates": "2", "rl.clip": "0.2"}, 1),
+    (DDP, LORA, 8),
+    (DDP, {"rl.kl": "0.1"}, 1),
+    (FSDP2, {}, 8),
+    (FSDP2_BF16, {"rl.batch_size": "16"}, 1),
     (FSDP2_BF16, {"rl.batch_size": "16", "rl.kl": "0.1", **LORA}, 2),
-    *(
-        pytest.param(launch, knobs, size, marks=pytest.mark.slow)
-        for launch, knobs, size in (
-            (ONE, {"rl.kl": "0.1"}, 8),
-            (ONE, {"rl.updates": "2", "rl.clip": "0.2"}, 1),
-            (DDP, LORA, 8),
-            (DDP, {"rl.kl": "0.1"}, 1),
-            (FSDP2, {}, 8),
-            (FSDP2_BF16, {"rl.batch_size": "16"}, 1),
-        )
-    ),
 ]
 
 
@@ -158,6 +149,7 @@ def resolved_rewards(base: Path, size: int, processes: int = 1, **knobs: str):
 
 
 @pytest.mark.long
+@pytest.mark.one_row_per(knobs=lambda knobs: "lora.rank" in knobs)
 @pytest.mark.parametrize(("launch", "knobs", "size"), REWARDS)
 def test_updates_and_sampling_equal_a_rehearsal(base, monkeypatch, launch, knobs, size):
     monkeypatch.setattr(loss_gpt, "LOGITS_PER_CHUNK", CHUNKS // loss_gpt.CHUNKS_OF_A_GPU)
@@ -177,17 +169,12 @@ def test_updates_and_sampling_equal_a_rehearsal(base, monkeypatch, launch, knobs
 TAUGHT = [
     (BF16, {}, 8, (256, 6)),
     (FSDP2, {"distill.beta": "0.5"}, 8, (64, 1)),
-    *(
-        pytest.param(*case, marks=pytest.mark.slow)
-        for case in (
-            (ONE, {"distill.beta": "1"}, 8, (512, 2)),
-            (ONE, {"distill.beta": "0.5"}, 1, (256, 6)),
-            (BF16, {"distill.weight": "1"}, 1, (64, 1)),
-            (DDP, LORA, 8, (256, 6)),
-            (FSDP2_BF16, {}, 1, (256, 6)),
-            (FSDP2_BF16, {"distill.beta": "0.5", **LORA}, 8, (256, 6)),
-        )
-    ),
+    (ONE, {"distill.beta": "1"}, 8, (512, 2)),
+    (ONE, {"distill.beta": "0.5"}, 1, (256, 6)),
+    (BF16, {"distill.weight": "1"}, 1, (64, 1)),
+    (DDP, LORA, 8, (256, 6)),
+    (FSDP2_BF16, {}, 1, (256, 6)),
+    (FSDP2_BF16, {"distill.beta": "0.5", **LORA}, 8, (256, 6)),
 ]
 
 
@@ -209,6 +196,7 @@ def resolved_text(base: Path, size: int, processes: int = 1, **knobs: str):
 
 
 @pytest.mark.long
+@pytest.mark.one_row_per()
 @pytest.mark.parametrize(("launch", "knobs", "size", "teacher"), TAUGHT)
 def test_teacher_is_counted_as_it_is_rehearsed(
     base, tmp_path, monkeypatch, launch, knobs, size, teacher

@@ -256,6 +256,7 @@ REMEDIES = {
 }
 
 
+@pytest.mark.one_row_per("name", "remedy")
 @pytest.mark.parametrize(
     ("name", "remedy"), [(name, remedy) for name, kind in KINDS.items() for remedy in kind.remedies]
 )

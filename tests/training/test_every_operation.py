@@ -113,16 +113,17 @@ def each_kill(folder: Path, prepare: Callable, action: Callable, least: int) -> 
     assert point > least
 
 
+@pytest.mark.one_row_per()
 @pytest.mark.parametrize(
     ("steps", "saved", "keep", "condition", "min_sound"),
     [
         ((2, 4), 6, 2, "", 2),
         # the new one and the newest of before
-        pytest.param((2, 4, 6), 8, 1, "", 2, marks=pytest.mark.slow),
-        pytest.param((4,), 4, 1, "", 1, marks=pytest.mark.slow),
+        ((2, 4, 6), 8, 1, "", 2),
+        ((4,), 4, 1, "", 1),
         ((2, 4), 4, 2, "damaged", 1),
-        pytest.param((4,), 4, 1, "half replaced", 1, marks=pytest.mark.slow),
-        pytest.param((2, 4), 6, 2, "half replaced", 2, marks=pytest.mark.slow),
+        ((4,), 4, 1, "half replaced", 1),
+        ((2, 4), 6, 2, "half replaced", 2),
     ],
 )
 def test_killed_save_loses_no_checkpoint(
@@ -153,7 +154,8 @@ def test_killed_save_loses_no_checkpoint(
     assert load_newest(run, *resumed).evaluated_step == saved
 
 
-@pytest.mark.parametrize("links", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.one_row_per()
+@pytest.mark.parametrize("links", [False, True])
 def test_killed_model_replacement_leaves_old_or_new(tmp_path, links):
     tokenizer, run = char_tokenizer(list("abcd")).hf, RunFolder(tmp_path / "run")
 

@@ -31,7 +31,8 @@ STAGES = [
     {"at": 24, "train.micro_batch_size": 8, "optim.betas": {"positions": [0.5, 0.9]}},
 ]
 BETAS = {"tokens": [0.7, 0.99]}
-OTHER_PLACES = [
+PLACES = [
+    "training",
     "writing a checkpoint",
     "replacing best",
     "evaluating",
@@ -122,9 +123,8 @@ def uninterrupted(tmp_path_factory, make_recipe, train):
     return recipe, folder / "uninterrupted"
 
 
-@pytest.mark.parametrize(
-    "place", ["training", *(pytest.param(place, marks=pytest.mark.slow) for place in OTHER_PLACES)]
-)
+@pytest.mark.one_row_per()
+@pytest.mark.parametrize("place", PLACES)
 def test_resume_after_kill_at_a_place_is_exact(train, uninterrupted, tmp_path, place):
     recipe, expected = uninterrupted
     assert train(recipe, tmp_path / "killed", place) == 1

@@ -23,7 +23,7 @@ from nanogpt_hf.model.load import load_model
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.metrics import read_metrics
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("empty_plots")]
 KNOBS = (
     "--data.block_size 64 --train.tokens_per_step 256 --train.micro_batch_size 2 --train.max_steps "
     "4 --eval.every 2 --eval.patience null --optim.warmup_steps 0 "
@@ -42,6 +42,7 @@ METHODS = {
     "rl": "rl --task arithmetic --reward reward.py:score --rl.max_new_tokens 4 --rl.samples 2 "
     "--rl.eval_questions 4",
 }
+one_method_per_command = pytest.mark.one_row_per(method=lambda name: METHODS[name].split()[0])
 # A model of random weights writes few letters in a row; one that is ruined repeats a token.
 REWARD = "def score(prompt, completion, answer):\n    return len(set(completion))\n"
 
@@ -113,6 +114,7 @@ def logits(folder) -> torch.Tensor:
         return load_model(str(folder)).eval()(torch.arange(60)[None]).logits
 
 
+@one_method_per_command
 @pytest.mark.parametrize("method", METHODS)
 def test_start_is_best_if_no_other_is_better(train, folder, method, capsys):
     # Preferences are learned, which is a loss on the held-out ones.
@@ -147,6 +149,7 @@ def test_start_is_best_if_no_other_is_better(train, folder, method, capsys):
         assert row == format_number(value, 4)
 
 
+@one_method_per_command
 @pytest.mark.parametrize("method", [name for name in METHODS if name != "rl"])
 def test_diverged_run_says_so(start_to_train, folder, method, capsys, monkeypatch):
     """Console, card, report and `compare` say it, at the end of the run and of its resume; nothing
