@@ -104,7 +104,7 @@ def test_run_of_a_sweep_equals_its_single_command(
 
 
 @pytest.mark.long
-@pytest.mark.one_row_per()
+@pytest.mark.one_row_per
 @pytest.mark.parametrize(
     "command",
     [

@@ -120,7 +120,7 @@ def test_runs_equal_their_single_commands(
 
 
 @pytest.mark.long
-@pytest.mark.one_row_per()
+@pytest.mark.one_row_per
 @pytest.mark.parametrize(
     ("command", "options"),
     [

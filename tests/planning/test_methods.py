@@ -196,7 +196,7 @@ def resolved_text(base: Path, size: int, processes: int = 1, **knobs: str):
 
 
 @pytest.mark.long
-@pytest.mark.one_row_per()
+@pytest.mark.one_row_per
 @pytest.mark.parametrize(("launch", "knobs", "size", "teacher"), TAUGHT)
 def test_teacher_is_counted_as_it_is_rehearsed(
     base, tmp_path, monkeypatch, launch, knobs, size, teacher

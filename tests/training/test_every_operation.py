@@ -113,7 +113,7 @@ def each_kill(folder: Path, prepare: Callable, action: Callable, least: int) -> 
     assert point > least
 
 
-@pytest.mark.one_row_per()
+@pytest.mark.one_row_per
 @pytest.mark.parametrize(
     ("steps", "saved", "keep", "condition", "min_sound"),
     [
@@ -154,7 +154,7 @@ def test_killed_save_loses_no_checkpoint(
     assert load_newest(run, *resumed).evaluated_step == saved
 
 
-@pytest.mark.one_row_per()
+@pytest.mark.one_row_per
 @pytest.mark.parametrize("links", [False, True])
 def test_killed_model_replacement_leaves_old_or_new(tmp_path, links):
     tokenizer, run = char_tokenizer(list("abcd")).hf, RunFolder(tmp_path / "run")

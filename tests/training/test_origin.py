@@ -34,10 +34,11 @@ REWARD = "def score(prompt, completion, answer):\n    return float(len(completio
 
 
 @pytest.fixture(scope="module")
-def trained(save_chat_model, forget_accelerate, text_file):
-    """A function that trains two steps of a command with knobs, once; it returns the command line,
-    whose folders are those of a copy in `place`.
+def trained(save_chat_model, forget_accelerate, text_file, tmp_path_factory):
+    """A function to a folder with a run of two steps of a command with knobs, and a function that
+    resumes it. The run is trained once, and each call puts the folder back as it was then.
     """
+    folders: dict[tuple, Path] = {}
 
     def command(place: Path, name: str, knobs: tuple, steps: int) -> list[str]:
         values = COMMON | {"train.max_steps": steps} | dict(knobs)
@@ -52,7 +53,7 @@ def trained(save_chat_model, forget_accelerate, text_file):
         place_of = ["--from", str(place / "start"), "--run-dir", str(place / "run")]
         return [word, *own, *place_of, *options, "--data.dir", str(place / "data")]
 
-    def train(place: Path, name: str, knobs: tuple):
+    def prepare(place: Path, name: str, knobs: tuple) -> None:
         save_chat_model(place / "start")
         rows = {"prompt": "a", "chosen": "11", "rejected": "2"}
         single = {"prompt": "a", "completion": "11", "label": True}
@@ -64,11 +65,20 @@ def trained(save_chat_model, forget_accelerate, text_file):
         forget_accelerate()
         assert main(command(place, name, knobs, 2)) == 0
 
+    def train(name: str, knobs: tuple):
+        if (name, knobs) not in folders:
+            place = folders[name, knobs] = tmp_path_factory.mktemp(name) / "work"
+            prepare(place, name, knobs)
+            shutil.copytree(place, place.with_name("kept"))
+        place = folders[name, knobs]
+        shutil.rmtree(place)
+        shutil.copytree(place.with_name("kept"), place)
+
         def resume(*flags: str) -> int:
             forget_accelerate()
             return main([*command(place, name, knobs, 3), "--resume", *flags])
 
-        return resume
+        return place, resume
 
     return train
 
@@ -161,13 +171,14 @@ CASES = [
 ]
 
 
+@pytest.mark.one_row_per("name", "change", "refusal")
 @pytest.mark.parametrize(("name", "knobs", "change", "refusal"), CASES)
 def test_changed_start_is_refused_where_it_is_read_again(
-    name, knobs, change, refusal, trained, tmp_path, capsys
+    name, knobs, change, refusal, trained, capsys
 ):
-    resume = trained(tmp_path, name, knobs)
-    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
-    change(tmp_path)
+    place, resume = trained(name, knobs)
+    before = {path: path.read_bytes() for path in (place / "run").rglob("*") if path.is_file()}
+    change(place)
     changed = {path: path.read_bytes() for path in before if path.exists()}
     capsys.readouterr()
     dry_status = resume("--dry-run")
@@ -180,22 +191,20 @@ def test_changed_start_is_refused_where_it_is_read_again(
         assert status == 0, line
         return
     assert status == 2
-    assert refusal.format(tmp_path) in line[0]
+    assert refusal.format(place) in line[0]
     assert not re.search(r"sha256:[0-9a-f]{9}", line[0])
     assert dry_line == line
     assert {path: path.read_bytes() for path in before if path.exists()} == changed
 
 
-def test_lost_reference_is_computed_with_the_same_model(trained, tmp_path):
-    place, other = tmp_path / "a", tmp_path / "b"
-    place.mkdir()
-    other.mkdir()
-    assert trained(place, "dpo", ())() == 0
-    resume = trained(other, "dpo", ())
-    other_reference = other / "run" / "reference.safetensors"
-    other_reference.unlink()
+def test_lost_reference_is_computed_with_the_same_model(trained):
+    place, resume = trained("dpo", ())
     assert resume() == 0
-    ours, theirs = weights(RunFolder(place / "run")), weights(RunFolder(other / "run"))
+    ours = weights(RunFolder(place / "run"))
+    place, resume = trained("dpo", ())
+    lost_reference(place)
+    assert resume() == 0
+    theirs = weights(RunFolder(place / "run"))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
@@ -220,10 +229,10 @@ def test_machines_compare_what_a_start_reads_and_a_resume_what_it_needs(
     [("finetune", ()), ("finetune", LORA), ("rl", tuple(RL.items())), ("dpo", ()), ("kto", ())],
     ids=["finetune", "lora", "rl", "dpo", "kto"],
 )
-def test_resume_command_continues_any_run_by_its_own_recipe(name, knobs, trained, tmp_path, capsys):
-    resume_as_started = trained(tmp_path, name, knobs)
-    copy = tmp_path / "copy"
-    shutil.copytree(tmp_path / "run", copy)
+def test_resume_command_continues_any_run_by_its_own_recipe(name, knobs, trained, capsys):
+    place, resume_as_started = trained(name, knobs)
+    copy = place / "copy"
+    shutil.copytree(place / "run", copy)
     assert resume_as_started() == 0
     capsys.readouterr()
     assert main(["resume", str(copy), "--train.max_steps", "3", "--dry-run"]) == 0
@@ -233,7 +242,7 @@ def test_resume_command_continues_any_run_by_its_own_recipe(name, knobs, trained
     assert main(["resume", str(copy), "--train.max_steps", "3"]) == 0
     assert "train.max_steps: 2 -> 3" in capsys.readouterr().out
     # weights of a model, or of an adapter
-    (theirs,) = (tmp_path / "run" / "final").glob("*.safetensors")
+    (theirs,) = (place / "run" / "final").glob("*.safetensors")
     assert (copy / "final" / theirs.name).read_bytes() == theirs.read_bytes()
 
 
@@ -274,20 +283,18 @@ def test_resume_command_refuses(words, reason, write_recipe, tmp_path, refused, 
     ("name", "knobs", "key"),
     [("finetune", (), "finetune.model"), ("rl", tuple(RL.items()), "rl.reward")],
 )
-def test_resume_command_in_another_folder_says_where_to_go(
-    name, knobs, key, trained, tmp_path, capsys, monkeypatch
-):
-    trained(tmp_path, name, knobs)
-    recipe = tmp_path / "run" / "recipe.yaml"
+def test_resume_command_in_another_folder_says_where_to_go(name, knobs, key, trained, capsys):
+    place, _ = trained(name, knobs)
+    recipe = place / "run" / "recipe.yaml"
     # as a run that began with relative paths has recorded them
     recipe.write_text(
         recipe.read_text().replace(
-            f"{tmp_path}/{'start' if name == 'finetune' else 'reward'}", "./gone"
+            f"{place}/{'start' if name == 'finetune' else 'reward'}", "./gone"
         )
     )
     for flags in ([], ["--dry-run"]):
         capsys.readouterr()
-        assert main(["resume", str(tmp_path / "run"), "--train.max_steps", "3", *flags]) == 2
+        assert main(["resume", str(place / "run"), "--train.max_steps", "3", *flags]) == 2
         line = capsys.readouterr().err.splitlines()[-1]
         assert f"its recipe names {key} ./gone" in line
         assert "resume it in the folder where it began" in line
