@@ -135,10 +135,11 @@ def cells() -> Iterator:
         several = layout != "one" and (feature == "gpt2" or layout not in OF_EIGHT)
         first = layout == "FSDP2 4" or (feature == "gpt2" and layout not in OF_EIGHT[:2])
         if several:
-            marks = pytest.mark.slow if first else pytest.mark.exhaustive
-            yield pytest.param(feature, layout, marks=marks)
+            yield pytest.param(feature, layout, marks=[] if first else pytest.mark.exhaustive)
 
 
+@pytest.mark.long
+@pytest.mark.one_row_per
 @pytest.mark.parametrize(("feature", "layout"), [*cells()])
 def test_processes_end_with_the_bytes_of_one(trained, feature, layout):
     one, several = trained(feature, "one"), trained(feature, layout)
@@ -177,19 +178,14 @@ def test_plain_run_is_verified_on_the_same_processes(words_of, launch_warm, tmp_
     launch(launch_warm, ["verify", str(run.path), "--sample", "2"], layout, ends_with=equal)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("feature", "moves"),
     [
         ("gpt2", ("one", "DDP 4", "FSDP2 2")),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (
-                ("gpt2", ("one", "FSDP2 4", "DDP 2")),
-                ("llama, Muon", ("one", "DDP 4", "DDP 2")),
-                ("llama, Muon", ("one", "FSDP2 4", "FSDP2 2")),
-            )
-        ),
+        ("gpt2", ("one", "FSDP2 4", "DDP 2")),
+        ("llama, Muon", ("one", "DDP 4", "DDP 2")),
+        ("llama, Muon", ("one", "FSDP2 4", "FSDP2 2")),
     ],
 )
 def test_run_killed_and_moved_ends_with_the_bytes_of_one_process(
