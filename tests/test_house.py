@@ -1,6 +1,7 @@
 """The structure of the package: layers of imports, no import cycles, no catch-all modules."""
 
 import ast
+import functools
 import graphlib
 import re
 from pathlib import Path
@@ -15,7 +16,11 @@ _rows = re.findall(
 LAYERS = [*re.findall(r"`(\w+)(?:/|\.py)`", " ".join(_rows))[::-1], "__main__"]
 PACKAGE = Path(__file__).parents[1] / "nanogpt_hf"
 FILES = sorted(PACKAGE.rglob("*.py"))
-TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
+
+
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def module_name(path: Path) -> str:
@@ -29,7 +34,7 @@ MODULES = {module_name(path) for path in FILES}
 def imports(path: Path) -> set[str]:
     """The modules of this package that a file imports, inside functions too."""
     names = set()
-    for node in ast.walk(TREES[path]):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -88,10 +93,11 @@ def is_private(name: str) -> bool:
     return name.startswith("_") and name.isidentifier() and not name.endswith("_")
 
 
-def defined_names(tree: ast.AST) -> set[str]:
+@functools.cache
+def defined_names(path: Path) -> set[str]:
     """The names that a file defines itself: functions, classes, variables, fields of `self`."""
     names = set()
-    for node in ast.walk(tree):
+    for node in ast.walk(tree_of(path)):
         match node:
             case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
                 names.add(name)
@@ -102,7 +108,11 @@ def defined_names(tree: ast.AST) -> set[str]:
     return names
 
 
-DEFINED = {path: defined_names(TREES[path]) for path in FILES}
+@functools.cache
+def all_defined_names() -> set[str]:
+    return set().union(*map(defined_names, FILES))
+
+
 # Underscores of Python's own that are documented.
 DOCUMENTED = {"_asdict", "_exit", "_fields", "_replace"}
 
@@ -116,7 +126,7 @@ def library_privates(path: Path) -> set[str]:
     """
     used = set()
     inherited = set()
-    for node in ast.walk(TREES[path]):
+    for node in ast.walk(tree_of(path)):
         match node:
             case ast.ImportFrom(module=str(module), names=aliases):
                 used |= {*module.split("."), *(alias.name for alias in aliases)}
@@ -128,8 +138,8 @@ def library_privates(path: Path) -> set[str]:
                 inherited.add(name)
             case ast.Tuple(elts=[ast.Name(), ast.Constant(value=str(name))]):
                 inherited.add(name)
-    ours = set().union(*DEFINED.values())
-    return {*filter(is_private, used - DEFINED[path] | inherited - ours)} - DOCUMENTED
+    names = used - defined_names(path) | inherited - all_defined_names()
+    return {*filter(is_private, names)} - DOCUMENTED
 
 
 def rows_of_private_names() -> list[tuple[set[str], set[str]]]:
@@ -159,7 +169,9 @@ def test_private_names_of_libraries_are_listed_with_their_files():
     assert len(used) > 40
     assert used <= listed, used - listed
     # An overridden method is defined here, so it is no use that library_privates finds.
-    assert not {(file, name) for file, name in listed - used if name not in DEFINED[PACKAGE / file]}
+    assert not {
+        (file, name) for file, name in listed - used if name not in defined_names(PACKAGE / file)
+    }
 
 
 # Sizes of a recipe have GPT-2's names (config.model.n_positions); those of a model have
@@ -172,7 +184,7 @@ GPT2_FILES = {"export/gguf.py", "export/nanogpt.py"}  # formats that are GPT-2's
 
 def gpt2_names(path: Path) -> set[str]:
     names = set()
-    for node in ast.walk(TREES[path]):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.ImportFrom):
             names |= {alias.name for alias in node.names} & GPT2_CLASSES
         elif isinstance(node, ast.Attribute):
