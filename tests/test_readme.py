@@ -106,6 +106,7 @@ KNOWN = {
 
 
 @pytest.mark.long
+@pytest.mark.one_row_per
 @pytest.mark.parametrize("command", KNOWN)
 def test_commands_of_a_clone_that_users_know(command, clone, tiny_base):
     words = command.replace("--from gpt2", f"--from {tiny_base}").replace("layers 6", "layers 1")

@@ -101,6 +101,10 @@ def test_export_gguf(capsys, model, refused):
     assert "cannot be loaded as a language model" in refused("sample", "out")
 
 
+# A conversion to ONNX takes three seconds.
+KINDS = ["safetensors", "gguf", pytest.param("onnx", marks=pytest.mark.slow)]
+
+
 @pytest.mark.long
 def test_export_onnx(capsys, model, refused):
     for package in ("onnx", "onnxscript", "onnxruntime"):
@@ -111,7 +115,7 @@ def test_export_onnx(capsys, model, refused):
     assert last_number(lines[1]) < 1e-4
 
 
-@pytest.mark.parametrize("kind", ["safetensors", "gguf", "onnx"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_export_to_a_full_disk_is_one_line_and_leaves_nothing(
     model, volume, capsys, kind, monkeypatch
 ):
@@ -151,7 +155,7 @@ def convert_once(tmp_path_factory):
     return convert
 
 
-@pytest.mark.parametrize("kind", ["safetensors", "gguf", "onnx"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("card", [None, "the card", "of a run", "of an adapter"])
 def test_every_export_has_a_card(model, capsys, monkeypatch, request, kind, card):
     for package in {"gguf": ["gguf"], "onnx": ["onnx", "onnxscript", "onnxruntime"]}.get(kind, []):

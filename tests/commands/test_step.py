@@ -62,6 +62,7 @@ def assert_steps_equal_saved_models(run: RunFolder) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.one_row_per(kind=lambda kind: TRAINED[kind].split()[0])
 @pytest.mark.parametrize("kind", TRAINED)
 def test_model_of_a_step_equals_what_training_saved(
     kind, write_recipe, tmp_path, tiny_base, text_file, chat_model

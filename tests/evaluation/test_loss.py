@@ -166,6 +166,7 @@ def bits_per_byte(nats: list[float], labels: list[int], sizes: list[int]) -> flo
     return sum(nats) / math.log(2) / sum(sizes[label] for label in labels)
 
 
+@pytest.mark.one_row_per("text_data", "stride")
 @pytest.mark.parametrize(("block_size", "stride"), [(16, 16), (16, 5)])
 def test_bits_per_byte_of_a_text_are_those_of_a_plain_loop(text_data, block_size, stride):
     folder, model, sizes = text_data

@@ -105,6 +105,7 @@ def difference(one, other) -> float:
     return max(((a - b).norm() / b.norm()).item() for a, b in zip(one, other, strict=True))
 
 
+@pytest.mark.one_row_per("kind")
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("kind", ["flex", "alone"])
 def test_loss_and_gradient_equal_those_with_a_mask(name, kind, way, masks):

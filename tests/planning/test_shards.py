@@ -233,14 +233,8 @@ def test_processes_send_the_estimated_bytes(measured):
     )
 
 
-@pytest.mark.parametrize(
-    "measured",
-    [
-        *("DDP", "FSDP2", "TP"),
-        *(pytest.param(kind, marks=pytest.mark.slow) for kind in REHEARSED),
-    ],
-    indirect=True,
-)
+@pytest.mark.one_row_per
+@pytest.mark.parametrize("measured", ["DDP", "FSDP2", "TP", *REHEARSED], indirect=True)
 def test_a_rehearsal_needs_and_sends_what_processes_do(measured, tmp_path):
     kind, ranks = measured
     in_processes((rehearsed, kind, tmp_path / "rehearsal.json"))

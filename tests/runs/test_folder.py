@@ -204,6 +204,7 @@ def test_a_lock_held_for_a_moment_is_waited_for(tmp_path):
     RunFolder(tmp_path).check_unlocked()
 
 
+@pytest.mark.one_row_per("written")
 @pytest.mark.parametrize("written", [recipe_text, config_to_yaml], ids=["now", "before 'end'"])
 @pytest.mark.parametrize("license", [None, "apache-2.0"])
 def test_recipe_that_was_cut_in_its_last_section_is_damaged(

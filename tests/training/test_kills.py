@@ -123,7 +123,7 @@ def uninterrupted(tmp_path_factory, make_recipe, train):
     return recipe, folder / "uninterrupted"
 
 
-@pytest.mark.one_row_per
+@pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES)
 def test_resume_after_kill_at_a_place_is_exact(train, uninterrupted, tmp_path, place):
     recipe, expected = uninterrupted
