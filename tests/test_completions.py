@@ -126,6 +126,7 @@ def assert_equals_rows_alone(model, temperature, batch_sizes, log_probs) -> set[
     return {row.ended for row in expected}
 
 
+@pytest.mark.one_row_per("architecture", "temperature")
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize(
     "architecture",

@@ -71,6 +71,7 @@ def rows_of_hub_set(name, config=None, *, split, revision, streaming, trust_remo
 
 
 @pytest.mark.long
+@pytest.mark.one_row_per(recipe=lambda path: path.stem.partition("_")[0])
 @pytest.mark.parametrize("recipe", TRAINED, ids=lambda path: path.stem)
 def test_recipe_trains_two_steps(
     recipe, tmp_path, text_file, chat_file, byte_tokenizer, monkeypatch

@@ -78,6 +78,7 @@ def remove(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.long
+@pytest.mark.one_row_per
 @pytest.mark.parametrize(
     "case",
     [

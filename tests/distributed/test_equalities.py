@@ -190,11 +190,11 @@ FEATURES = {
     ),
     # the teacher has twice the model's blocks, its own width and dropout
     "distillation": Feature(
-        DROPOUT | {"distill.weight": 0.7, "distill.temperature": 2.0}, ("FSDP2",), ("DDP on 3",)
+        DROPOUT | {"distill.weight": 0.7, "distill.temperature": 2.0}, slow=("FSDP2", "DDP on 3")
     ),
     "documents": Feature(
         {"data.packing": "documents", "data.mask": "documents"},
-        *(("FSDP2",), ("DDP", "TP", "PP", "CP × FSDP2")),
+        slow=("FSDP2", "DDP", "TP", "PP", "CP × FSDP2"),
     ),
     "documents, qwen3": Feature(
         {"model.architecture": "qwen3", "model.n_head": 4, "model.n_kv_head": 2}
@@ -229,7 +229,7 @@ FEATURES = {
     ),
     "unfreezing with Muon": Feature(UNFREEZING | {"optim.name": "muon"}),
     "LoRA": Feature(FINETUNED | {"lora.rank": 2, "lora.dropout": 0.1}),
-    "qwen3": Feature({"model.architecture": "qwen3"} | DECODER, ("FSDP2",), ("ZeRO-3",)),
+    "qwen3": Feature({"model.architecture": "qwen3"} | DECODER, slow=("FSDP2", "ZeRO-3")),
     "nanochat": Feature(
         {"model.architecture": "nanochat"} | DECODER,
         exhaustive=("ZeRO-3", "FSDP2", "one process"),
@@ -436,7 +436,11 @@ def events(run: RunFolder, first: int, last: int) -> list[dict]:
 
 @pytest.mark.parametrize(
     ("feature", "layout"),
-    [cell(name, layout) for name, feature in FEATURES.items() for layout in feature.layouts],
+    [
+        cell(name, layout, slow=layout == "one process" and not feature.quick)
+        for name, feature in FEATURES.items()
+        for layout in feature.layouts
+    ],
 )
 def test_moving_run_equals_one_process(moved, alone, feature, layout):
     run, first, last, held = moved(feature, layout)

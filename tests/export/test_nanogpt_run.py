@@ -169,6 +169,7 @@ CASES = {
 }
 
 
+@pytest.mark.one_row_per
 @pytest.mark.parametrize("case", CASES)
 def test_losses_equal_nanogpts_own_resume(case, imported, forget_accelerate):
     """On the same batches, from warm-up through the decay to its end."""

@@ -166,6 +166,7 @@ def resized(folder, save_chat_model):
     return resized
 
 
+@pytest.mark.one_row_per
 @pytest.mark.parametrize(("student", "teacher"), [(320, 257), (257, 320), (320, 288)])
 def test_padded_vocabularies_of_student_and_teacher_may_differ(student, teacher, train, resized):
     """A student of random weights samples padding, which the teacher may not be able to read."""

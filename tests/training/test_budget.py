@@ -95,6 +95,7 @@ def knobs() -> dict:
 
 
 @pytest.mark.long
+@pytest.mark.one_row_per
 @pytest.mark.parametrize(
     "kind",
     [
@@ -148,6 +149,7 @@ def interrupted(pretrain, timed):
 
 
 @pytest.mark.long
+@pytest.mark.one_row_per
 @pytest.mark.parametrize("lost", [False, True], ids=["with its recipe", "without its recipe"])
 def test_resume_does_not_time_again(pretrain, interrupted, timed, lost, caplog):
     whole = interrupted()

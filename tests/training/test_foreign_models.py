@@ -129,6 +129,7 @@ GENERATION = {
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft reads it
+@pytest.mark.one_row_per
 @pytest.mark.parametrize(
     ("options", "places"),
     [
@@ -176,6 +177,7 @@ def test_new_tokens_get_the_mean_of_the_others_and_are_trained(base, finetune, t
     assert all(word in error for word in ("lora.rank 2", str(tmp_path / "more"), "3 new tokens"))
 
 
+@pytest.mark.one_row_per
 @pytest.mark.parametrize(("kind", "added"), [("llama", 2), ("llama", 6), ("gptj", 6), ("qwen2", 6)])
 def test_new_tokens_in_rows_that_pad_the_vocabulary(
     base, finetune, tmp_path, text_file, kind, added

@@ -49,6 +49,7 @@ def errors(stderr: str) -> list[str]:
     ]
 
 
+@pytest.mark.one_row_per
 @pytest.mark.parametrize(
     ("share", "file"),
     [

@@ -17,7 +17,8 @@ from nanogpt_hf.commands import main
 from nanogpt_hf.runs.folder import RunFolder
 
 ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.long
+# Two programs import torch, which takes ten seconds.
+pytestmark = [pytest.mark.long, pytest.mark.slow]
 ADDRESSES = ("10.77.0.1", "10.77.0.2")  # known inside the two namespaces only
 OPTIONS = {
     "model__dropout": 0.1,
@@ -136,7 +137,6 @@ def wait_for_step(run: RunFolder, step: int) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.slow
 def test_two_hosts_with_shared_files_equal_one_process(hosts, one_process, recipe, tmp_path):
     # the real launcher and the shipped config, without GPUs and bf16
     launch = ["-m", "accelerate.commands.launch", "--num_cpu_threads_per_process=1"]
@@ -154,7 +154,6 @@ def test_two_hosts_with_shared_files_equal_one_process(hosts, one_process, recip
     assert_same_experiment(RunFolder(tmp_path / "run"), one_process, samples=False)
 
 
-@pytest.mark.slow
 def test_two_hosts_without_shared_files_stop_and_resume(hosts, one_process, recipe):
     # the signal goes to the second host; only the first has a run folder, and each has its own
     # data, which the second prepares for longer than a host without a heartbeat is waited for
@@ -185,7 +184,6 @@ FSDP2 = {
 }
 
 
-@pytest.mark.slow
 def test_sharded_run_without_a_shared_folder_is_one_line(hosts, recipe, tmp_path):
     folders = tmp_path / "first", tmp_path / "second"
     for folder in folders:
@@ -198,7 +196,6 @@ def test_sharded_run_without_a_shared_folder_is_one_line(hosts, recipe, tmp_path
         assert not (folder / "run").exists()
 
 
-@pytest.mark.slow
 def test_difference_between_hosts_is_one_line_on_both(hosts, recipe, tmp_path, text_file):
     folders = tmp_path / "first", tmp_path / "second"
     for folder, word in zip(folders, ("cat", "cow"), strict=True):
@@ -214,7 +211,6 @@ def test_difference_between_hosts_is_one_line_on_both(hosts, recipe, tmp_path, t
     assert not (folders[0] / "run").exists()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("event", ["killed", "disconnected"])
 def test_lost_host_ends_the_other_with_one_line(hosts, recipe, tmp_path, event):
     first, second = hosts

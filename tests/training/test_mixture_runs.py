@@ -50,6 +50,7 @@ def recipe(write_recipe, knobs):
     return lambda **overrides: write_recipe(**knobs | overrides)
 
 
+@pytest.mark.one_row_per
 @pytest.mark.parametrize("weights", [(14, 4, 2), (0.7, 0.2, 0.1), ("0.35", 0.1, 0.05)])
 def test_equal_proportions_of_other_weights_resume(start, texts, weights):
     start(train__max_steps=2)

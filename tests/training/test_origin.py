@@ -224,6 +224,7 @@ def test_machines_compare_what_a_start_reads_and_a_resume_what_it_needs(
     assert ("finetune.model: weights" in needed) == weights
 
 
+@pytest.mark.one_row_per("name")
 @pytest.mark.parametrize(
     ("name", "knobs"),
     [("finetune", ()), ("finetune", LORA), ("rl", tuple(RL.items())), ("dpo", ()), ("kto", ())],

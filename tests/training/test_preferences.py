@@ -531,6 +531,7 @@ def other_bit(content: bytes) -> bytes:
 
 
 @pytest.mark.long
+@pytest.mark.one_row_per
 @pytest.mark.parametrize(
     ("content", "flag"),
     [

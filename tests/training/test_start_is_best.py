@@ -194,6 +194,7 @@ def test_diverged_run_says_so(start_to_train, folder, method, capsys, monkeypatc
     assert (compared["last"], compared["diverged_at"]) == (None, 4)
 
 
+@pytest.mark.one_row_per
 @pytest.mark.parametrize("method", ["text", "lora"])
 def test_better_model_replaces_the_start(train, folder, method, capsys):
     run = train(f"{method}_better", method, "--optim.learning_rate 1e-3")
@@ -208,6 +209,7 @@ def test_better_model_replaces_the_start(train, folder, method, capsys):
         assert "started from was" not in text
 
 
+@pytest.mark.one_row_per
 @pytest.mark.parametrize("rate", ["30", "1e-3"])
 def test_killed_run_keeps_the_start(train, folder, rate):
     options = f"--optim.learning_rate {rate} --checkpoint.every 1 --checkpoint.keep 9"
@@ -257,6 +259,7 @@ def test_pretraining_keeps_no_untrained_model(make_recipe, tmp_path, forget_acce
     assert final_state(RunFolder(tmp_path / "run"))["best_step"] == 3
 
 
+@pytest.mark.one_row_per("method")
 @pytest.mark.parametrize(
     ("method", "dropout", "options", "expected"),
     [

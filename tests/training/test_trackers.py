@@ -283,6 +283,7 @@ def without_gradient(step):
     return step._replace(grad_norm=step.grad_norm * math.nan)
 
 
+@pytest.mark.one_row_per("fails", "alerts")
 @pytest.mark.parametrize(
     ("knobs", "change", "alerts"),
     [
