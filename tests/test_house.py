@@ -68,8 +68,8 @@ def test_no_import_cycles():
 
 def test_no_tilde_is_expanded_by_a_path():
     # Path.expanduser raises a RuntimeError for the ~ of an unknown user; os.path's leaves it.
-    for path, tree in TREES.items():
-        for node in ast.walk(tree):
+    for path in FILES:
+        for node in ast.walk(tree_of(path)):
             if isinstance(node, ast.Attribute) and node.attr == "expanduser":
                 assert ast.unparse(node) == "os.path.expanduser", path.name
 
