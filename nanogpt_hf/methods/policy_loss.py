@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from nanogpt_hf.config.schema import RlSection
+from nanogpt_hf.methods.slices import sum_of_slices
 from nanogpt_hf.model.architecture import Metrics, Objective
 from nanogpt_hf.model.loss_gpt import IGNORED
 
@@ -152,6 +153,9 @@ class _SummedTokens:
         self.metrics: Metrics = {}
 
     def __call__(self, chunk: slice, logits: Tensor, targets: Tensor) -> Tensor:
+        return sum_of_slices(self._loss, chunk, logits, targets)
+
+    def _loss(self, chunk: slice, logits: Tensor, targets: Tensor) -> Tensor:
         tokens = {name: values[chunk] for name, values in self.tokens.items()}
         # Sums of exponentials over a vocabulary need float32, whatever the model computes in.
         loss, metrics = self.token_loss(chunk, logits.float(), tokens)

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.data.prepared import PreparedData
 from nanogpt_hf.methods.distillation import DIVERGENCE
+from nanogpt_hf.methods.slices import sum_of_slices
 from nanogpt_hf.methods.term import RowValues, Term
 from nanogpt_hf.model.architecture import Metrics, Objective
 from nanogpt_hf.model.loss_gpt import IGNORED
@@ -104,6 +105,9 @@ class SummedTerms:
 
     def __call__(self, chunk: slice, logits: Tensor, targets: Tensor) -> Tensor:
         """Sum the loss of some rows from their logits (R, V) and targets (R,)."""
+        return sum_of_slices(self._loss, chunk, logits, targets)
+
+    def _loss(self, chunk: slice, logits: Tensor, targets: Tensor) -> Tensor:
         # Sums of exponentials over a vocabulary need float32, whatever the model computes in.
         logits = logits.float()
         counts = targets != IGNORED

@@ -4,6 +4,7 @@ from transformers import PreTrainedModel
 
 from nanogpt_hf.distributed.launch import Launch
 from nanogpt_hf.distributed.tensor_parallel import splits_vocabulary
+from nanogpt_hf.methods.slices import rows_of_a_slice
 from nanogpt_hf.model.loss_gpt import rows_of_a_chunk
 from nanogpt_hf.planning.counts import Counts
 from nanogpt_hf.planning.teacher import Teacher
@@ -36,9 +37,13 @@ def loss_bytes(
     by_autograd = 3.0 * 4 * logits
     if row_loss == "sum":
         # Logits, in float32, their log-softmax, and two for the entropy; autograd needs no more.
-        by_autograd = (value % 4 + 16.0) * logits
-    if teacher:
-        by_autograd = teacher.bytes_per_logit(launch) * logits
+        each = teacher.bytes_per_logit(launch) if teacher else value % 4 + 16.0
+        by_autograd = each * logits
+        of_a_slice = rows_of_a_slice(chunk, vocabulary, device) * vocabulary
+        if of_a_slice < logits:
+            # All logits and their gradient. In float32 the logits of a slice are no copy.
+            each -= 4.0 * (value == 4)
+            by_autograd = 2.0 * value * logits + each * of_a_slice
     if chunk == rows and not is_split and not is_compiled:
         return by_autograd, 0.0, 0.0
     trainable_head = counts.head if counts.head_is_trainable else 0

@@ -51,8 +51,8 @@ class Teacher:
         }
 
     def bytes_per_logit(self, launch: Launch) -> float:
-        """Bytes of the loss for each logit of a chunk."""
-        # As many tensors in float32 at the peak of the chunk's backward pass, of a mixture more.
+        """Bytes of the loss for each logit of a slice (methods/slices.py)."""
+        # As many tensors in float32 at the peak of the slice's backward pass, of a mixture more.
         tensors = 8 + 4 * self.is_mixture
         if not self.is_on_policy:
             return 4.0 * tensors
