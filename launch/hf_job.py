@@ -24,13 +24,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import torch
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, RevisionNotFoundError
 
 from nanogpt_hf.config.names import find_recipe, shipped_folder
+from nanogpt_hf.console import configure_logging
 from nanogpt_hf.errors import UserError
-from nanogpt_hf.export.hub import check_login
 from nanogpt_hf.runs.folder import RunFolder
 
 BRANCH = "run"
@@ -71,6 +70,8 @@ def upload_run(api: HfApi, repo_id: str, run: RunFolder, checkpoint: Path) -> No
 
 def pretrain_command(recipe: Path, run: RunFolder, repo_id: str, knobs: list[str]) -> list[str]:
     """The command of this machine: one process, or one per GPU under ddp.yaml."""
+    import torch
+
     program = [sys.executable, "-m", "nanogpt_hf"]
     gpus = torch.cuda.device_count()
     if gpus > 1:
@@ -110,6 +111,15 @@ def main() -> int:
     parser.add_argument("recipe", help="a recipe's file, or the name of one that ships")
     parser.add_argument("--run-dir", type=Path, help="default: runs/RECIPE")
     arguments, knobs = parser.parse_known_args()
+    # Libraries warn of kernels that this machine lacks, as in every command.
+    with configure_logging("warning"):
+        return run_job(arguments, knobs)
+
+
+def run_job(arguments: argparse.Namespace, knobs: list[str]) -> int:
+    # Not at the top: --help need not wait for it.
+    from nanogpt_hf.export.hub import check_login
+
     recipe = find_recipe(arguments.recipe)
     run = RunFolder(arguments.run_dir or Path("runs") / recipe.stem)
     try:

@@ -66,6 +66,8 @@ def test_job_without_permission_starts_nothing(hub, write_recipe, tmp_path, monk
     completed = job("tester/tiny", write_recipe(), "--run-dir", tmp_path / "run")
     assert completed.returncode == 2
     assert "Invalid user token" in completed.stderr
+    # no warning of a library
+    assert completed.stderr.count("\n") == 1
     assert not (tmp_path / "run").exists()
     assert hub.repositories == {}
 
@@ -83,5 +85,7 @@ def test_job_keeps_nothing_in_a_public_repository(hub, write_recipe, tmp_path):
 def test_mistake_makes_no_repository(hub, write_recipe, tmp_path):
     completed = job("tester/tiny", write_recipe(), "--train.max_step", "3")
     assert completed.returncode == 2
-    assert "did you mean" in completed.stderr
+    problem, end = completed.stderr.splitlines()
+    assert "did you mean" in problem
+    assert end == "1 problem; nothing was started."
     assert hub.repositories == {}
