@@ -93,11 +93,6 @@ def rehearse(config: Config, launch: Launch, base: PreTrainedConfig | None = Non
                 f"--rehearse: {key} {value}: it reads weights, and a rehearsal has no values; "
                 "leave --rehearse out"
             )
-    if config.rl.task and config.distill.teacher:
-        raise UserError(
-            f"--rehearse: distill.teacher {config.distill.teacher}: with rl.task it teaches the "
-            "tokens of answers, whose number a rehearsal has not; leave --rehearse out"
-        )
     is_plain = launch.precision != "fp16" and launch.compression == "no"
     # Ring attention, compressed gradients and a loss scaler read or cast values themselves.
     split = launch.tp_size * launch.cp_size

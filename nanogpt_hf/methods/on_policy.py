@@ -46,7 +46,7 @@ from nanogpt_hf.methods.policy_loss import (
     completion_loss,
     policy_loss,
 )
-from nanogpt_hf.methods.rollouts import Rollouts, load_questions, sequence_batch
+from nanogpt_hf.methods.rollouts import FullRollouts, Rollouts, load_questions, sequence_batch
 from nanogpt_hf.methods.run import Evaluated, Run
 from nanogpt_hf.model.architecture import Metrics, Objective
 from nanogpt_hf.model.loss_gpt import IGNORED
@@ -260,8 +260,8 @@ def token_divergence(
         targets = tokens["shift_labels"] != IGNORED
         with torch.no_grad():
             taught = logits_of(chunk)
-        # Prompts and padding have no divergence.
-        value = divergence(config, logits[targets], taught[targets]).sum()
+        # Prompts and padding have no divergence. Choosing their rows would make the host wait.
+        value = divergence(config, logits, taught).where(targets, 0.0).sum()
         return value, {"divergence": value}
 
     return token_loss
@@ -313,6 +313,13 @@ def evaluate_taught_policy(run: Run, stopping: Callable[[], bool]) -> Evaluated:
     )
 
 
+class FullTaughtRollouts(FullRollouts):
+    """`FullRollouts` whose answers the student has sampled."""
+
+    def batch(self, indices: np.ndarray) -> dict[str, Tensor]:
+        return super().batch(indices) | {"sampled": torch.ones(len(indices))}
+
+
 # Rewards and a teacher. It is a run of reinforcement learning with more in its loss.
 TAUGHT_POLICY = dataclasses.replace(
     POLICY,
@@ -321,6 +328,7 @@ TAUGHT_POLICY = dataclasses.replace(
     load=load_taught_questions,
     objective=taught_policy_objective,
     evaluate=evaluate_taught_policy,
+    full_blocks=lambda config, _: FullTaughtRollouts(config),
 )
 # The teacher alone: rewards are measured, and change nothing.
 ON_POLICY = dataclasses.replace(

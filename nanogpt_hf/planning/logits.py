@@ -37,7 +37,7 @@ def loss_bytes(
     by_autograd = 3.0 * 4 * logits
     if row_loss == "sum":
         # Logits, in float32, their log-softmax, and two for the entropy; autograd needs no more.
-        each = teacher.bytes_per_logit(launch) if teacher else value % 4 + 16.0
+        each = teacher.bytes_per_logit if teacher else value % 4 + 16.0
         by_autograd = each * logits
         of_a_slice = rows_of_a_slice(chunk, vocabulary, device) * vocabulary
         if of_a_slice < logits:

@@ -38,8 +38,7 @@ def planned_teacher(config: Config) -> Teacher | None:
     return Teacher(
         _without_weights(config.distill.teacher),
         is_mixture=0 < beta_of(config) < 1,
-        is_on_policy=bool(config.rl.task),
-        has_rewards=config.distill.weight < 1,
+        has_rewards=bool(config.rl.task) and config.distill.weight < 1,
     )
 
 

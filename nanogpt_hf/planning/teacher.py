@@ -19,8 +19,7 @@ class Teacher:
     model: PreTrainedModel  # on the meta device
     # Whether the divergence compares with a mixture of both distributions (0 < distill.beta < 1).
     is_mixture: bool = False
-    # Whether it teaches the student's own answers, and whether rewards have a weight beside it.
-    is_on_policy: bool = False
+    # Whether it teaches the student's own answers, and rewards have a weight beside it.
     has_rewards: bool = False
 
     def kept(self, launch: Launch) -> float:
@@ -50,14 +49,12 @@ class Teacher:
             "copies": float(value * gathered),
         }
 
-    def bytes_per_logit(self, launch: Launch) -> float:
+    @property
+    def bytes_per_logit(self) -> float:
         """Bytes of the loss for each logit of a slice (methods/slices.py)."""
         # As many tensors in float32 at the peak of the slice's backward pass, of a mixture more.
-        tensors = 8 + 4 * self.is_mixture
-        if not self.is_on_policy:
-            return 4.0 * tensors
-        # The policy's log-probabilities, and the teacher's logits of the targets.
-        return 4.0 * (tensors + self.has_rewards) + self._value(launch)
+        # With rewards there are the policy's log-probabilities, too.
+        return 4.0 * (8 + 4 * self.is_mixture + self.has_rewards)
 
     def _value(self, launch: Launch) -> int:
         return teacher_dtype(launch.precision).itemsize
