@@ -4,8 +4,9 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable
-# Two at a time, a file each: the tests that start processes wait for them most of the time.
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# Two at a time, a file each: the tests that start processes wait for them most of the time. Compiled files are kept, also where
+# the environment says otherwise: each program that a test starts would compile the package again.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 .NOTPARALLEL: # pip installs into one environment
 .PHONY: help quickstart test test-quick test-gpu test-lower-bounds test-ci test-all test-other-machines release site digests lint format types docs clean
@@ -26,7 +27,7 @@ quickstart: $(VENV)/installed ## train a small GPT on Python's documentation and
 	@echo "The model is in runs/quickstart/best. All of the run on one page, for a browser:"
 	@echo "  $(CURDIR)/runs/quickstart/report.html"
 
-test: $(VENV)/installed-test ## run the tests (about eight minutes on two quiet cores)
+test: $(VENV)/installed-test ## run the tests (about five minutes on two quiet cores)
 	$(PYTEST) -m 'not slow'
 
 test-quick: $(VENV)/installed-test-quick ## run the tests that start no processes and train little, with few packages

@@ -99,8 +99,8 @@ def test_commands_for_other_machines_pass_a_dry_run(clone, monkeypatch):
 
 # Commands that users know from the first versions. They are not in the README as they stand.
 KNOWN = {
-    "accelerate launch cli.py pretrain recipes/gpt2_124m.yaml": "--dry-run",
     "python cli.py finetune --from gpt2 --freeze-layers 6": "--data my.txt --dry-run",
+    "accelerate launch cli.py pretrain recipes/gpt2_124m.yaml": "--dry-run",
     "python cli.py push runs/gpt2_124m me/my-gpt": "",
 }
 

@@ -181,7 +181,7 @@ def test_evaluate_on_two_processes_equals_one(
         assert two["tasks"][task][metric] == pytest.approx(one["tasks"][task][metric], rel=1e-6)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_nanogpt_checkpoint_has_its_known_loss(capsys, shared, tmp_path):
     checkpoint, model = shared / "models" / "nanogpt-shakespeare-char", tmp_path / "model"
     files = checkpoint / "ckpt.pt", model, checkpoint / "meta.pkl"

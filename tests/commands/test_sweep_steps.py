@@ -97,7 +97,7 @@ def check_runs(command, words, knob, values, in_process, forget_accelerate):
 
 
 @pytest.mark.long
-@pytest.mark.one_row_per(more=lambda more: "budget" in more)
+@pytest.mark.one_row_per
 @pytest.mark.parametrize(
     ("knob", "values", "more"),
     [

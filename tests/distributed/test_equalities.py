@@ -206,7 +206,7 @@ FEATURES = {
         | {"data.format": "chat", "data.block_size": 128, "model.n_positions": 128},
         slow=("CP × FSDP2", "one process"),
     ),
-    "unfreezing": Feature(UNFREEZING, ("FSDP2",), exhaustive=("DDP",)),
+    "unfreezing": Feature(UNFREEZING, slow=("FSDP2", "one process"), exhaustive=("DDP",)),
     # both begin in the steps of the first layout
     "stages": Feature(
         DROPOUT
