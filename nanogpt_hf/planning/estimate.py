@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -205,8 +206,11 @@ def _parameters(model: PreTrainedModel) -> tuple[int, int]:
     and disk, but are none of the model's.
     """
     padding = padding_parameters(model.config)
-    embedding = next(model.get_input_embeddings().parameters())
-    trainable = model.num_parameters(only_trainable=True) - padding * embedding.requires_grad
+    # The matrices with padding: one, if the head is tied. The lower may be frozen alone.
+    head: Any = model.get_output_embeddings()
+    padded = {next(model.get_input_embeddings().parameters()), head.weight}
+    trained = sum(matrix.requires_grad for matrix in padded) / len(padded)
+    trainable = model.num_parameters(only_trainable=True) - int(padding * trained)
     return model.num_parameters() - padding, trainable
 
 

@@ -12,7 +12,13 @@ import pytest
 from nanogpt_hf.bench.rehearsal import rehearse
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.methods import NEXT_TOKEN, POLICY, PREFERENCES
-from nanogpt_hf.config.schema import Config, DataSection, RlSection, TrainSection
+from nanogpt_hf.config.schema import (
+    Config,
+    DataSection,
+    FinetuneSection,
+    RlSection,
+    TrainSection,
+)
 from nanogpt_hf.distributed.launch import Launch
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import UserError
@@ -22,8 +28,9 @@ from nanogpt_hf.methods.policy import rollouts_of
 from nanogpt_hf.methods.rollouts import Rollouts
 from nanogpt_hf.model import GPTConfig, loss_gpt
 from nanogpt_hf.model.architecture import count_parameters
+from nanogpt_hf.model.build import build_config
 from nanogpt_hf.planning import estimate as planned
-from nanogpt_hf.planning.estimate import estimate, planned_model
+from nanogpt_hf.planning.estimate import estimate, planned_model, planned_parameters
 from nanogpt_hf.planning.footprint import footprint
 from nanogpt_hf.planning.memory import LOSS, SAMPLING, TEACHER, TOP
 from nanogpt_hf.planning.steps import footprint_arguments
@@ -378,3 +385,16 @@ def test_rows_that_pad_the_vocabulary_are_no_parameters(tied):
     for figure in ("parameters", "trainable", "active", "by_part", "flops_per_token"):
         assert getattr(plain, figure) == getattr(padded, figure), figure
     assert sum(padded.by_part.values()) == padded.parameters
+
+
+def test_rows_that_pad_a_head_are_not_trained_if_the_embedding_is_frozen():
+    knobs = {"model.architecture": "llama", "model.extra": {"tie_word_embeddings": False}}
+    knobs |= {"model.n_layer": 2, "model.n_head": 2, "model.n_embd": 32, "model.n_positions": 32}
+    knobs |= {"data.source": "x.txt", "data.block_size": 16, "train.tokens_per_step": 192}
+    found = []
+    for multiple in (1, 256):
+        config = load_config(None, knobs | {"model.pad_vocab_to_multiple_of": multiple})
+        base = build_config(config.model, 300)
+        frozen = replace(config, finetune=FinetuneSection(model="m", freeze_layers=1))
+        found.append(planned_parameters(frozen, base))
+    assert found[0] == found[1]
