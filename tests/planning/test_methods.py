@@ -156,7 +156,7 @@ def resolved_rewards(base: Path, size: int, processes: int = 1, **knobs: str):
 
 
 @pytest.mark.long
-@pytest.mark.one_row_per(knobs=lambda knobs: "lora.rank" in knobs)
+@pytest.mark.one_row_per
 @pytest.mark.parametrize(("launch", "knobs", "size"), REWARDS)
 def test_updates_and_sampling_equal_a_rehearsal(base, monkeypatch, launch, knobs, size):
     monkeypatch.setattr(loss_gpt, "LOGITS_PER_CHUNK", CHUNKS // loss_gpt.CHUNKS_OF_A_GPU)

@@ -227,7 +227,8 @@ def test_killed_start_never_mixes_two_runs(tmp_path, trained):
     assert not run.best.exists()
 
 
-@pytest.mark.parametrize("has_recipe", [False, True])
+@pytest.mark.one_row_per
+@pytest.mark.parametrize("has_recipe", [True, False])
 def test_killed_recipe_update_leaves_old_or_new(tmp_path, has_recipe):
     run = RunFolder(tmp_path / "run")
 
