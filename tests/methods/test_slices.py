@@ -105,7 +105,9 @@ def test_slices_equal_all_rows_at_once(monkeypatch, models, loss, chunk, parts, 
         computed(monkeypatch, models, loss, chunk, each, 0.25, precision) for each in (1, parts)
     )
     assert rows_of_a_slice(ROWS * LABELED, VOCAB, "cpu") < 7
-    torch.testing.assert_close(before[:2], after[:2], rtol=1e-6, atol=1e-6)
+    # Another CPU multiplies fewer rows in another order: a bf16 logit of the teacher may differ.
+    close = 1e-4 if precision == "bf16" and loss != "rewards" else 3e-6
+    torch.testing.assert_close(before[:2], after[:2], rtol=close, atol=close)
     rounding = {"fp32": 1e-5, "bf16": 1e-2}[precision] if loss != "rewards" else 0.0
     # of the largest gradient, since that of a key bias is rounding only
     bound = rounding * max(gradient.abs().max().item() for gradient in before[2].values())
