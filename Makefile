@@ -4,8 +4,9 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable
-# Two at a time, a file each: the tests that start processes wait for them most of the time. Compiled files are kept, also where
-# the environment says otherwise: each program that a test starts would compile the package again.
+# Two or three at a time, a file each: the tests that start processes wait for them, and two left a quarter of two cores idle.
+# Compiled files are kept, also where the environment says otherwise: each program that a test starts would compile the package
+# again.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 .NOTPARALLEL: # pip installs into one environment
@@ -28,7 +29,7 @@ quickstart: $(VENV)/installed ## train a small GPT on Python's documentation and
 	@echo "  $(CURDIR)/runs/quickstart/report.html"
 
 test: $(VENV)/installed-test ## run the tests (about five minutes on two quiet cores)
-	$(PYTEST) -m 'not slow'
+	$(PYTEST) -n 3 -m 'not slow'
 
 test-quick: $(VENV)/installed-test-quick ## run the tests that start no processes and train little, with few packages
 	$(PYTEST) -m 'not long and not slow'
