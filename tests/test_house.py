@@ -1,10 +1,15 @@
-"""The structure of the package: layers of imports, no import cycles, no catch-all modules."""
+"""The structure of the package: layers of imports, no import cycles, no catch-all modules; and the
+division of tables between `make test` and `make test-ci`.
+"""
 
 import ast
 import functools
 import graphlib
 import re
 from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
 
 PAGE = Path(__file__).parents[1] / "CONTRIBUTING.md"
 # From the bottom up. A package imports only what is before it in this list, the table of PAGE.
@@ -198,3 +203,41 @@ def test_only_model_and_gpt2_formats_name_gpt2():
     outside = [path for path in FILES if path.parent not in (PACKAGE, PACKAGE / "model")]
     naming = {str(path.relative_to(PACKAGE)) for path in outside if gpt2_names(path)}
     assert naming == GPT2_FILES, "ask model/architecture.py"
+
+
+class Row:
+    """What the division of tables reads of a collected test."""
+
+    def __init__(self, mark: pytest.Mark, **values: str):
+        self.nodeid = f"test_table[{'-'.join(values.values())}]"
+        self.callspec = SimpleNamespace(params=values)
+        self.mark = mark
+        self.is_slow = False
+
+    def get_closest_marker(self, name: str) -> pytest.Mark | None:
+        return self.mark if name == "one_row_per" else None
+
+    def add_marker(self, name: str) -> None:
+        assert name == "slow"
+        self.is_slow = True
+
+
+@pytest.mark.parametrize(
+    ("mark", "quick"),
+    [
+        (pytest.mark.one_row_per, ["rl plain"]),
+        (pytest.mark.one_row_per("method"), ["rl plain", "align plain"]),
+        (pytest.mark.one_row_per("method", "layout"), ["rl plain", "rl tp", "align plain"]),
+        (pytest.mark.one_row_per(layout=len), ["rl plain", "rl tp"]),
+    ],
+    ids=["table", "parameter", "parameters", "function"],
+)
+def test_one_row_of_each_kind_is_not_slow(pytestconfig, mark, quick):
+    plugins = pytestconfig.pluginmanager.get_plugins()
+    conftest = next(each for each in plugins if hasattr(each, "leave_one_row_of_each"))
+    table = ["rl plain", "rl tp", "align plain", "align tp"]
+    rows = [
+        Row(mark.mark, **dict(zip(("method", "layout"), row.split(), strict=True))) for row in table
+    ]
+    conftest.leave_one_row_of_each(rows)
+    assert [name for name, row in zip(table, rows, strict=True) if not row.is_slow] == quick
