@@ -133,7 +133,8 @@ def completion_loss(
         skip_logits=True,
         use_cache=False,
     ).loss
-    return loss, row_loss.metrics
+    # A copy, since a head that replaces ours calls `row_loss` again in the backward pass.
+    return loss, dict(row_loss.metrics)
 
 
 class _SummedTokens:

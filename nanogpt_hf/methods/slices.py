@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from nanogpt_hf.model.loss_gpt import RowLoss, rows_of_a_chunk
 
@@ -38,6 +39,10 @@ def sum_of_slices(loss_of: RowLoss, chunk: slice, logits: Tensor, targets: Tenso
     return sum(loss_at(n * size, part) for n, part in enumerate(logits.split(size)))
 
 
+def _unchanged(tensor: Tensor) -> Tensor:
+    return tensor
+
+
 class _SlicedLoss(torch.autograd.Function):
     """Summed loss with its gradient by the logits. The backward pass only scales it."""
 
@@ -47,7 +52,9 @@ class _SlicedLoss(torch.autograd.Function):
         total = torch.zeros((), device=logits.device)
         for start in range(0, len(logits), size):
             part = logits[start : start + size].detach().requires_grad_()
-            with torch.enable_grad():
+            # Hooks that keep nothing else: under those of a checkpoint, as of `recomputed_loss`,
+            # the gradient of each slice would compute the whole chunk again.
+            with torch.enable_grad(), saved_tensors_hooks(_unchanged, _unchanged):
                 loss = loss_at(start, part)
                 (gradient[start : start + size],) = torch.autograd.grad(loss, part)
             total += loss.detach()

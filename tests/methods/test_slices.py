@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from nanogpt_hf.config.schema import Config, DistillSection, RlSection
 from nanogpt_hf.methods import slices
@@ -14,6 +15,7 @@ from nanogpt_hf.methods.policy_loss import completion_log_probs, policy_objectiv
 from nanogpt_hf.methods.slices import rows_of_a_slice, sum_of_slices
 from nanogpt_hf.methods.terms import text_objective
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM, loss_gpt
+from nanogpt_hf.model.loss_gpt import rows_of_a_chunk
 
 VOCAB = 50
 ROWS, LENGTH, LABELED = 3, 16, 10
@@ -113,6 +115,36 @@ def test_slices_equal_all_rows_at_once(monkeypatch, models, loss, chunk, parts, 
     bound = rounding * max(gradient.abs().max().item() for gradient in before[2].values())
     for name, gradient in before[2].items():
         torch.testing.assert_close(after[2][name], gradient, rtol=rounding, atol=bound)
+
+
+class OtherHead(nn.Module):
+    """A head that replaces ours, as an adapter's does: it computes logits and no loss."""
+
+    def __init__(self, head: Any):
+        super().__init__()
+        self.weight = head.weight
+        self.rows = 0
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        self.rows += len(hidden)
+        return hidden @ self.weight.T
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_slices_of_a_head_that_replaces_ours(monkeypatch, models, loss):
+    """Loss, metrics and gradients are the same, and each logit is computed twice."""
+    student, teacher = models
+    model = build(0, 16)
+    model.set_output_embeddings(OtherHead(model.get_output_embeddings()))
+    before = computed(monkeypatch, (student, teacher), loss, WHOLE, 1, 0.25, "fp32")
+    after = computed(monkeypatch, (model, teacher), loss, CHUNKS, 7, 0.25, "fp32")
+    rows = ROWS * (LABELED if LOSSES[loss][1] is answer_batch else LENGTH)
+    assert rows_of_a_chunk(rows, VOCAB) < rows
+    assert model.get_output_embeddings().rows == 2 * rows
+    torch.testing.assert_close(before[:2], after[:2], rtol=3e-6, atol=3e-6)
+    bound = 1e-5 * max(gradient.abs().max().item() for gradient in before[2].values())
+    for name, gradient in before[2].items():
+        torch.testing.assert_close(after[2][name], gradient, rtol=1e-5, atol=bound)
 
 
 def test_a_divisor_scales_the_gradient_in_float32(monkeypatch):
