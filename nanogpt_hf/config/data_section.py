@@ -172,8 +172,8 @@ RULES = [
     ),
     *rules(
         choice("data.order", *ANY_OFFSET),
-        given("rl.task"),
-        "questions are drawn once per epoch",
+        given("rl.task", "align.loss"),
+        "questions and pairs are drawn once per epoch",
         "use shuffled",
     ),
     *rules(
