@@ -6,10 +6,14 @@ Imports little: it is in force before anything else is imported.
 import contextlib
 import os
 import signal
+import sys
+import threading
+from functools import cache
 from types import FrameType
 from typing import NoReturn
 
 EXIT_INTERRUPTED = 130  # a shell's exit status of a program that SIGINT ended
+_SECONDS_TO_RETURN = 0.05  # from what Python has called by itself
 
 
 def handle_ctrl_c() -> None:
@@ -18,6 +22,7 @@ def handle_ctrl_c() -> None:
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt)
+        sys.unraisablehook = _interrupt_again
 
 
 def handle_ctrl_c_at_the_end() -> None:
@@ -32,8 +37,9 @@ def end_interrupted() -> NoReturn:
     os._exit(EXIT_INTERRUPTED)
 
 
+@cache
 def show_interrupted() -> None:
-    """Print that the program was interrupted, once per machine."""
+    """Print that the program was interrupted, once per machine, however often Ctrl-C is pressed."""
     if os.environ.get("LOCAL_RANK", "0") != "0":
         return
     # A terminal shows ^C in this line. Not by print(): the signal may have interrupted one, which
@@ -50,3 +56,12 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
             end_interrupted()
         frame = frame.f_back
     raise KeyboardInterrupt
+
+
+def _interrupt_again(dropped: "sys.UnraisableHookArgs") -> None:
+    """Python has dropped an exception, of a `__del__` or a callback: send Ctrl-C once more."""
+    if not isinstance(dropped.exc_value, KeyboardInterrupt):
+        sys.__unraisablehook__(dropped)
+        return
+    # In this thread it would be raised here, where Python drops it, too.
+    threading.Timer(_SECONDS_TO_RETURN, os.kill, (os.getpid(), signal.SIGINT)).start()

@@ -112,7 +112,20 @@ from nanogpt_hf.commands import launch
 def interrupt(number=signal.SIGINT): os.kill(os.getpid(), number)
 """
 AT_WORK = "commands.entry_point = interrupt; __main__.run_program()"
+TWICE = "commands.entry_point = interrupt; atexit.register(interrupt); __main__.run_program()"
 AT_THE_END = "sys.argv[1:] = ['--version']; atexit.register(interrupt); __main__.run_program()"
+# Python drops what is raised in these.
+IN_A_DEL = "type('', (), {'__del__': interrupt})()"
+IN_A_WEAKREF = "import weakref; x = {1}; y = weakref.ref(x, interrupt); del x"
+IN_A_COLLECTION = "import gc; gc.callbacks.append(lambda *_: interrupt()); gc.collect()"
+DROPPED = """
+def drop(*_):
+    {}
+    import time; time.sleep(60)
+def interrupt(*_): gc.callbacks.clear(); signal.raise_signal(signal.SIGINT)
+import gc
+commands.entry_point = drop; __main__.run_program()
+"""
 LINE = "interrupted\n"
 VERSION = f"nanogpt_hf {nanogpt_hf.__version__}\n"
 
@@ -125,6 +138,10 @@ VERSION = f"nanogpt_hf {nanogpt_hf.__version__}\n"
         # one line per machine
         (AT_WORK, "1", EXIT_INTERRUPTED, ""),
         (AT_THE_END, "", EXIT_INTERRUPTED, VERSION + LINE),
+        (TWICE, "", EXIT_INTERRUPTED, LINE),
+        (DROPPED.format(IN_A_DEL), "", EXIT_INTERRUPTED, LINE),
+        (DROPPED.format(IN_A_WEAKREF), "", EXIT_INTERRUPTED, LINE),
+        (DROPPED.format(IN_A_COLLECTION), "", EXIT_INTERRUPTED, LINE),
         # a job in the background ignores Ctrl-C
         ("signal.signal(signal.SIGINT, signal.SIG_IGN);" + AT_WORK, "", 0, ""),
         ("signal.signal(signal.SIGINT, signal.SIG_IGN);" + AT_THE_END, "", 0, VERSION),
