@@ -65,6 +65,7 @@ def run(words: list[str], commands: Collection[str]) -> int:
     received = _pass_signals_on()
     # torch's launcher logs the end of the processes, which they or `_status` print already.
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
+    logging.getLogger("accelerate.commands.launch").addFilter(leave_out_threads)
     try:
         launch_command(arguments)
         return 0
@@ -76,6 +77,18 @@ def run(words: list[str], commands: Collection[str]) -> int:
         # Accelerate's checks of the config raise errors of any type, before anything is started.
         raise UserError(f"accelerate launch: {one_line(error)}") from error
     return _status(statuses, stopped=bool(received))
+
+
+def leave_out_threads(record: logging.LogRecord) -> bool:
+    """Leave the number of CPU threads out of accelerate's warning about options that were not
+    given; False if the warning names no other option.
+
+    Accelerate chooses it well by itself, and the run logs it.
+    """
+    lines = str(record.msg).splitlines()
+    kept = [line for line in lines if "`--num_cpu_threads_per_process`" not in line]
+    record.msg = "\n".join(kept)
+    return kept == lines or any(line.lstrip().startswith("`--") for line in kept)
 
 
 def _parse(words: list[str], commands: Collection[str]) -> argparse.Namespace:

@@ -2,6 +2,7 @@
 and Docker files.
 """
 
+import logging
 import os
 import re
 import shutil
@@ -17,6 +18,7 @@ import pytest
 import yaml
 
 from nanogpt_hf.commands import main
+from nanogpt_hf.commands.launch import leave_out_threads
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.training.tracking import read_metrics
 
@@ -162,6 +164,37 @@ def test_config_file_without_settings_is_one_line(capsys, tmp_path, content):
     err = capsys.readouterr().err
     assert err.startswith(f"--config_file {file}: ")
     assert err.count("\n") == 1
+
+
+PASSED = "The following values were not passed to `accelerate launch`:"
+THREADS = "\t`--num_cpu_threads_per_process` was set to `2`"
+PROCESSES = "\t`--num_processes` was set to a value of `1`"
+
+
+@pytest.mark.parametrize(
+    ("lines", "kept"),
+    [
+        ([PASSED, THREADS, "To avoid this"], None),
+        ([PASSED, THREADS, PROCESSES, "To avoid this"], [PASSED, PROCESSES, "To avoid this"]),
+        ([PASSED, PROCESSES, "To avoid this"], [PASSED, PROCESSES, "To avoid this"]),
+        (["another warning"], ["another warning"]),
+    ],
+)
+def test_number_of_threads_is_left_out_of_a_warning(lines, kept):
+    record = logging.LogRecord("", logging.WARNING, "", 0, "\n".join(lines), None, None)
+    assert leave_out_threads(record) == (kept is not None)
+    assert kept is None or record.getMessage().splitlines() == kept
+
+
+@pytest.mark.slow
+@pytest.mark.skipif((psutil.cpu_count(logical=False) or 1) < 2, reason="needs two cores")
+def test_launch_on_a_cpu_prints_only_what_the_command_prints():
+    # With one thread set, accelerate chooses nothing and has nothing to warn about.
+    variables = {name: value for name, value in environment().items() if name != "OMP_NUM_THREADS"}
+    command = [*LAUNCH, *CPU, "knobs", "hub"]
+    result = subprocess.run(command, env=variables, capture_output=True, text=True, check=True)
+    assert result.stdout.startswith("hub: ")
+    assert result.stderr == ""
 
 
 @needs_linux
