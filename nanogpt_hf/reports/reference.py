@@ -27,6 +27,9 @@ SHIPPED = shipped_folder("recipes/reference")
 # Half the width of a band in standard deviations, which are estimated from a few seeds only: with
 # 5 seeds, 99% of further runs are inside.
 _WIDTH = 5
+# With so many differences that forbid a comparison, a reference is near enough to be named. Another
+# text differs in the numbers of its training and its validation tokens.
+_NEAR = 2
 # Losses of runs that differ in these knobs can be compared. The knobs are the first suspects.
 _SHIFTING = ("optim.", "train.", "eval.", "data.order", "model.dropout", "model.init")
 # These may differ in any way: the loss is the same but for noise.
@@ -182,21 +185,31 @@ def find_reference(config: Config) -> Reference | None:
     """Find the reference for this experiment: among several, the one with the fewest differences.
     None without any.
     """
-    found = []
-    text = _text_if_readable(config)
-    for path in sorted(SHIPPED.glob("*.json")):
-        reference = Reference(**json.loads(path.read_text(encoding="utf-8")))
-        incomparable, shifting = differences(reference, config, text)
-        if not incomparable:
-            found.append((len(shifting), reference))
+    found = [(len(shifting), ref) for ref, (never, shifting) in _shipped(config) if not never]
     return min(found, key=lambda row: row[0], default=(0, None))[1]
+
+
+def _shipped(config: Config) -> list[tuple[Reference, tuple[dict[str, str], dict[str, str]]]]:
+    """The references that ship, each with its `differences` from a run."""
+    text = _text_if_readable(config)
+    files = sorted(SHIPPED.glob("*.json"))
+    references = [Reference(**json.loads(path.read_text(encoding="utf-8"))) for path in files]
+    return [(reference, differences(reference, config, text)) for reference in references]
+
+
+def _why_none(config: Config) -> str:
+    """Why no reference can be compared: what differs in the nearest, or that none is near."""
+    nearest, (different, _) = min(_shipped(config), key=lambda row: len(row[1][0]))
+    if len(different) > _NEAR:
+        return "none ships for this experiment"
+    return f"the nearest, {nearest.name}, cannot be compared: {', '.join(different.values())}"
 
 
 def judge(reference: Reference | None, config: Config, events: list[Event]) -> Verdict:
     """Judge the validation losses in a run's `events` against the reference, if there is one."""
     if reference is None:
         remedy = "`compare RUN RUN RUN --make-reference FILE` makes one of three or more seeds"
-        return Verdict("none", f"no reference: none ships for this experiment; {remedy}")
+        return Verdict("none", f"no reference: {_why_none(config)}; {remedy}")
     shifting = differences(reference, config, _text_if_readable(config))[1]
     kind, sentence = _place(reference, events)
     # Other knobs are likelier causes of a high loss than the machine.

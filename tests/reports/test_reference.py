@@ -163,9 +163,20 @@ def test_judge_above_the_band_lists_the_likeliest_causes_first(reference, config
     assert precision.startswith("the precision: ")
 
 
-def test_judge_without_a_reference(config):
-    answer = judge(None, config, run(4, 3))
+@pytest.mark.parametrize(
+    ("knobs", "reason"),
+    [
+        ({"model.n_layer": 6}, "quickstart, cannot be compared: model.n_layer is 6 here, 4 in the"),
+        ({"data.vocab_size": 512, "data.block_size": 64}, "data.block_size is 64 here, 128 in"),
+        ({"model.n_layer": 2, "model.n_head": 2, "model.n_embd": 64}, "none ships for this exper"),
+    ],
+)
+def test_judge_without_a_reference_says_what_the_nearest_differs_in(knobs, reason, tmp_path):
+    recipe = load_config(ROOT / "recipes/quickstart.yaml", {"data.dir": str(tmp_path)} | knobs)
+    assert find_reference(recipe) is None
+    answer = judge(None, recipe, run(4, 3))
     assert answer.kind == "none"
+    assert reason in answer.sentence
     assert "--make-reference" in answer.sentence
 
 
