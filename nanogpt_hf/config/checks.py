@@ -10,6 +10,7 @@ from nanogpt_hf.config.compatibility import refused_in_recipe
 from nanogpt_hf.config.method_sections import LORA_TARGETS
 from nanogpt_hf.config.methods import NEXT_TOKEN, POLICY, recipe_method_of
 from nanogpt_hf.config.optim_section import FAMILIES, LARGEST_BETA, MATRIX_FAMILIES, OptimSection
+from nanogpt_hf.config.schedules import SCHEDULES
 from nanogpt_hf.config.schema import KNOBS, Config, get_value
 from nanogpt_hf.config.settings import KnobSetting
 from nanogpt_hf.config.sources import is_mixture, learns_teacher_alone, sources_of
@@ -148,8 +149,7 @@ def _schedule_rules(config: Config) -> Rules:
     lowest = optim.lowest_learning_rate
     yield (
         "optim.min_learning_rate optim.learning_rate",
-        # A constant schedule does not read the minimum.
-        optim.schedule != "constant" and lowest > optim.learning_rate,
+        SCHEDULES[optim.schedule].ends and lowest > optim.learning_rate,
         f"{lowest} is above optim.learning_rate {optim.learning_rate}; null is a tenth of that",
     )
     yield (

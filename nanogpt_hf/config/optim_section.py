@@ -5,11 +5,13 @@ from typing import Any, Literal
 
 from nanogpt_hf.config.knobs import knob, loss_term, only_with, only_without
 from nanogpt_hf.config.optimizers import OPTIMIZERS
+from nanogpt_hf.config.schedules import ENDLESS, SCHEDULES
 from nanogpt_hf.config.settings import Setting
 
 # Choices without which nothing reads a knob, where several knobs have the same.
-_WITH_ADAMW = only_with("optim.name", "adamw", "muon")
+_WITH_BETAS = only_with("optim.name", *(n for n, row in OPTIMIZERS.items() if row.has_betas))
 _WITH_MUON = only_with("optim.name", "muon")
+_WITH_AN_END = only_without("optim.schedule", *ENDLESS)
 
 # Kinds of parameters, for optim.rates and optim.betas.
 FAMILIES = (
@@ -68,10 +70,16 @@ class OptimSection:
         None,
         "learning rate at the end of the decay (default: a tenth of optim.learning_rate)",
         0,
-        read=only_without("optim.schedule", "constant"),
+        read=_WITH_AN_END,
     )
-    schedule: Literal["cosine", "linear", "constant", "wsd"] = knob(
-        "cosine", "decay after warm-up; wsd: constant, then linear decay at the end"
+    schedule: Literal[tuple(SCHEDULES)] = knob(  # pyright: ignore[reportInvalidTypeForm]
+        "cosine",
+        "; ".join(
+            (
+                "decay after warm-up",
+                *(f"{n}: {s.meaning}" for n, s in SCHEDULES.items() if s.meaning),
+            )
+        ),
     )
     warmup_steps: int | float = knob(
         2000, "steps of linear warm-up, or below 1 this share of train.max_steps", 0
@@ -81,7 +89,7 @@ class OptimSection:
         "step at which the decay ends (default: train.max_steps)",
         1,
         read=(
-            only_without("optim.schedule", "constant"),
+            _WITH_AN_END,
             only_without("train.budget"),
             only_without("train.epochs"),
         ),
@@ -103,13 +111,13 @@ class OptimSection:
         # It is a function of all routers and of whole sequences.
         layouts=(Setting.DEEPSPEED, Setting.TENSOR_PARALLELISM, Setting.EXPERT_PARALLELISM),
     )
-    beta1: float = knob(0.9, "decay of AdamW's first moment", 0, LARGEST_BETA, read=_WITH_ADAMW)
-    beta2: float = knob(0.95, "decay of AdamW's second moment", 0, LARGEST_BETA, read=_WITH_ADAMW)
+    beta1: float = knob(0.9, "decay of AdamW's first moment", 0, LARGEST_BETA, read=_WITH_BETAS)
+    beta2: float = knob(0.95, "decay of AdamW's second moment", 0, LARGEST_BETA, read=_WITH_BETAS)
     betas: dict[str, Any] = knob(  # noqa: RUF009
         {},
         "beta1 and beta2 of some parameters that AdamW updates, such as {tokens: [0.7, 0.99]}, by "
         "the names of optim.rates",
-        read=_WITH_ADAMW,
+        read=_WITH_BETAS,
     )
     max_grad_norm: float = knob(
         1.0, "maximum gradient norm; larger gradients are clipped; 0: no clipping", 0

@@ -16,13 +16,18 @@ class OptimizerChoice(NamedTuple):
     meaning: str
     # Settings that it does not combine with: for each the reason, and the remedy.
     refuses: Mapping[AnySetting, tuple[str, str]] = {}
+    has_betas: bool = False  # whether it reads optim.beta1, optim.beta2 and optim.betas
+    states: tuple[str, ...] = ("float32",)  # the values of optim.state that it has
 
 
 (_LORA,) = given("lora.rank")
 OPTIMIZERS = {
-    "adamw": OptimizerChoice("adamw for all parameters"),
+    "adamw": OptimizerChoice(
+        "adamw for all parameters", has_betas=True, states=("float32", "8bit")
+    ),
     "muon": OptimizerChoice(
         "muon for the matrices in the blocks, and adamw for the rest",
+        has_betas=True,
         refuses={
             Setting.DEEPSPEED: (
                 "ZeRO keeps the matrices in flat buffers that no process can orthogonalize",
@@ -34,11 +39,12 @@ OPTIMIZERS = {
 }
 
 _STATE_8BIT = choice("optim.state", "8bit")
+_HAVE_8BIT = [name for name, row in OPTIMIZERS.items() if "8bit" in row.states]
 RULES: list[Rule] = [
     *rules(
         _STATE_8BIT,
-        choice("optim.name", "muon"),
-        "8-bit state is for adamw only",
+        choice("optim.name", *(name for name in OPTIMIZERS if name not in _HAVE_8BIT)),
+        f"8-bit state is for {' and '.join(_HAVE_8BIT)} only",
         "leave one of them out",
     ),
     *rules(

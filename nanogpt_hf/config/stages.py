@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from nanogpt_hf.config.schedules import SCHEDULES
 from nanogpt_hf.config.schema import KNOBS, Config, Knob, get_value, knob_values, replace_knobs
 from nanogpt_hf.config.sources import is_mixture, sources_of
 from nanogpt_hf.config.values import convert_entries
@@ -113,13 +114,13 @@ def with_known_steps(config: Config, steps: int) -> Config:
 
 
 def _schedule(config: Config) -> dict[str, Any]:
-    """The knobs of the schedule that follow from others. A constant one has no lowest rate."""
+    """The knobs of the schedule that follow from others. One without an end has no lowest rate."""
     optim = config.optim
     values: dict[str, Any] = {}
     # Else the number of steps is found when the run starts.
     if config.train.steps_from is None:
         values["optim.warmup_steps"] = optim.warmup_in(config.train.max_steps)
-    if optim.schedule != "constant":
+    if SCHEDULES[optim.schedule].ends:
         values["optim.min_learning_rate"] = optim.lowest_learning_rate
     return values
 

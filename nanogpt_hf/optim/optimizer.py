@@ -5,7 +5,6 @@ Matrices and embeddings decay, biases and LayerNorms do not. With Muon, it updat
 inside the blocks.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ from accelerate import Accelerator
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from nanogpt_hf.config.schedules import SCHEDULES
 from nanogpt_hf.config.schema import OptimSection
 from nanogpt_hf.errors import UserError, did_you_mean
 from nanogpt_hf.model.architecture import architecture_of
@@ -187,30 +187,16 @@ def skip_step_unless_finite(optimizer: Any, grad_norm: torch.Tensor) -> None:
 def learning_rate_at(step: int, optim: OptimSection, max_steps: int) -> float:
     """Learning rate of update number `step` (0 is the first of `max_steps`).
 
-    Linear warm-up from almost 0, then the schedule's shape down to `lowest_learning_rate`, which
-    holds from step `decay_steps` on, by default the last one. Warm-up and cosine are nanoGPT's
-    `get_lr` (train.py) with lr_decay_iters = decay_steps; wsd is Hu et al. 2024,
-    arXiv:2404.06395, section 4, with a linear decay.
+    Linear warm-up from almost 0, as in nanoGPT's `get_lr` (train.py), then the share of the
+    schedule (config/schedules.py). One with an end goes down to `lowest_learning_rate`, which holds
+    from step `decay_steps` on, by default the last one.
     """
     end = optim.decay_steps or max_steps
     warmup_steps = optim.warmup_in(max_steps)
-    lowest = optim.lowest_learning_rate
     # Warm-up: the first steps of Adam divide by a second moment of few gradients.
     if step < warmup_steps:
         return optim.learning_rate * (step + 1) / (warmup_steps + 1)
-    # All shapes go from 1 to 0 and are scaled by the span between peak and end.
-    span = optim.learning_rate - lowest
-    progress = min(1.0, (step - warmup_steps) / max(1, end - warmup_steps))
-    match optim.schedule:
-        case "cosine":
-            # Half a period of a cosine, from 1 to 0: slow at both ends.
-            return lowest + 0.5 * (1 + math.cos(math.pi * progress)) * span
-        case "linear":
-            return lowest + (1 - progress) * span
-        case "wsd":
-            # Constant until the last `decay_fraction` of all steps (warm-up, stable, decay).
-            decay_steps = max(1, round(optim.decay_fraction * end))
-            left = max(0.0, (end - step) / decay_steps)
-            return lowest + min(1.0, left) * span
-        case _:
-            return optim.learning_rate
+    schedule = SCHEDULES[optim.schedule]
+    lowest = optim.lowest_learning_rate if schedule.ends else 0.0
+    share = schedule.share(step, warmup_steps, end, optim)
+    return lowest + share * (optim.learning_rate - lowest)

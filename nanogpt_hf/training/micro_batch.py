@@ -14,6 +14,7 @@ from accelerate import Accelerator
 from transformers import PreTrainedModel
 
 from nanogpt_hf.config.checks import divisors
+from nanogpt_hf.config.optimizers import OPTIMIZERS
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.config.stages import naming, stages_of
 from nanogpt_hf.data.batches import Batches, blocks_read
@@ -208,7 +209,7 @@ def memory_advice(config: Config, model: PreTrainedModel, launch: Launch) -> str
         # The next smaller size that divides the step as this one does.
         *_, smaller, _ = divisors(size)
         remedies.append(f"train.micro_batch_size {smaller} (same tokens per step)")
-    if config.optim.name == "adamw" and config.optim.state != "8bit":
+    if config.optim.state != "8bit" and "8bit" in OPTIMIZERS[config.optim.name].states:
         remedies.append("optim.state 8bit")
     if not launch.checkpointing:
         remedies.append("fsdp_activation_checkpointing in the accelerate config")

@@ -7,10 +7,16 @@ from types import NoneType
 import pytest
 
 from nanogpt_hf.config.load import config_to_yaml, load_config
+from nanogpt_hf.config.optimizers import OPTIMIZERS
+from nanogpt_hf.config.schedules import ENDLESS
 from nanogpt_hf.config.schema import KNOBS, get_value, kind_options
 from nanogpt_hf.config.unread import read_knobs
 from nanogpt_hf.errors import ConfigError
 
+# The words of these readers follow from tables.
+OF_BETAS = KNOBS["optim.betas"].readers[0].words
+OF_AN_END = KNOBS["optim.min_learning_rate"].readers[0].words
+WITHOUT_BETAS = [name for name, row in OPTIMIZERS.items() if not row.has_betas]
 # By the words of a reader: a recipe that has its choice, and one that lacks it. Both are changes
 # of a recipe for text in a file of rows, with the schema's defaults.
 RECIPES: dict[str, tuple[dict, dict]] = {
@@ -30,10 +36,11 @@ RECIPES: dict[str, tuple[dict, dict]] = {
         {"data.source": "user/name", "data.validation_split": "test"},
     ),
     "with data.tokenizer bpe": ({"data.tokenizer": "bpe", "data.vocab_size": 300}, {}),
-    "with optim.name adamw or muon": ({}, None),  # each optimizer that there is
+    # None if each optimizer that there is reads them.
+    OF_BETAS: ({}, {"optim.name": WITHOUT_BETAS[0]} if WITHOUT_BETAS else None),
     "with optim.name muon": ({"optim.name": "muon"}, {}),
     "with optim.schedule wsd": ({"optim.schedule": "wsd"}, {}),
-    "without optim.schedule constant": ({}, {"optim.schedule": "constant"}),
+    OF_AN_END: ({}, {"optim.schedule": ENDLESS[-1]}),
     "with eval.tasks": ({"eval.tasks": "hellaswag"}, {}),
     "with eval.metrics": ({"eval.metrics": "exact_match"}, {}),
     "with eval.samples": ({"eval.samples": "a"}, {}),

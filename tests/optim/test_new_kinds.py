@@ -9,7 +9,9 @@ from safetensors.torch import load_file
 import more_optimizers
 from assertions import assert_same_experiment, copy_at
 from nanogpt_hf.checkpoint.reader import read_checkpoint
+from nanogpt_hf.config.optimizers import OPTIMIZERS as CHOICES
 from nanogpt_hf.config.optimizers import OptimizerChoice
+from nanogpt_hf.optim.optimizer import OPTIMIZERS as KINDS
 from nanogpt_hf.runs.tensor_files import TensorFiles
 
 KNOBS = {
@@ -31,6 +33,11 @@ TRAINED = {
 
 def tensors(files: TensorFiles) -> dict[str, torch.Tensor]:
     return {name: files[name] for name in files}
+
+
+def test_each_state_of_an_optimizer_in_recipes_has_code_and_all_code_is_in_recipes():
+    of_recipes = {(name, state) for name, row in CHOICES.items() for state in row.states}
+    assert of_recipes == KINDS.keys()
 
 
 @pytest.mark.parametrize("name", more_optimizers.ROWS)

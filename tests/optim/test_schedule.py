@@ -5,6 +5,7 @@ import math
 
 import pytest
 
+from nanogpt_hf.config.schedules import SCHEDULES
 from nanogpt_hf.config.schema import OptimSection
 from nanogpt_hf.optim.optimizer import learning_rate_at
 
@@ -29,15 +30,23 @@ def test_cosine_equals_nanogpt():
     assert rates("cosine") == pytest.approx([expected(step) for step in range(101)])
 
 
-@pytest.mark.parametrize(
-    ("schedule", "last"), [("cosine", 0.1), ("linear", 0.1), ("constant", 1.0), ("wsd", 0.1)]
-)
-def test_warmup_is_linear_to_the_peak_and_the_rate_never_rises_again(schedule, last):
+# The rate after the last of 100 steps, for each schedule that there is.
+LAST = {
+    "cosine": 0.1,
+    "linear": 0.1,
+    "constant": 1.0,
+    "wsd": 0.1,
+    "inverse_sqrt": math.sqrt(11 / 101),
+}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_warmup_is_linear_to_the_peak_and_the_rate_never_rises_again(schedule):
     values = rates(schedule)
     assert [b - a for a, b in itertools.pairwise([0, *values[:11]])] == pytest.approx([1 / 11] * 11)
     assert values[10] == pytest.approx(1.0)
     assert all(a >= b - 1e-12 for a, b in itertools.pairwise(values[10:]))
-    assert values[-1] == pytest.approx(last)
+    assert values[-1] == pytest.approx(LAST[schedule])
     assert rates(schedule, warmup_steps=0)[0] == pytest.approx(1.0)
     assert len(rates(schedule, max_steps=10, warmup_steps=10)) == 11
 
@@ -48,7 +57,21 @@ def test_wsd_is_constant_then_linear():
     assert values[90] == pytest.approx(0.55)
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd"])
+def test_inverse_sqrt_equals_attention_is_all_you_need():
+    # With their step s = ours + 1 and warm-up W + 1, and the factor that makes the peak 1.
+    expected = [math.sqrt(11) * min(s**-0.5, s * 11**-1.5) for s in range(1, 102)]
+    assert rates("inverse_sqrt") == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("name", [name for name, row in SCHEDULES.items() if not row.ends])
+def test_rate_without_an_end_depends_on_neither_the_end_nor_the_lowest_rate(name):
+    alone = rates(name)
+    assert rates(name, max_steps=150)[:101] == alone
+    optim = OptimSection(learning_rate=1.0, min_learning_rate=0.7, schedule=name, warmup_steps=10)
+    assert [learning_rate_at(step, optim, 100) for step in range(101)] == alone
+
+
+@pytest.mark.parametrize("schedule", [name for name, row in SCHEDULES.items() if row.ends])
 def test_decay_may_end_before_or_after_the_run(schedule):
     alone = rates(schedule)
     assert rates(schedule, max_steps=150, decay_steps=100) == pytest.approx([*alone, *[0.1] * 50])
