@@ -155,7 +155,8 @@ def byte_tokenizer(tmp_path_factory) -> Path:
     """
     from transformers import GPT2Tokenizer
 
-    from nanogpt_hf.data.bpe import printable_bytes
+    from nanogpt_hf.config.schedules import ENDLESS
+from nanogpt_hf.data.bpe import printable_bytes
 
     folder = tmp_path_factory.mktemp("tokenizer")
     vocabulary = {
@@ -213,7 +214,7 @@ def make_recipe(text_file):
             section, knob = key.split("__")
             tree.setdefault(section, {})[knob] = value
         # With some overrides nothing reads a knob of RECIPE, which would be refused.
-        if overrides.get("optim__schedule") == "constant":
+        if overrides.get("optim__schedule") in ENDLESS:
             del tree["optim"]["min_learning_rate"]
         if "rl__task" in overrides:
             del tree["eval"]["tokens"]

@@ -16,6 +16,7 @@ from jinja2 import Template
 from transformers import PreTrainedConfig
 
 from nanogpt_hf.config.load import config_to_yaml
+from nanogpt_hf.config.schedules import SCHEDULES
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.config.sources import chats, learns_teacher_alone, source_text, sources_of
 from nanogpt_hf.data.built_in import BUILT_IN
@@ -83,6 +84,7 @@ def model_card(
         sources=sources,
         source_text=source_text,
         optimizer=kind_of(config.optim).describe(config.optim),
+        schedule_ends=SCHEDULES[config.optim.schedule].ends,
         software=", ".join(f"{name} {version}" for name, version in versioned.items()),
         time=timedelta(seconds=round(state.seconds)),
         chats=chats(config.data),

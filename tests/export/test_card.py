@@ -8,6 +8,7 @@ import yaml
 from huggingface_hub import ModelCard
 
 from nanogpt_hf.config.load import load_config
+from nanogpt_hf.config.schedules import SCHEDULES
 from nanogpt_hf.config.schema import replace_knobs
 from nanogpt_hf.data.manifest import Manifest, SplitFacts
 from nanogpt_hf.export.card import model_card
@@ -117,6 +118,13 @@ def test_cards_escape_html_and_markdown_in_strings(write_recipe):
     assert "license" not in card.data.to_dict()
     recipe = yaml.safe_load(card.text.split("````yaml\n")[1].split("````")[0])
     assert recipe["eval"]["samples"] == config.eval.samples
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_card_states_the_end_of_a_schedule_that_has_one(write_recipe, schedule):
+    text = card_of(load_config(write_recipe(optim__schedule=schedule))).text
+    end = " to 0.001" if SCHEDULES[schedule].ends else ""
+    assert f"| learning rate | 0.01, {schedule}{end} |" in text
 
 
 # Fields of a state, and the score that its card states.
