@@ -155,8 +155,7 @@ def byte_tokenizer(tmp_path_factory) -> Path:
     """
     from transformers import GPT2Tokenizer
 
-    from nanogpt_hf.config.schedules import ENDLESS
-from nanogpt_hf.data.bpe import printable_bytes
+    from nanogpt_hf.data.bpe import printable_bytes
 
     folder = tmp_path_factory.mktemp("tokenizer")
     vocabulary = {
@@ -206,6 +205,8 @@ def make_recipe(text_file):
     """Write a recipe of a tiny model on the tiny text, with overrides such as
     train__max_steps=3; return its path.
     """
+
+    from nanogpt_hf.config.schedules import ENDLESS
 
     def make(path: Path, **overrides) -> Path:
         tree = yaml.safe_load(RECIPE)
