@@ -24,7 +24,7 @@ from pathlib import Path
 from shutil import copytree
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = [f"tests/{folder}" for folder in ("model", "optim", "training", "distributed", "rl")]
+FOLDERS = [f"tests/{folder}" for folder in ("model", "optim", "training", "distributed", "methods")]
 IS_ROOT = os.getuid() == 0
 TMPFS = Path("/dev/shm")
 

@@ -137,10 +137,12 @@ def knob_values(config: Config) -> dict[str, Any]:
 
 def replace_knobs(config: Config, values: Mapping[str, Any]) -> Config:
     """A copy of `config` with other values of some knobs, such as {"train.seed": 7}."""
+    sections: dict[str, dict[str, Any]] = {}
     for key, value in values.items():
         section, _, name = key.partition(".")
-        config = replace(config, **{section: replace(getattr(config, section), **{name: value})})
-    return config
+        sections.setdefault(section, {})[name] = value
+    changed = {name: replace(getattr(config, name), **body) for name, body in sections.items()}
+    return replace(config, **changed)
 
 
 def kind_options(kind: Any) -> tuple[Any, ...]:

@@ -2,6 +2,8 @@
 
 import argparse
 import contextlib
+import copy
+import functools
 import math
 import re
 import stat
@@ -109,12 +111,18 @@ def read_settings(path: Path) -> str:
 def parse_settings(text: str, loader: type[SettingsLoader]) -> Any:
     """The values of a text in YAML. Raises ValueError, with the reason in one line."""
     try:
-        return yaml.load(text, Loader=loader)
+        # A command reads the recipe of its run several times. The caller may change what it gets.
+        return copy.deepcopy(_loaded(text, loader))
     # The last three come from explicit tags, such as !!bool maybe.
     except (yaml.YAMLError, LookupError, AttributeError, TypeError) as error:
         mark = getattr(error, "problem_mark", None)
         line = f"line {mark.line + 1}: " if mark else ""
         raise ValueError(f"{line}{one_line(getattr(error, 'problem', None) or error)}") from None
+
+
+@functools.lru_cache(maxsize=16)
+def _loaded(text: str, loader: type[SettingsLoader]) -> Any:
+    return yaml.load(text, Loader=loader)
 
 
 def parse_flow_list(text: str) -> list[Any]:

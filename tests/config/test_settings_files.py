@@ -8,7 +8,7 @@ import pytest
 
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.schema import KNOBS
-from nanogpt_hf.config.values import SettingsLoader, parse_settings
+from nanogpt_hf.config.values import RecipeLoader, SettingsLoader, parse_settings
 from nanogpt_hf.errors import ConfigError
 
 BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
@@ -82,3 +82,12 @@ def test_aliases_within_the_bounds_are_read():
     text = "a: &a {x: [1, 2]}\nb: *a\nc: {<<: *a, y: 3}"
     expected = {"a": {"x": [1, 2]}, "b": {"x": [1, 2]}, "c": {"x": [1, 2], "y": 3}}
     assert parse_settings(text, SettingsLoader) == expected
+
+
+@pytest.mark.parametrize("loader", [SettingsLoader, RecipeLoader])
+def test_a_file_that_is_read_again_is_not_parsed_again_and_has_its_own_values(loader, monkeypatch):
+    text = "optim: {rates: [1, 2]}  # read twice"
+    first = parse_settings(text, loader)
+    first["optim"]["rates"].append(3)
+    monkeypatch.setattr(loader, "get_single_node", None)
+    assert list(map(str, parse_settings(text, loader)["optim"]["rates"])) == ["1", "2"]
