@@ -4,10 +4,11 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable
-# Two or three at a time, a file each: the tests that start processes wait for them, and two left a quarter of two cores idle.
+# Three files at a time: the tests that start processes wait for them, and two left a quarter of two cores idle.
 # Compiled files are kept, also where the environment says otherwise: each program that a test starts would compile the package
 # again.
-PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+TYPES := $(BIN)/basedpyright --pythonpath $(BIN)/python
 
 .NOTPARALLEL: # pip installs into one environment
 .PHONY: help quickstart test test-quick test-gpu test-lower-bounds test-ci test-all test-other-machines release site digests lint format types docs clean
@@ -29,10 +30,10 @@ quickstart: $(VENV)/installed ## train a small GPT on Python's documentation and
 	@echo "  $(CURDIR)/runs/quickstart/report.html"
 
 test: $(VENV)/installed-test ## run the tests (about five minutes on two quiet cores)
-	$(PYTEST) -n 3 -m 'not slow'
+	$(PYTEST) -m 'not slow'
 
 test-quick: $(VENV)/installed-test-quick ## run the tests that start no processes and train little, with few packages
-	$(PYTEST) -m 'not long and not slow'
+	$(PYTEST) -n 2 -m 'not long and not slow'
 
 test-gpu: $(VENV)/installed-test ## run the tests of a GPU, on one (up to five minutes)
 	DEVICE=cuda $(BIN)/python -m pytest tests/gpu
@@ -66,11 +67,19 @@ site: $(VENV)/installed-site ## build the site of the documentation into site/; 
 digests: $(VENV)/installed-test ## run small reference runs and print digests of their numbers
 	$(BIN)/python tests/run_digests.py $(ARGS)
 
-test-ci: lint types $(VENV)/installed-test ## run lint, types and all tests but exhaustive ones: what has to pass before a change lands
-	$(PYTEST) -m 'not exhaustive'
+# The type checker is one process that runs for a minute or more, so the tests run at the same time. Its output comes when it ends.
+define types_and_tests
+{ $(TYPES) >$(VENV)/types.log 2>&1; status=$$?; cat $(VENV)/types.log; exit $$status; } & types=$$!; \
+	$(PYTEST) $(1); tests=$$?; \
+	wait $$types || { echo "The types have errors: see above, or run make types"; exit 1; }; \
+	exit $$tests
+endef
 
-test-all: lint types $(VENV)/installed-test ## run lint, types and every test (up to an hour on two cores)
-	$(PYTEST)
+test-ci: lint $(VENV)/installed-test $(VENV)/installed-types ## run lint, types and all tests but exhaustive ones: what has to pass before a change lands
+	$(call types_and_tests,-m 'not exhaustive')
+
+test-all: lint $(VENV)/installed-test $(VENV)/installed-types ## run lint, types and every test (up to an hour on two cores)
+	$(call types_and_tests,)
 
 test-other-machines: $(VENV)/installed-test ## run the tests of numbers and processes as on other machines, in three runs
 	$(BIN)/python tests/other_machines.py $(ARGS)
@@ -84,7 +93,7 @@ format: $(VENV)/installed-test-quick ## repair what can be repaired of style and
 	$(BIN)/ruff format .
 
 types: $(VENV)/installed-types ## check the types
-	$(BIN)/basedpyright --pythonpath $(BIN)/python
+	$(TYPES)
 
 $(VENV)/installed: pyproject.toml setup.py constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11")'
