@@ -56,7 +56,6 @@ class ModelSection:
     extra: dict[str, Any] = knob(  # noqa: RUF009
         {},
         "other fields of the architecture's config, by their names in transformers",
-        read=_OTHER_ARCHITECTURE,
     )
     pad_vocab_to_multiple_of: int = knob(
         1,

@@ -73,6 +73,7 @@ def model_card(
         number=format_number,
         name=name or config.name,
         title=architecture.title,
+        is_standard=architecture.is_standard(model_config),
         origin=f"{start} on {source_text(config.data)} with nanogpt_hf",
         model=model_config,
         parameters=count_parameters(model_config),

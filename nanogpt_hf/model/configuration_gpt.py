@@ -17,6 +17,9 @@ class GPTConfig(PreTrainedConfig):
     `bias=False` leaves the biases of Linear and LayerNorm out. `padded_vocab_size` is the number
     of embedding rows in memory, for faster matrix products; rows from `vocab_size` on are never
     predicted and never saved.
+
+    A field that GPT-2 does not have makes another model of it if its value is not the default. Such
+    a model is saved as its own type.
     """
 
     model_type = "nanogpt_hf"
@@ -67,6 +70,19 @@ class GPTConfig(PreTrainedConfig):
     def inner_size(self) -> int:
         """Width of the MLP's hidden layer."""
         return self.n_inner or 4 * self.n_embd
+
+    @classmethod
+    def new_fields(cls) -> dict[str, Any]:
+        """Fields that GPT-2 has in no form, with their defaults, which make the model a GPT-2."""
+        known = {"padded_vocab_size", "bias", "dropout"}
+        for standard in (PreTrainedConfig, GPT2Config):
+            known |= {field.name for field in dataclasses.fields(standard)}
+        return {f.name: f.default for f in dataclasses.fields(cls) if f.name not in known}
+
+    @property
+    def is_gpt2(self) -> bool:
+        """Whether GPT-2's config and files can represent the model."""
+        return all(getattr(self, name) == plain for name, plain in self.new_fields().items())
 
     @classmethod
     def get_config_dict(

@@ -10,7 +10,8 @@ our GPT-2 in gpt2.py.
 import copy
 import math
 import re
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -122,10 +123,16 @@ class Architecture(ConfigFields, ModelParts):
     def _build(self, *recipe: Any, is_gated: bool) -> tuple[PreTrainedConfig, PreTrainedModel]:
         """Config of a recipe, and its model on the meta device."""
         values = self.fields_from_recipe(*recipe, is_gated=is_gated)
-        try:
+        with self.one_line_for_wrong_fields():
             config = completed(self.config_class(**values))
             self.check_fields(config)
             return config, self.on_meta(config)
+
+    @contextmanager
+    def one_line_for_wrong_fields(self) -> Iterator[None]:
+        """Context that raises ValueError, in one line, for fields that do not make a model."""
+        try:
+            yield
         except Exception as error:
             # transformers' message has several lines. The one with the reason becomes
             # `hidden_act expected str, got int (value: 3)`.
@@ -232,6 +239,10 @@ class Architecture(ConfigFields, ModelParts):
         config = copy.deepcopy(config)
         vars(config).pop("padded_vocab_size", None)
         return config
+
+    def is_standard(self, config: Any) -> bool:
+        """Whether transformers alone opens the model, without this package."""
+        return True
 
     def standard_model(self, config: PreTrainedConfig) -> PreTrainedModel:
         """Standard transformers model of `config`, with new weights."""

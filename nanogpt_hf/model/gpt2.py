@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import GenerationConfig, GPT2Config
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from nanogpt_hf.config.schema import KNOBS, ModelSection, kind_options
+from nanogpt_hf.errors import did_you_mean
 from nanogpt_hf.model.config_fields import padded_vocab_size
 from nanogpt_hf.model.configuration_gpt import GPTConfig
 from nanogpt_hf.model.decoders import Architecture
-from nanogpt_hf.model.layout_gpt import GPT2_LAYOUT, save_as_gpt2
+from nanogpt_hf.model.layout_gpt import GPT2_LAYOUT, gpt2_state_dict, save_as_gpt2
 from nanogpt_hf.model.modeling_gpt import GPTForCausalLM
 
 _KNOBS = ("n_layer", "n_head", "n_embd", "n_positions", "bias", "activation_function")
@@ -36,14 +37,21 @@ class GPT2Architecture(Architecture):
     def config_from_recipe(
         self, section: ModelSection, vocab_size: int, end_of_text_id: int | None
     ) -> GPTConfig:
-        return GPTConfig(
-            vocab_size=vocab_size,
-            padded_vocab_size=padded_vocab_size(section, vocab_size),
-            dropout=section.dropout,
-            bos_token_id=end_of_text_id,
-            eos_token_id=end_of_text_id,
-            **{name: getattr(section, name) for name in _KNOBS},
-        )
+        names = self.config_class.new_fields()
+        for name in section.extra:
+            if name not in names:
+                near = did_you_mean(name, names)
+                raise ValueError(f"model.extra.{name}: gpt2 has no such field without a knob{near}")
+        with self.one_line_for_wrong_fields():
+            return self.config_class(
+                vocab_size=vocab_size,
+                padded_vocab_size=padded_vocab_size(section, vocab_size),
+                dropout=section.dropout,
+                bos_token_id=end_of_text_id,
+                eos_token_id=end_of_text_id,
+                **{name: getattr(section, name) for name in _KNOBS},
+                **section.extra,
+            )
 
     def check_one_step(self, config: Any, model: Any = None) -> list[str]:
         self.check_fields(config)
@@ -78,11 +86,27 @@ class GPT2Architecture(Architecture):
     def write_model(
         self, folder: Path, config: GPTConfig, weights: dict[str, torch.Tensor]
     ) -> None:
-        """Write `weights` (our names, in the dtype they have) as a plain GPT-2."""
-        save_as_gpt2(folder, config, weights, GenerationConfig.from_model_config(config))
+        """Write `weights` (our names, in the dtype they have) as a plain GPT-2, or as our own type
+        if that cannot represent the model.
+        """
+        if config.is_gpt2:
+            save_as_gpt2(folder, config, weights, GenerationConfig.from_model_config(config))
+        else:
+            super().write_model(folder, config, weights)
 
-    def standard_config(self, config: GPTConfig) -> GPT2Config:
-        return config.to_gpt2()
+    def standard_config(self, config: GPTConfig) -> PreTrainedConfig:
+        return config.to_gpt2() if config.is_gpt2 else super().standard_config(config)
+
+    def is_standard(self, config: GPTConfig) -> bool:
+        return config.is_gpt2
+
+    def on_meta(self, config: GPTConfig) -> PreTrainedModel:
+        model = super().on_meta(config)
+        if config.is_gpt2:
+            # Raises ValueError at the start, not at the first save, for a parameter of another
+            # model.
+            gpt2_state_dict(config, model.state_dict())
+        return model
 
     def resized_rope(self, config: GPTConfig, length: int, theta: float | None) -> None:
         if theta is not None:

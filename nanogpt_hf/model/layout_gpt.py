@@ -4,6 +4,7 @@ Imports only its neighbors, so that it can be shipped with a model.
 """
 
 import copy
+import re
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,6 +30,8 @@ GPT2_LAYOUT = {
     "mlp.c_fc": ("mlp.fc",),
     "mlp.c_proj": ("mlp.proj",),
 }
+# Parameters with the same name and layout in both.
+_SAME_NAME = re.compile(r"transformer\.(wpe|ln_f|h\.\d+\.ln_[12])\.(weight|bias)")
 
 
 def _loading_rules() -> list[WeightConverter | WeightRenaming]:
@@ -81,6 +84,11 @@ def gpt2_state_dict(
                 torch.cat(biases) if biases else weight.new_zeros(len(weight))
             )
     # Positions and LayerNorms have the same names and layout.
+    if new := [name for name in ours if not _SAME_NAME.fullmatch(name)]:
+        raise ValueError(
+            f"GPT-2 has no {new[0]}; a change of the model needs a field of GPTConfig, with a "
+            "default that leaves it out"
+        )
     result |= ours
     for name, weight in ours.items():
         if ".ln_" in name and name.endswith(".weight"):
@@ -200,11 +208,12 @@ class GPT2Files(PreTrainedModel if TYPE_CHECKING else object):
     def save_pretrained(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, save_directory, state_dict=None, **kwargs
     ) -> Any:
-        """Write a plain GPT-2, or, if the model has peft's adapters, the adapters alone.
+        """Write a plain GPT-2, or our own type if GPT-2 cannot represent the model; the adapters
+        alone, if the model has peft's.
 
         `state_dict` has our names.
         """
-        if getattr(self, "_hf_peft_config_loaded", False):
+        if getattr(self, "_hf_peft_config_loaded", False) or not self.config.is_gpt2:
             return super().save_pretrained(save_directory, state_dict=state_dict, **kwargs)
         weights = self.state_dict() if state_dict is None else state_dict
         return save_as_gpt2(save_directory, self.config, weights, self.generation_config, **kwargs)

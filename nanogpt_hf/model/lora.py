@@ -128,7 +128,8 @@ def save_adapter(
     they were trained on.
     """
     assert finetune.model is not None, "adapters are trained on finetune.model"
-    layers_on_disk = architecture_of(model_config).layers_on_disk
+    architecture = architecture_of(model_config)
+    layers_on_disk = architecture.layers_on_disk if architecture.is_standard(model_config) else {}
     layers = layers_on_disk or {target: (target,) for target in section.targets}
     # Layer on disk -> how many of our layers in it are adapted.
     adapted = {}

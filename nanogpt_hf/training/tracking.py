@@ -292,6 +292,8 @@ def log_summary(run: Run) -> None:
             f"  stopped early: no better in {config.eval.patience} evaluations (eval.patience)"
         )
     opens_as = f"as plain {run.architecture.title}"
+    if not run.architecture.is_standard(run.model_config):
+        opens_as = "with transformers after `import nanogpt_hf.model`"
     if config.lora.rank is not None and not config.lora.merge:
         opens_as = "with peft's AutoPeftModelForCausalLM"
     models = {"best" if state.best_step else "start": folder.best, "last": folder.final}
