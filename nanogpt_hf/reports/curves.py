@@ -10,7 +10,7 @@ import numpy as np
 
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.config.stages import stages_of
-from nanogpt_hf.reports.plot_file import save_plot
+from nanogpt_hf.reports.plot_file import plain, save_plot
 from nanogpt_hf.reports.reference import Curve, Reference, find_reference
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.metrics import RISING, Event, column, names, smooth
@@ -124,7 +124,7 @@ def draw_curves(
     units = {"tokens": "training tokens", "seconds": "seconds of training"}
     (axes, *below)[-1].set_xlabel(units.get(by, by))
     _add_legend(axes, metric, len(runs))
-    axes.set_title(_plain(title), loc="left", fontweight="bold")
+    axes.set_title(plain(title), loc="left", fontweight="bold")
     axes.set_title(note, loc="right", color=_GRAY, fontsize=9)
     save_plot(figure, path)
     return True
@@ -180,7 +180,7 @@ def _draw_one_of_several(
     axes.plot(*smoothed, style, color=color, **_THIN)
     curves = [curve for curve in (evaluated, smoothed) if len(curve[0])]
     # A run of a sweep that has not begun is no line of the legend.
-    axes.plot(*evaluated, style, color=color, label=_plain(name) if curves else None, **_DOTTED)
+    axes.plot(*evaluated, style, color=color, label=plain(name) if curves else None, **_DOTTED)
     return curves
 
 
@@ -200,7 +200,7 @@ def _draw_stages(all_axes: list["Axes"], stages: Mapping[int, str], last: float)
             axes.axvline(step, color=_GRAY, linewidth=0.8, linestyle=":")
         # x in steps, y as a share of the plot's height
         place = top.get_xaxis_transform()
-        top.text(step, 0.98, f" {_plain(name)}", transform=place, va="top", fontsize=8)
+        top.text(step, 0.98, f" {plain(name)}", transform=place, va="top", fontsize=8)
 
 
 def _draw_below(axes: "Axes", x: np.ndarray, y: np.ndarray, label: str) -> None:
@@ -252,8 +252,3 @@ def _crop_start(axes: "Axes", curves: list[tuple[np.ndarray, np.ndarray]]) -> No
         # The y axis ends at the largest loss after the first 2.5% of the x axis.
         start = max(x[-1] for x, _ in curves) / 40
         axes.set_ylim(top=np.concatenate([y[x >= start] for x, y in curves]).max())
-
-
-def _plain(text: str) -> str:
-    """Escape dollar signs, between which matplotlib would set mathematics."""
-    return text.replace("$", r"\$")

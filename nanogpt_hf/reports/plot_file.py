@@ -1,5 +1,6 @@
 """Write plots as PNG files with a mark of this program, and find the mark in a file."""
 
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,19 @@ _MARK = b"tEXtSoftware\0" + _SOFTWARE.encode()
 # Text is written before the pixels: after the signature (8 bytes), the header (25 bytes) and
 # chunks of a few bytes.
 _HEAD_BYTES = 1024
+# Characters of a name in a plot; of long ones nothing would be left for the curves.
+_NAME_LENGTH = 60
+
+
+def plain(name: str) -> str:
+    """A name or value of the user as text of a plot: in one line, without mathematics, which
+    matplotlib sets between dollar signs, and cut in the middle if it is long.
+    """
+    name = " ".join(name.split())
+    if len(name) > _NAME_LENGTH:
+        half = _NAME_LENGTH // 2
+        name = f"{name[:half]}…{name[-half:]}"
+    return name.replace("$", r"\$")
 
 
 def save_plot(figure: "Figure", path: Path) -> None:
@@ -22,7 +36,9 @@ def save_plot(figure: "Figure", path: Path) -> None:
 
     Raises UserError if it cannot be written.
     """
-    with written_whole(path) as partial:
+    with written_whole(path) as partial, warnings.catch_warnings():
+        # A name may have letters that matplotlib's font lacks; it draws boxes for them.
+        warnings.filterwarnings("ignore", "Glyph .* missing from font")
         figure.savefig(partial, format="png", metadata={"Software": _SOFTWARE})
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from nanogpt_hf.formatting import align, format_number
 from nanogpt_hf.reports.curves import RUN_COLORS
-from nanogpt_hf.reports.plot_file import save_plot
+from nanogpt_hf.reports.plot_file import plain, save_plot
 from nanogpt_hf.runs.metrics import Score
 
 SEED = "train.seed"
@@ -95,7 +95,9 @@ def draw_settings(settings: Sequence[Row], path: Path, score: Score) -> bool:
                 [row["knobs"][key] for row in rows],
                 [row["mean"] for row in rows],
                 yerr=[row["standard_error"] or 0.0 for row in rows],
-                label=", ".join(f"{name.rpartition('.')[2]} {value}" for name, value in others),
+                label=", ".join(
+                    plain(f"{name.rpartition('.')[2]} {value}") for name, value in others
+                ),
                 color=color,
                 marker="o",
                 capsize=3,

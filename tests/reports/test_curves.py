@@ -7,6 +7,8 @@ from matplotlib import image
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.reports.curves import draw_curves
 from nanogpt_hf.reports.reference import Reference
+from nanogpt_hf.reports.settings import draw_settings, settings_of
+from nanogpt_hf.runs.metrics import Score
 
 
 def events(count: int) -> list[dict]:
@@ -44,6 +46,29 @@ def test_draw_curves_of_many_runs_with_long_names(tmp_path):
     assert pixels(tmp_path / "compare.png").shape[:2] == (624, 960)
     with pytest.raises(UserError, match="cannot be written"):
         draw_curves(runs, tmp_path / "no" / "loss.png")
+
+
+LOSS = Score("val/loss", "val loss", "validation loss")
+
+
+def settings(name):
+    runs = [({"train.seed": 1, "optim.beta1": beta, "data.source": name}, 1.0) for beta in (0, 1)]
+    return settings_of(runs, LOSS)
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda name, path: draw_curves({name: events(20)}, path),
+        lambda name, path: draw_curves({name: events(20), "other": events(20)}, path),
+        lambda name, path: draw_settings(settings(name), path, LOSS),
+    ],
+    ids=["one run", "runs", "settings"],
+)
+@pytest.mark.parametrize("name", [r"a$\frac$", "$", r"\$x\$", "日本 😀", "a\tb\nc", "x" * 255])
+def test_any_name_is_drawn_as_it_is(tmp_path, draw, name):
+    """Without mathematics, and without a warning, which fails a test."""
+    assert draw(name, tmp_path / "plot.png")
 
 
 def test_plot_has_the_cross_entropy_of_a_loss_with_other_parts(tmp_path):
