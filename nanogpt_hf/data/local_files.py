@@ -3,7 +3,8 @@
 import glob
 import os
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -13,6 +14,7 @@ from nanogpt_hf.data.built_in import BUILT_IN
 from nanogpt_hf.data.formats import format_of
 from nanogpt_hf.data.rows import (
     ARCHIVE,
+    CONVERT,
     KNOWN,
     OTHER_ARCHIVES,
     OTHER_COMPRESSIONS,
@@ -21,6 +23,9 @@ from nanogpt_hf.data.rows import (
     file_ending,
 )
 from nanogpt_hf.errors import DataError
+from nanogpt_hf.formatting import plural
+
+_NAMED = 5  # endings that a message names
 
 
 def _is_read(path: Path, endings: tuple[str, ...]) -> bool:
@@ -97,8 +102,30 @@ def find_files(source: str, endings: tuple[str, ...] = TEXT_ENDINGS) -> list[Pat
     is_path = source.startswith((".", "/", "~")) or source.count("/") > 1
     is_path |= os.path.exists(path) or glob.has_magic(source)
     if is_path or file_ending(path) in TEXT_ENDINGS:
-        raise DataError(f"data.source: {source}: no file, or folder with {', '.join(endings)}")
+        other = describe_left_out(source, files, endings)
+        if other is None:
+            raise DataError(f"data.source: {source}: no file, or folder with {', '.join(endings)}")
+        raise DataError(f"data.source: no {', '.join(endings)} below {other}")
     return []
+
+
+def describe_left_out(
+    source: str, files: Sequence[Path], endings: tuple[str, ...] = TEXT_ENDINGS
+) -> str | None:
+    """State how many files of a folder are none of the `files` that are read, and what to do; None
+    if there are none.
+    """
+    folder = os.path.expanduser(source)
+    left_out = set(_files_below(Path(folder))).difference(files) if os.path.isdir(folder) else ()
+    if not left_out:
+        return None
+    found = Counter(path.suffix.lower() or "no ending" for path in left_out)
+    counts = sorted(found.items(), key=lambda item: (-item[1], item[0]))
+    named = ", ".join(f"{ending} ({count})" for ending, count in counts[:_NAMED])
+    more = ", ..." if len(counts) > _NAMED else ""
+    # Rows of conversations have no text to convert.
+    remedy = f"; to read them, {CONVERT}" if TEXT_ENDINGS[0] in endings else ""
+    return f"{source}: {plural(len(left_out), 'file')} left out, by ending: {named}{more}{remedy}"
 
 
 def local_files(data: DataSection) -> list[Path]:

@@ -30,6 +30,8 @@ KNOWN = (
     f"known are {', '.join(TEXT_ENDINGS)}, each also compressed ({', '.join(COMPRESSIONS)}) or in "
     f"a {ARCHIVE}"
 )
+# The remedy for documents that hold text in another form, such as PDF and HTML.
+CONVERT = "write their text to .txt files, for example by pdftotext or pandoc"
 # The methods that the zipfile of Python 3.11 reads.
 _METHODS = {
     zipfile.ZIP_STORED: "stored",
@@ -263,7 +265,7 @@ def _plain(text: str, ending: str) -> str | ValueError:
     if not known:
         if problem or _BINARY.search(text) or text.startswith(("%PDF-", "{\\rtf")):
             reason = f": {problem}" if problem else ""
-            raise ValueError(f"not plain text{reason}; {KNOWN}")
+            raise ValueError(f"not plain text{reason}; convert it to .txt; {KNOWN}")
         if _is_json(text):
             raise ValueError(
                 "JSON under another name; name it .jsonl or .json to read its rows, .txt to "

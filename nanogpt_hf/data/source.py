@@ -4,6 +4,7 @@ Built in are Python's documentation and generated additions and subtractions.
 """
 
 import contextlib
+import logging
 import os
 import sys
 import urllib.parse
@@ -25,12 +26,14 @@ from nanogpt_hf.data.built_in import (
 )
 from nanogpt_hf.data.documents import BadRows, Documents
 from nanogpt_hf.data.formats import format_of
-from nanogpt_hf.data.local_files import find_files, is_url, local_files
+from nanogpt_hf.data.local_files import describe_left_out, find_files, is_url, local_files
 from nanogpt_hf.data.manifest import SPLITS, file_digest
 from nanogpt_hf.data.message_lists import unpacked
 from nanogpt_hf.data.rows import ROW_ENDINGS, read_tables
 from nanogpt_hf.errors import DataError, UserError, one_line
 from nanogpt_hf.formatting import shows_bars
+
+logger = logging.getLogger(__name__)
 
 # What a row raises that cannot be used; another error is one of the file or the machine.
 _ROW_ERRORS = (
@@ -86,11 +89,14 @@ def load_documents(data: DataSection, scratch: Path, read_row: ReadRow | None = 
         read_row = form.document
         noun = FORMATS[data.format].noun
         reads_plain_text = form.reads_plain_text
-        files = local_files(data)
+        endings = form.endings
     else:
         noun = "row"
         reads_plain_text = False
-        files = find_files(source, ROW_ENDINGS)
+        endings = ROW_ENDINGS
+    files = find_files(source, endings)
+    if left_out := describe_left_out(source, files, endings):
+        logger.info(left_out, extra={"to_stderr": True})
     # Rows of messages come in several layouts, by the program that wrote them.
     if not reads_plain_text:
         read_row = _of_unpacked(read_row)

@@ -14,6 +14,7 @@ import os
 import struct
 import threading
 import zipfile
+from pathlib import Path
 
 import datasets
 import pyarrow
@@ -255,6 +256,7 @@ def test_name_of_a_member_is_printed_in_one_line(write, tmp_path):
 REFUSED_MEMBERS = [
     (("b.zip", archive(("c.txt", "c"))), "archive inside"),
     (("b.pdf", b"%PDF-1.4 text"), "known are .txt"),
+    (("b.pdf", b"%PDF-1.4 text"), "not plain text; convert it to .txt"),
     (("b.bin", b"\xff\xfe"), "known are .txt"),
     (("b.jsonl.lz4", b"\x04\x22\x4d\x18"), ".zst"),
     (("b.jsonl", '{"text": "x"}\n{"text"'), "row 2"),
@@ -420,13 +422,62 @@ def test_tilde_in_source_is_home(write, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     "source",
-    ["none.txt", "./none", "/none/at/all", "a/b/c", "~unknown/a", "*.none", "pictures"],
+    ["none.txt", "./none", "/none/at/all", "a/b/c", "~unknown/a", "*.none", "empty"],
 )
 def test_path_without_files_is_one_line(write, source, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    write("pictures/a.png", "x")
+    write("empty/.hidden.txt", "x")
     message = refusal(find_files, source)
     assert message == f"data.source: {source}: no file, or folder with {', '.join(FORMATS)}"
+
+
+DOCUMENTS = ["a.pdf", "deep/b.PDF", "c.html", "README"]
+
+
+def load_text(source):
+    load_documents(DataSection(source=source), Path("scratch"))
+
+
+def load_chats(source):
+    load_documents(DataSection(source=source, format="chat"), Path("scratch"))
+
+
+def load_rows(source):
+    load_documents(DataSection(source=source), Path("scratch"), lambda row, data: row)
+
+
+@pytest.mark.parametrize(
+    ("load", "also", "remedy"),
+    [
+        (load_text, ["d.md", "e.zip"], "; to read them, write their text to .txt files"),
+        (load_chats, ["d.jsonl"], None),
+        (load_rows, ["d.jsonl"], None),
+    ],
+)
+def test_files_of_other_endings_are_counted(
+    write, caplog, tmp_path, monkeypatch, load, also, remedy
+):
+    """A folder of a user's documents may have most of its text in PDFs."""
+    caplog.set_level("INFO")
+    monkeypatch.chdir(tmp_path)
+    for name in DOCUMENTS:
+        write(f"text/{name}", "x")
+    named = "4 files left out, by ending: .pdf (2), .html (1), no ending (1)"
+    message = refusal(load, "text")
+    assert message.startswith("data.source: no ")
+    assert f" below text: {named}{remedy or ''}" in message
+    assert message.endswith(("pandoc", "(1)")[remedy is None])
+    for name in [*also, ".hidden.pdf"]:
+        write(f"text/{name}", zipped(b"x") if name.endswith(".zip") else "{}")
+    load("text")
+    assert [line.startswith(f"text: {named}{remedy or ''}") for line in caplog.messages] == [True]
+
+
+def test_a_folder_that_is_read_whole_is_not_commented(write, caplog, tmp_path):
+    caplog.set_level("INFO")
+    write("text/a.txt", "x")
+    load_text(str(tmp_path / "text"))
+    assert not caplog.messages
 
 
 @pytest.mark.parametrize(
