@@ -182,7 +182,10 @@ def make_once(
             with filled_folder(folder, last) as partial:
                 facts = write(partial)
     except OSError as error:
-        raise DataError(f"{folder}: cannot be written: {error}") from error
+        reason = error.strerror or error
+        raise DataError(
+            f"{folder}: cannot be written: {reason}; choose another --data.dir"
+        ) from error
     except Interrupted as signal:
         raise Stopped(
             f"{folder}: stopped by {signal} while it was being prepared; nothing was kept"

@@ -194,6 +194,9 @@ def run_report(arguments: Namespace) -> None:
     training.
     """
     folder = find_run(arguments.run)
+    # Written by a rename: the folder decides.
+    if not (arguments.output or os.access(folder.path, os.W_OK)):
+        raise UserError(f"{folder.report}: cannot be written; choose its file: --output FILE")
 
     from nanogpt_hf.reports.page import write_report
 

@@ -149,7 +149,8 @@ def require_manifest(folder: Path) -> Manifest:
     """Return the manifest in `folder`. Raises DataError if there is none."""
     manifest = read_manifest(folder)
     if manifest is None:
-        raise DataError(f"{folder}: no prepared data; run `prepare` first")
+        elsewhere = "" if folder.is_absolute() else ", or change to the folder where a run began"
+        raise DataError(f"{folder}: no prepared data here; run `prepare` first{elsewhere}")
     return manifest
 
 

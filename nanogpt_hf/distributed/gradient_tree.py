@@ -30,6 +30,9 @@ from torch.distributed.tensor import DTensor, Partial
 from nanogpt_hf.distributed.full_state import box_of
 from nanogpt_hf.optim.state import local_part
 
+# torch 2.13 has renamed it, and warns of the old name.
+_all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
 
 class GradientTree:
     """Sums gradients and losses of the micro-batches of a step, of `per_group` micro-batches first.
@@ -163,7 +166,7 @@ def sum_over_branches(own: Tensor) -> Tensor:
     # A reduce-scatter and an all-gather, as a ring all-reduce: 2 (n - 1) / n of the bytes.
     slices = _slices(own, size)
     whole = slices.view(-1)
-    dist.all_gather_into_tensor(whole, _own_sum(slices))
+    _all_gather(whole, _own_sum(slices))
     return whole[: len(own)]
 
 

@@ -2,6 +2,7 @@
 1 for a right answer, 0 for any other.
 """
 
+import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -86,6 +87,11 @@ def is_generated(task: str) -> bool:
 def check_name(task: str, where: str = "rl.task") -> None:
     """Raises UserError if there is no such task."""
     if task not in TASKS and not task.startswith(GYM):
+        if os.path.exists(os.path.expanduser(task)):
+            raise UserError(
+                f"{where}: {task}: a file, and no task; name how its answers are scored, as one "
+                f"of {', '.join(SCORES)}, and the file by --data, of `evaluate` by --questions"
+            )
         raise UserError(
             f"{where}: {task}: no such task{did_you_mean(task, TASKS)}; known: {', '.join(TASKS)}"
         )

@@ -192,12 +192,17 @@ def test_default_plot_replaces_no_file_of_the_user(write_run, refused, tmp_path,
     assert "--output FILE" in line
 
 
-def test_default_plot_that_cannot_be_written_names_the_option(write_run, refused, monkeypatch):
+@pytest.mark.parametrize(
+    ("command", "file"), [("compare", "compare.png"), ("report", "report.html")]
+)
+def test_default_output_that_cannot_be_written_names_the_option(
+    write_run, refused, monkeypatch, command, file
+):
     run = write_run("one")
     monkeypatch.setattr(os, "access", lambda path, mode: False)
-    line = refused("compare", run)
-    assert line.startswith("compare.png: cannot be written in this folder; ")
-    assert "--output FILE" in line
+    line = refused(command, run)
+    assert f"{file}: cannot be written" in line
+    assert line.endswith("--output FILE")
 
 
 def test_results_on_stdout_have_no_line_with_its_name(write_run, capfdbinary):
