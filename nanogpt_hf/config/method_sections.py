@@ -125,6 +125,12 @@ class RlSection:
         0,
         read=only_above("rl.updates", 1),
     )
+    loss: Literal["grpo", "cispo"] = knob(
+        "grpo",
+        "what rl.clip does beyond it: grpo takes a token's gradient away; cispo keeps it, with a "
+        "weight of at most 1 + rl.clip",
+        read=only_with("rl.clip"),
+    )
     kl: float = knob(0.0, "weight of the KL divergence to the model that the run started from", 0)
     eval_questions: int = knob(100, "held-out questions at each evaluation", 1)
     eval_samples: int = knob(4, "k of pass@k: completions per held-out question", 1, 100_000)

@@ -107,7 +107,7 @@ class TaughtRollouts(Rollouts):
             asked = [questions[number] for number in own]
             self._own = self.sampler.sample(accelerator, model, asked, seeds)
             rewards[own] = self._own.grouped_rewards
-            gains[own] = advantages(self._own.grouped_rewards, scaled=config.rl.scale_advantages)
+            gains[own] = advantages(config.rl, self._own.grouped_rewards)
         self._answers = self._merged(questions, own, rewards.reshape(-1))
         self._advantages = gains.reshape(-1)
         self._sampled = torch.zeros(len(questions), samples)

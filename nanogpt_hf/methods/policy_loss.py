@@ -24,15 +24,46 @@ TokenLoss = Callable[[slice, Tensor, dict[str, Tensor]], tuple[Tensor, Metrics]]
 _EPSILON = 1e-4
 
 
-def advantages(rewards: Tensor, *, scaled: bool) -> Tensor:
+# From the ratios r, the advantages and the log-probabilities of tokens, and ε = rl.clip: the gains,
+# whose gradient is followed, and which of them are limited. A row of LIMITS.
+Limit = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+
+
+def _grpo(ratio: Tensor, advantage: Tensor, _: Tensor, clip: float) -> tuple[Tensor, Tensor]:
+    # The smaller gain, so that clipping never rewards a step away from the old policy.
+    gain = ratio * advantage
+    clipped = ratio.clamp(1 - clip, 1 + clip) * advantage
+    return torch.minimum(gain, clipped), clipped < gain
+
+
+def _cispo(
+    ratio: Tensor, advantage: Tensor, log_probs: Tensor, clip: float
+) -> tuple[Tensor, Tensor]:
+    # A weight of REINFORCE's gradient: every token keeps a gradient.
+    return ratio.detach().clamp(max=1 + clip) * advantage * log_probs, ratio > 1 + clip
+
+
+# By rl.loss: what rl.clip does to tokens whose ratio is far from 1.
+LIMITS: dict[str, Limit] = {
+    # min(r · A, clip(r, 1 - ε, 1 + ε) · A)
+    "grpo": _grpo,
+    # min(r, 1 + ε) · A · log π, without a gradient of the first factor (MiniMax-M1,
+    # arXiv:2506.13585)
+    "cispo": _cispo,
+}
+
+
+def advantages(rl: RlSection, rewards: Tensor) -> Tensor:
     """Subtract from the rewards of each prompt, (prompts, samples), their mean.
 
-    With `scaled`, divided by their standard deviation, as in the GRPO paper (Shao et al. 2024,
-    arXiv:2402.03300); without, harder and easier questions keep their weight (Liu et al. 2025,
-    arXiv:2503.20783).
+    With `rl.scale_advantages`, divided by their standard deviation, as in the GRPO paper (Shao et
+    al. 2024, arXiv:2402.03300); without, harder and easier questions keep their weight (Liu et al.
+    2025, arXiv:2503.20783).
     """
     centered = rewards - rewards.mean(1, keepdim=True)
-    return centered / (rewards.std(1, keepdim=True) + _EPSILON) if scaled else centered
+    if not rl.scale_advantages:
+        return centered
+    return centered / (rewards.std(1, keepdim=True) + _EPSILON)
 
 
 def policy_objective(rl: RlSection) -> Objective:
@@ -50,7 +81,7 @@ def policy_objective(rl: RlSection) -> Objective:
     arXiv:2512.02556), and a mean over all tokens of the step as in DAPO (Yu et al. 2025,
     arXiv:2503.14476). TRL's GRPOTrainer has the same loss. Without `old_log_probs` in the batch
     π_old is π itself: r is 1, and the gradient is REINFORCE's. ε is `rl.clip` (none: no
-    clipping), β is `rl.kl`.
+    clipping), β is `rl.kl`. Another `rl.loss` has another first term (LIMITS).
     """
 
     def objective(model: torch.nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Metrics]:
@@ -74,13 +105,12 @@ def policy_loss(rl: RlSection, logits: Tensor, tokens: dict[str, Tensor]) -> tup
     # In the first update the model is the one that has sampled: the ratio is 1, but it has the
     # gradient of log π.
     ratio = torch.exp(log_probs - tokens.get("old_log_probs", log_probs.detach()))
-    gain = ratio * tokens["advantages"]
     metrics = {"entropy": (entropy * counts).sum()}
-    if rl.clip is not None:
-        # The smaller gain, so that clipping never rewards a step away from the old policy.
-        clipped = ratio.clamp(1 - rl.clip, 1 + rl.clip) * tokens["advantages"]
-        metrics["clipped"] = ((clipped < gain) * sampled).sum()
-        gain = torch.minimum(gain, clipped)
+    if rl.clip is None:
+        gain = ratio * tokens["advantages"]
+    else:
+        gain, limited = LIMITS[rl.loss](ratio, tokens["advantages"], log_probs, rl.clip)
+        metrics["clipped"] = (limited * sampled).sum()
     loss = -gain
     if "reference_log_probs" in tokens:
         kl = kl_estimate(log_probs, tokens["reference_log_probs"])

@@ -162,7 +162,7 @@ class Rollouts(Blocks):
         ]
         self._answers = self.sampler.sample(accelerator, model, self.questions_at(step), seeds)
         # (questions, samples): an answer is compared with the other answers to its question.
-        grouped = advantages(self._answers.grouped_rewards, scaled=self.config.rl.scale_advantages)
+        grouped = advantages(self.config.rl, self._answers.grouped_rewards)
         self._advantages = grouped.reshape(-1)
         self._log_probs = {}
 

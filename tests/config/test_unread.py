@@ -52,6 +52,7 @@ RECIPES: dict[str, tuple[dict, dict]] = {
     "without rl.task": ({}, {"rl.task": "arithmetic"}),
     "with rl.tools": ({"rl.tools": ["calculator"]}, {}),
     "with rl.updates above 1": ({"rl.updates": 2}, {}),
+    "with rl.clip": ({"rl.clip": 0.2, "rl.updates": 2}, {}),
     "with align.loss": ({"align.loss": "ipo"}, {}),
     "without align.loss": ({}, {"align.loss": "ipo"}),
     "with align.loss dpo": ({"align.loss": "dpo"}, {}),

@@ -142,7 +142,7 @@ def batch() -> dict[str, torch.Tensor]:
     prompts = [[3, 4, 5, 6]] * 4 + [[7, 8]] * 4
     rewards = torch.tensor([1.0, 0.0, 0.5, 0.0, 0.0, 0.0, 0.0, 0.0])
     answers = Answers(prompts, completions, rewards, [], 4)
-    gains = advantages(answers.grouped_rewards.double(), scaled=False).reshape(-1)
+    gains = advantages(RlSection(), answers.grouped_rewards.double()).reshape(-1)
     sampled = torch.tensor([1.0] * 4 + [0.0] * 4)
     return sequence_batch(answers, range(8)) | {"advantages": gains, "sampled": sampled}
 

@@ -10,10 +10,15 @@ import torch
 from torch.nn import functional as F
 
 from allocations import peak_allocation
-from nanogpt_hf.config.schema import RlSection
+from nanogpt_hf.config.schema import KNOBS, RlSection, kind_options
 from nanogpt_hf.evaluation.answers import Answers
 from nanogpt_hf.generate import Completions
-from nanogpt_hf.methods.policy_loss import advantages, completion_log_probs, policy_objective
+from nanogpt_hf.methods.policy_loss import (
+    LIMITS,
+    advantages,
+    completion_log_probs,
+    policy_objective,
+)
 from nanogpt_hf.methods.rollouts import sequence_batch
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM, loss_gpt
 
@@ -25,6 +30,7 @@ VARIANTS = {
     "temperature": {"temperature": 0.7},
     "scaled": {"scale_advantages": True},
     "clipped": {"clip": 0.1, "updates": 2},
+    "cispo": {"clip": 0.1, "updates": 2, "loss": "cispo"},
     "kl": {"kl": 0.3, "clip": 0.2, "updates": 2},
 }
 
@@ -62,9 +68,7 @@ def plain_log_probs(model, answers, row, temperature) -> torch.Tensor:
 def full_batch(answers, rl, old, reference) -> dict[str, torch.Tensor]:
     """All answers as one batch, with the log-probabilities that the knobs need."""
     batch = sequence_batch(answers, range(8))
-    batch["advantages"] = advantages(
-        answers.grouped_rewards.double(), scaled=rl.scale_advantages
-    ).reshape(-1)
+    batch["advantages"] = advantages(rl, answers.grouped_rewards.double()).reshape(-1)
     models = {
         "old_log_probs": old if rl.updates > 1 else None,
         "reference_log_probs": reference if rl.kl else None,
@@ -101,7 +105,9 @@ def test_objective_and_gradients_equal_bare_pytorch(answers, variant, chunked, m
         )
         ratio = (log_probs - behavior.detach()).exp()
         gain = ratio * advantage
-        if rl.clip is not None:
+        if rl.loss == "cispo":
+            gain = torch.minimum(ratio, torch.tensor(1 + rl.clip)).detach() * advantage * log_probs
+        elif rl.clip is not None:
             gain = torch.minimum(gain, ratio.clamp(1 - rl.clip, 1 + rl.clip) * advantage)
         expected = expected - gain.sum()
         if rl.kl:
@@ -118,6 +124,11 @@ def test_objective_and_gradients_equal_bare_pytorch(answers, variant, chunked, m
     assert 0 < metrics["entropy"] / sum(LENGTHS) < torch.tensor(257.0).log()
     if rl.clip:
         assert 0 < metrics["clipped"] < sum(LENGTHS)
+
+
+def test_each_loss_of_a_recipe_is_a_row_and_is_compared_with_bare_pytorch():
+    assert set(kind_options(KNOBS["rl.loss"].kind)) == LIMITS.keys()
+    assert {RlSection(**knobs).loss for knobs in VARIANTS.values()} == LIMITS.keys()
 
 
 def test_logits_of_a_chunk_alone_are_in_memory(monkeypatch):
@@ -168,7 +179,8 @@ def test_loss_and_gradients_equal_trl(answers, variant, tmp_path, byte_tokenizer
         per_device_train_batch_size=8,
         num_generations=4,
         max_completion_length=5,
-        loss_type="dapo",
+        loss_type="cispo" if rl.loss == "cispo" else "dapo",
+        epsilon_high=1 + rl.clip if rl.loss == "cispo" else None,
         temperature=rl.temperature,
         beta=0.0,
         epsilon=1e9 if rl.clip is None else rl.clip,

@@ -7,8 +7,10 @@ import json
 import math
 import os
 import random
+import re
 import runpy
 import signal
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -23,7 +25,8 @@ from allocations import peak_allocation
 from assertions import copy_at, same_weights, series
 from nanogpt_hf.commands import main
 from nanogpt_hf.config.methods import PREFERENCES
-from nanogpt_hf.config.schema import AlignSection, DataSection
+from nanogpt_hf.config.schema import KNOBS as SCHEMA
+from nanogpt_hf.config.schema import AlignSection, DataSection, kind_options
 from nanogpt_hf.data.conversations import labeled_of, pair_of
 from nanogpt_hf.data.documents import held_out
 from nanogpt_hf.data.messages import Conversation
@@ -120,6 +123,15 @@ def plain_kto(align: AlignSection, model, reference, pairs) -> torch.Tensor:
         weight, sign = (1.3, 1) if label else (0.7, -1)
         loss = loss + weight * (1 - torch.sigmoid(sign * 0.3 * (ratio - kl.clamp(min=0))))
     return loss
+
+
+def test_each_loss_of_a_recipe_is_a_row_is_compared_with_its_formula_and_is_described():
+    names = {name for name in kind_options(SCHEMA["align.loss"].kind) if isinstance(name, str)}
+    # KTO is a method of its own, and no row.
+    assert names == {*preference_losses.LOSSES, "kto"}
+    assert names == {section.loss for section in SECTIONS.values()}
+    page = (Path(__file__).parents[2] / "docs" / "alignment.md").read_text(encoding="utf-8")
+    assert names == set(re.findall(r"(?m)^\| `(\w+)` \| .* \| arXiv:[\d.]+ \|$", page))
 
 
 def ours(name: str, blocks, model) -> torch.Tensor:
