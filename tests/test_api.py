@@ -1,10 +1,14 @@
 """The Python API: the example of docs/training.md as it is written, and the public names."""
 
+import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 
 import nanogpt_hf
 from nanogpt_hf.config.load import load_config
@@ -40,11 +44,40 @@ def test_python_example_trains_resumes_samples_and_pushes(
 
 
 @pytest.mark.long
+def test_own_model_optimizer_and_loss_of_the_example_train_without_a_change_of_the_package(
+    tmp_path, write_recipe
+):
+    recipe = write_recipe(
+        model__n_kv_head=1,
+        tracking__every=1,
+        checkpoint__every=2,
+        train__stages=[{"at": 3, "optim.weight_decay": 0.2}],
+        train__max_steps=4,
+    )
+    tree = yaml.safe_load(recipe.read_text())
+    for knob in ("bias", "dropout", "activation_function"):
+        tree["model"].pop(knob, None)
+    recipe.write_text(yaml.safe_dump(tree))
+    example = EXAMPLES[2].replace('"quickstart"', repr(str(recipe)))
+    example = example.replace('"train.max_steps": 40, "eval.every": 20', "")
+    # In a process of its own, since the row has to be there before the schema is imported.
+    ended = subprocess.run(
+        [sys.executable, "-c", example], cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
+    assert ended.returncode == 0, ended.stderr
+    events = read_metrics(RunFolder(tmp_path / "runs/own"))
+    # In the stage, too, for which the run is built again.
+    assert [e["step"] for e in events if "train/own" in e] == [1, 2, 3, 4]
+    best = json.loads((tmp_path / "runs/own/best/config.json").read_text())
+    assert (best["model_type"], best["architectures"]) == ("my_llama", ["MyForCausalLM"])
+
+
+@pytest.mark.long
 def test_tracker_of_the_example_prints_progress_and_an_evaluation(
     tmp_path, write_recipe, monkeypatch, capsys
 ):
     recipe = write_recipe(data__max_epochs=99, tracking__every=20)
-    (_, example) = EXAMPLES
+    (_, example, _) = EXAMPLES
     monkeypatch.chdir(tmp_path)
     names = {}
     exec(compile(example.replace('"quickstart"', repr(str(recipe))), "training.md", "exec"), names)

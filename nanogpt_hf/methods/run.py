@@ -47,9 +47,12 @@ class Run:
     run_folder: RunFolder | None = None
     # The launch, as this process sees it.
     mesh: Mesh = field(init=False)
+    # The recipe's. A caller of `prepare_run` may give `objective` another one.
+    recipe_objective: Objective = field(init=False)
 
     def __post_init__(self) -> None:
         self.mesh = mesh_of(self.accelerator)
+        self.recipe_objective = self.objective
 
     @property
     def folder(self) -> RunFolder:

@@ -183,6 +183,7 @@ def start_again(run: Run) -> None:
     """
     before = run.state
     accelerator = run.accelerator
+    given = run.objective if run.objective is not run.recipe_objective else None
     if run.mesh.compiles:
         # Other shapes would share a graph, unlike those of a resumed run.
         torch.compiler.reset()
@@ -195,6 +196,7 @@ def start_again(run: Run) -> None:
     built = build_at(run.config, accelerator, run.data, run.folder, checkpoint)
     # The same object changes, so that the caller of `train` has the new model.
     vars(run).update(vars(built))
+    run.objective = given or run.objective
     for stage in stages_of(run.config):
         if stage.first == run.state.step and stage.changes:
             logger.info(f"{stage.name}, from step {stage.first + 1:,} on: {stage.changes}")
