@@ -6,7 +6,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import field
 from typing import Any, NamedTuple
 
-from nanogpt_hf.config.names import HUB_ID
+from nanogpt_hf.config.names import (
+    ARCHIVE,
+    COMPRESSIONS,
+    HUB_ID,
+    ROW_ENDINGS,
+    TEXT_ENDINGS,
+)
 from nanogpt_hf.config.settings import Setting
 
 
@@ -65,10 +71,16 @@ def only_without(key: str, *values: str, remedy: str = "", idle: tuple[Any, ...]
 
 
 _BUILT_IN = ("python-docs", "arithmetic")
-_ROWS = "jsonl|ndjson|json|csv|tsv|parquet"
-_PACKED = r"(\.(gz|bz2|xz|lzma|zst|zip))?"
-_PLAIN_TEXT = re.compile(rf"(?i).*\.(txt|md){_PACKED}")
-_FILE = re.compile(rf"(?i).*\.(txt|md|{_ROWS}){_PACKED}")
+
+
+def _ending(*endings: str) -> re.Pattern[str]:
+    """A pattern of the names of files with one of these endings, compressed or not."""
+    packed = "|".join(map(re.escape, (*COMPRESSIONS, ARCHIVE)))
+    return re.compile(rf"(?i).*({'|'.join(map(re.escape, endings))})({packed})?")
+
+
+_PLAIN_TEXT = _ending(*(ending for ending in TEXT_ENDINGS if ending not in ROW_ENDINGS))
+_FILE = _ending(*TEXT_ENDINGS)
 
 
 def _is_url(source: str) -> bool:

@@ -66,8 +66,12 @@ def find_recipe(name: Path | str) -> Path:
     return path if path.is_file() else shipped_recipes().get(str(name), path)
 
 
-# Endings of files that are no part of a short name.
-_TEXTS = (".txt", ".md", ".json", ".jsonl", ".parquet", ".csv")
+# The endings of files that are read: of rows, and of text (data/rows.py).
+ROW_ENDINGS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
+TEXT_ENDINGS = (".txt", ".md", *ROW_ENDINGS)
+# Each may be compressed (data/compression.py) or in an archive.
+COMPRESSIONS = (".gz", ".bz2", ".xz", ".lzma", ".zst")
+ARCHIVE = ".zip"
 
 
 def short_name(name: str) -> str:
@@ -77,7 +81,7 @@ def short_name(name: str) -> str:
     path = Path(name)
     if path.name in ("best", "final"):
         path = path.resolve().parent
-    word = path.name.removesuffix(path.suffix if path.suffix in _TEXTS else "")
+    word = path.name.removesuffix(path.suffix if path.suffix in TEXT_ENDINGS else "")
     return re.sub(r"[^\w.-]+", "-", word).strip("-.") or "text"
 
 

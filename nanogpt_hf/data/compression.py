@@ -67,4 +67,3 @@ DECOMPRESS: dict[str, Callable[[Any], Any]] = {
     ".lzma": _streams(lzma.LZMADecompressor),
     ".zst": lambda file: pyarrow.input_stream(file, compression="zstd"),
 }
-COMPRESSIONS = tuple(DECOMPRESS)

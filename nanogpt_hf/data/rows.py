@@ -15,12 +15,9 @@ from typing import IO, Any
 
 import pyarrow
 
-from nanogpt_hf.data.compression import COMPRESSIONS, DECOMPRESS
+from nanogpt_hf.config.names import ARCHIVE, COMPRESSIONS, ROW_ENDINGS, TEXT_ENDINGS
+from nanogpt_hf.data.compression import DECOMPRESS
 
-# The endings of files that are read: of rows, and of text.
-ROW_ENDINGS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
-TEXT_ENDINGS = (".txt", ".md", *ROW_ENDINGS)
-ARCHIVE = ".zip"
 # Forms that hold text and are not read.
 OTHER_ARCHIVES = (".tar", ".tgz", ".tbz", ".tbz2", ".txz", ".7z", ".rar")
 OTHER_COMPRESSIONS = (".lz4", ".snappy", ".sz", ".br", ".lz", ".lzo", ".z")

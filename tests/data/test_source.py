@@ -22,7 +22,9 @@ import pyarrow.parquet
 import pytest
 
 from assertions import refusal
+from nanogpt_hf.config import names
 from nanogpt_hf.config.schema import DataSection
+from nanogpt_hf.data.compression import DECOMPRESS
 from nanogpt_hf.data.local_files import find_files
 from nanogpt_hf.data.manifest import file_digest, file_state
 from nanogpt_hf.data.source import load_documents
@@ -80,6 +82,12 @@ COMPRESSIONS = {
     ".zst": lambda data: pyarrow.compress(data, codec="zstd", asbytes=True),
 }
 FORMATS = (".txt", ".md", ".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
+
+
+def test_each_ending_that_a_recipe_knows_is_read_and_tested():
+    assert tuple(DECOMPRESS) == names.COMPRESSIONS
+    assert {"", *names.COMPRESSIONS, names.ARCHIVE} == COMPRESSIONS.keys()
+    assert set(FORMATS) == set(names.TEXT_ENDINGS)
 
 
 @pytest.fixture
