@@ -17,7 +17,8 @@ _OTHER_NAMES = {
     "model.n_positions": "max_position_embeddings",
     "model.n_kv_head": "num_key_value_heads n_kv_heads",
     "model.n_inner": "intermediate_size d_ff ffn_dim",
-    "data.source": "data path data_path file files text dataset dataset_name train_file",
+    "data.source": "data path data_path file files text dataset dataset_name train_dataset "
+    "train_file",
     "data.text_column": "dataset_text_field text_field",
     "data.tokenizer": "tokenizer_name tokenizer_name_or_path",
     "data.block_size": "seq_len seq_length sequence_length max_seq_len max_seq_length max_length "
@@ -53,6 +54,7 @@ _OTHER_NAMES = {
     "lora.targets": "target_modules lora_target_modules",
     "finetune.model": "model_name_or_path base_model",
     "rl.samples": "num_generations",
+    "rl.reward": "reward_funcs reward_function",
     "rl.max_new_tokens": "max_completion_length",
     "hub.push": "push_to_hub",
     "hub.repo": "hub_model_id",

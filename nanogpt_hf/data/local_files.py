@@ -26,6 +26,7 @@ from nanogpt_hf.errors import DataError
 from nanogpt_hf.formatting import plural
 
 _NAMED = 5  # endings that a message names
+_ARROW = ".arrow"  # what save_to_disk of `datasets` writes
 
 
 def _is_read(path: Path, endings: tuple[str, ...]) -> bool:
@@ -42,6 +43,12 @@ def _is_read(path: Path, endings: tuple[str, ...]) -> bool:
     if ending in OTHER_ARCHIVES or is_compressed:
         raise DataError(
             f"data.source: {path}: {ending} is not read; {KNOWN}: extract it, or move it elsewhere"
+        )
+    if last == _ARROW:
+        # Beside its JSON, which describes it and would be read as rows.
+        raise DataError(
+            f"data.source: {path}: Arrow files are not read; write the rows as Parquet: datasets."
+            f"load_from_disk({str(path.parent)!r}).to_parquet('rows.parquet')"
         )
     return last == ARCHIVE
 

@@ -2,6 +2,7 @@
 counted.
 """
 
+import inspect
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,12 +35,31 @@ def load_reward(spec: str) -> tuple[Score, str]:
     function: Any = run_file("rl.reward", path).get(name)
     if not callable(function):
         raise UserError(f"rl.reward: {path}: has no function {name!r}")
+    # Found out now instead of after the first completions, and by its name.
+    if not _takes_three(function):
+        raise UserError(
+            f"rl.reward: {path}: {name}{inspect.signature(function)} is called for one completion, "
+            f"as {name}(prompt, completion, answer); give it these three parameters"
+        )
 
     def score(completion: str, question: Question) -> float:
         result: Any = function(question.prompt, completion, question.answer)
         return result
 
     return score, code_digest("rl.reward", path)
+
+
+def _takes_three(function: Any) -> bool:
+    """Whether a function can be called with three values; True if it does not state it."""
+    try:
+        parameters = inspect.signature(function)
+    except (TypeError, ValueError):
+        return True
+    try:
+        parameters.bind("", "", "")
+    except TypeError:
+        return False
+    return True
 
 
 @dataclass(frozen=True)

@@ -345,6 +345,15 @@ def test_text_in_an_unknown_form_is_not_passed_over_in_a_folder(write, tmp_path,
     assert error_of(tmp_path / "text", tmp_path).startswith(f"data.source: {path}: ")
 
 
+def test_a_saved_data_set_is_refused_with_the_way_to_write_it(tmp_path):
+    """Its JSON files would be read as rows."""
+    rows = datasets.Dataset.from_dict({"text": ["x"]})
+    datasets.DatasetDict({"train": rows}).save_to_disk(tmp_path / "saved")
+    for folder in (tmp_path / "saved", tmp_path / "saved" / "train"):
+        message = refusal(find_files, str(folder))
+        assert f"load_from_disk('{tmp_path}/saved/train').to_parquet" in message
+
+
 # --- folders and patterns
 # --------------------------------------------------------------------------------------------
 

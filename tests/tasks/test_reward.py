@@ -230,3 +230,28 @@ def test_load_reward_refuses_what_is_no_function_of_the_user(tmp_path, monkeypat
     line = refusal(load_reward, spec, error=UserError)
     assert line.startswith("rl.reward: ")
     assert message in line
+
+
+@pytest.mark.parametrize(
+    ("parameters", "fits"),
+    [
+        ("prompt, completion, answer", True),
+        ("*_", True),
+        ("p, c, a=None, **rest", True),
+        ("completions, **kwargs", False),  # TRL's
+        ("completion", False),
+        ("prompt, completion, answer, more", False),
+        ("prompt, completion, *, answer", False),
+        ("", False),
+    ],
+)
+def test_parameters_of_a_reward_are_checked_before_the_run(tmp_path, parameters, fits):
+    path = tmp_path / "mine.py"
+    path.write_text(f"def score({parameters}):\n    return 1\nbuilt_in = max\n")
+    load_reward(f"{path}:built_in")
+    if fits:
+        assert load_reward(f"{path}:score")[0]("4", QUESTION) == 1
+    else:
+        line = refusal(load_reward, f"{path}:score", error=UserError)
+        assert f"score({parameters}) is called" in line
+        assert "score(prompt, completion, answer)" in line
