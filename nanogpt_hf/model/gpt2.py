@@ -40,8 +40,10 @@ class GPT2Architecture(Architecture):
         names = self.config_class.new_fields()
         for name in section.extra:
             if name not in names:
-                near = did_you_mean(name, names)
-                raise ValueError(f"model.extra.{name}: gpt2 has no such field without a knob{near}")
+                raise ValueError(
+                    f"model.extra.{name}: gpt2 has no such field beside those of its knobs"
+                    f"{did_you_mean(name, names)}; leave it out, or set another model.architecture"
+                )
         with self.one_line_for_wrong_fields():
             return self.config_class(
                 vocab_size=vocab_size,
