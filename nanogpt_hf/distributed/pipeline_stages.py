@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from nanogpt_hf.config.schema import ModelSection
 from nanogpt_hf.model.architecture import GPT2, architecture_of, padding_rows
 from nanogpt_hf.model.build import build_config, build_model
-from nanogpt_hf.model.head_gpt import Head
+from nanogpt_hf.model.head_gpt import CACHE, Head
 
 
 class Links:
@@ -59,11 +59,11 @@ class AbsentBlock(nn.Module):
         self.index = index
         self.transfer = transfer
 
-    def forward(self, hidden, *args, past_key_values=None, **kwargs):
-        if past_key_values is not None:
+    def forward(self, hidden, *args, **kwargs):
+        if (cache := kwargs.get(CACHE)) is not None:
             # The cache counts the positions so far by the keys of the first block, (B, 0, T, 0).
             no_heads = hidden.new_zeros(len(hidden), 1, hidden.shape[1], 1)
-            past_key_values.update(no_heads, no_heads, self.index)
+            cache.update(no_heads, no_heads, self.index)
         return self.transfer(hidden) if self.transfer else hidden
 
     def compile(self, *args, **kwargs):

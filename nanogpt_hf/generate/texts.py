@@ -8,6 +8,7 @@ import transformers
 
 from nanogpt_hf.generate.cache import Row, can_merge, merge_rows, row_of, starts_mergeable
 from nanogpt_hf.model.config_fields import has_cache
+from nanogpt_hf.model.head_gpt import CACHE
 
 
 class Texts:
@@ -150,12 +151,12 @@ class Texts:
         self._before_pass()
         out = self._model(
             self._ids[:, self._cached :],
-            past_key_values=self._cache,
+            **{CACHE: self._cache},
             use_cache=self._use_cache,
             logits_to_keep=1,
             **options,
         )
-        self._cache = getattr(out, "past_key_values", None)
+        self._cache = getattr(out, CACHE, None)
         self._no_cache = self._cache is None
         self._use_cache = not self._no_cache
         self._cached = self._ids.shape[1] if self._use_cache else 0

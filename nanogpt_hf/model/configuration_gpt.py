@@ -24,7 +24,7 @@ class GPTConfig(PreTrainedConfig):
 
     model_type = "nanogpt_hf"
     # A new list, since transformers adds to it.
-    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
+    keys_to_ignore_at_inference = ["past_key_values", "cache"]  # noqa: RUF012
     attribute_map = {  # noqa: RUF012  (transformers wants a plain dict)
         "hidden_size": "n_embd",
         "max_position_embeddings": "n_positions",

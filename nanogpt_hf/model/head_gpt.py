@@ -28,6 +28,11 @@ from .loss_gpt import (
     whole_loss,
 )
 
+# The cache of keys and values, as an argument of a model and its blocks and in their outputs.
+# transformers 5.24 has renamed it.
+_FIELDS = CausalLMOutputWithPast.__dataclass_fields__
+CACHE = "cache" if "cache" in _FIELDS else "past_key_values"
+
 
 class Head(nn.Linear):
     """Last layer: hidden (..., C) -> logits (..., V), or the summed loss if targets are given.
@@ -178,9 +183,8 @@ class SummedLoss(PreTrainedModel if TYPE_CHECKING else object):
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
-            past_key_values=out.past_key_values,
-            hidden_states=out.hidden_states,
-            attentions=out.attentions,
+            # A model without attention has no such field.
+            **{name: getattr(out, name, None) for name in (CACHE, "hidden_states", "attentions")},
         )
 
 

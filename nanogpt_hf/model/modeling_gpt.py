@@ -30,7 +30,7 @@ from transformers.utils.generic import can_return_tuple, merge_with_config_defau
 from transformers.utils.output_capturing import capture_outputs
 
 from .configuration_gpt import GPTConfig
-from .head_gpt import Head, SummedLoss, shifted_labels
+from .head_gpt import CACHE, Head, SummedLoss, shifted_labels
 from .layout_gpt import GPT2Files
 
 
@@ -79,14 +79,14 @@ class Attention(nn.Module):
         # `_init_weights` reads this mark.
         self.o_proj.writes_residual = True  # pyright: ignore[reportArgumentType]
 
-    def forward(self, x, attention_mask=None, past_key_values=None, **kwargs):
+    def forward(self, x, attention_mask=None, **kwargs):
         # (B, T, C) -> (B, T, H, D) -> (B, H, T, D): each head attends by itself. The number of
         # heads is -1, since tensor parallelism leaves fewer than n_head on a process.
         heads = (*x.shape[:-1], -1, self.head_dim)
         query, key, value = (part.view(heads).transpose(1, 2) for part in self.project(x))
-        if past_key_values is not None:
+        if (cache := kwargs.pop(CACHE, None)) is not None:
             # In generation: keys and values of all earlier positions come from the cache.
-            key, value = past_key_values.update(key, value, self.layer_idx)
+            key, value = cache.update(key, value, self.layer_idx)
         # The fused kernel, flex attention or another function, by the config.
         kind = str(self.config._attn_implementation)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(kind, eager_attention_forward)
@@ -137,10 +137,10 @@ class Block(GradientCheckpointingLayer):
         self.mlp = MLP(config)
         self.drop = nn.Dropout(config.dropout)
 
-    def forward(self, x, attention_mask=None, past_key_values=None, **kwargs):
+    def forward(self, x, attention_mask=None, **kwargs):
         # Each part reads a normalized copy and adds to x, the residual stream. So gradients reach
         # the lowest block through sums alone (pre-norm, GPT-2 paper, section 2.3).
-        attended, _ = self.attn(self.ln_1(x), attention_mask, past_key_values, **kwargs)
+        attended, _ = self.attn(self.ln_1(x), attention_mask, **kwargs)
         x = x + self.drop(attended)
         return x + self.drop(self.mlp(self.ln_2(x)))
 
@@ -153,7 +153,7 @@ class GPTPreTrainedModel(PreTrainedModel):
     base_model_prefix = "transformer"
     supports_gradient_checkpointing = True
     _no_split_modules = ["Block"]  # noqa: RUF012
-    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    _skip_keys_device_placement = [CACHE]  # noqa: RUF012
     _supports_sdpa = _supports_flash_attn = _supports_flex_attn = True
     _supports_attention_backend = True
     _can_compile_fullgraph = True
@@ -200,8 +200,10 @@ class GPTModel(GPTPreTrainedModel):
         past_key_values=None,
         inputs_embeds=None,
         use_cache=None,
+        cache=None,
         **kwargs,
     ):
+        cache = past_key_values if cache is None else cache  # the argument's two names (CACHE)
         if inputs_embeds is None:
             inputs_embeds = self.wte(input_ids)  # (B, T) -> (B, T, C)
         length = inputs_embeds.shape[1]
@@ -209,11 +211,11 @@ class GPTModel(GPTPreTrainedModel):
             raise ValueError(f"{length} tokens are more than the model's {limit} positions")
         # In generation each pass adds the keys and values of its tokens to the cache, (B, H, T, D)
         # in each layer, so that the next pass reads new tokens alone.
-        if use_cache and past_key_values is None:
-            past_key_values = DynamicCache(config=self.config)
+        if use_cache and cache is None:
+            cache = DynamicCache(config=self.config)
         # Restarts at 0 separate packed conversations. Only a caller's positions can have them, and
         # to look for them the host must wait, so our own are computed after this.
-        given = (attention_mask, past_key_values, position_ids)
+        given = (attention_mask, cache, position_ids)
         # transformers leaves out a mask that only orders positions, which sdpa's kernels do in half
         # of the time, but not in a compiled graph before torch 2.14.
         fused = self.config._attn_implementation == "sdpa" and torch.compiler.is_dynamo_compiling()
@@ -221,21 +223,15 @@ class GPTModel(GPTPreTrainedModel):
         if not fused or any(each is not None for each in given):
             mask = create_causal_mask(self.config, inputs_embeds, *given)
         if position_ids is None:
-            past = past_key_values.get_seq_length() if past_key_values is not None else 0
+            past = cache.get_seq_length() if cache is not None else 0
             places = torch.arange(length, device=inputs_embeds.device)
             position_ids = (places + past)[None]  # (1, T), the same for all rows
         # Learned positions are added to the tokens: (B, T, C) + (1, T, C).
         x = self.drop(inputs_embeds + self.wpe(position_ids))
         for block in self.h:
-            x = block(
-                x,
-                attention_mask=mask,
-                past_key_values=past_key_values,
-                position_ids=position_ids,
-                **kwargs,
-            )
-        cache = past_key_values if use_cache else None
-        return BaseModelOutputWithPast(last_hidden_state=self.ln_f(x), past_key_values=cache)
+            x = block(x, attention_mask=mask, position_ids=position_ids, **{CACHE: cache}, **kwargs)
+        returned = {CACHE: cache if use_cache else None}
+        return BaseModelOutputWithPast(last_hidden_state=self.ln_f(x), **returned)
 
 
 class GPTForCausalLM(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -265,6 +261,7 @@ class GPTForCausalLM(  # pyright: ignore[reportIncompatibleMethodOverride]
         skip_logits=None,
         use_cache=None,
         logits_to_keep=0,
+        cache=None,
         **kwargs,
     ):
         """Logits (B, T, V), and the loss if labels (B, T) are given; label -100 is not counted.
@@ -272,10 +269,11 @@ class GPTForCausalLM(  # pyright: ignore[reportIncompatibleMethodOverride]
         `labels` are the input ids, shifted here by one; `shift_labels` are already shifted.
         `with_loss` (head_gpt.py) describes the other arguments.
         """
+        cache = past_key_values if cache is None else cache
         shift_labels, row_loss = shifted_labels(labels, kwargs)
         if use_cache is None and shift_labels is not None:
             use_cache = False  # training reads each text once
-        others = (attention_mask, past_key_values, inputs_embeds, row_loss)
+        others = (attention_mask, cache, inputs_embeds, row_loss)
         if skip_logits and not kwargs and all(each is None for each in others):
             batch = (input_ids, shift_labels, position_ids, num_items_in_batch)
             if (out := self.one_graph_output(*batch)) is not None:
@@ -284,7 +282,7 @@ class GPTForCausalLM(  # pyright: ignore[reportIncompatibleMethodOverride]
             input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
+            cache=cache,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             **kwargs,

@@ -14,6 +14,7 @@ from torch import nn
 from nanogpt_hf.errors import one_line
 from nanogpt_hf.model.config_fields import SIZES, has_cache, padding_rows, size_of
 from nanogpt_hf.model.experts import experts_of, shapes_only
+from nanogpt_hf.model.head_gpt import CACHE
 from nanogpt_hf.model.loss_gpt import rows_of_a_chunk
 
 _TOKENS = 256  # a shorter text may not reach all parameters
@@ -115,8 +116,8 @@ def _generate_shapes(model: Any) -> None:
     cache = None
     with shapes_only():
         for unread in (ids, ids[:, :1]):
-            out = model(unread, past_key_values=cache, use_cache=use_cache, logits_to_keep=1)
-            cache = getattr(out, "past_key_values", None)
+            out = model(unread, **{CACHE: cache}, use_cache=use_cache, logits_to_keep=1)
+            cache = getattr(out, CACHE, None)
 
 
 def output_shapes(model: Any) -> Any:

@@ -21,6 +21,7 @@ from nanogpt_hf.distributed.launch import Launch
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.model.architecture import architecture_of
 from nanogpt_hf.model.experts import shapes_only
+from nanogpt_hf.model.head_gpt import CACHE
 from nanogpt_hf.model.recompute import is_kept
 from nanogpt_hf.model.written_out_attention import write_out_attention
 from nanogpt_hf.planning.counts import one_rank_of
@@ -105,8 +106,8 @@ def _cache_bytes(model: PreTrainedModel, tokens: int, autocast: bool, half: bool
         model.to_empty(device="cpu")
         ids = torch.zeros(1, tokens, dtype=torch.long)
         with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
-            cache = model(input_ids=ids, use_cache=True, logits_to_keep=1).past_key_values
-        layers = cache.layers
+            out = model(input_ids=ids, use_cache=True, logits_to_keep=1)
+        layers = out[CACHE].layers
         tensors = tree_leaves([(layer.keys, layer.values) for layer in layers])
         held = sum(t.nbytes for t in tensors if isinstance(t, torch.Tensor))
     # Blocks of one kind are as many times the one that was run.
