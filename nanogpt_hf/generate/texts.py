@@ -156,7 +156,9 @@ class Texts:
             logits_to_keep=1,
             **options,
         )
-        self._cache = getattr(out, CACHE, None)
+        cache = getattr(out, CACHE, None)
+        # Another class than transformers' own (xlstm) has states, which padding would change.
+        self._cache = cache if isinstance(cache, transformers.Cache) else None
         self._no_cache = self._cache is None
         self._use_cache = not self._no_cache
         self._cached = self._ids.shape[1] if self._use_cache else 0
