@@ -11,7 +11,7 @@ PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist loadfile 
 TYPES := $(BIN)/basedpyright --pythonpath $(BIN)/python
 
 .NOTPARALLEL: # pip installs into one environment
-.PHONY: help quickstart test test-quick test-gpu test-lower-bounds test-ci test-all test-other-machines release site digests lint format types docs clean
+.PHONY: help quickstart test test-quick test-gpu test-lower-bounds test-newest test-ci test-all test-other-machines release site digests lint format types docs clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-19s %s\n", $$1, $$2 }' Makefile
@@ -47,6 +47,12 @@ test-lower-bounds: ## run the tests of numbers under the lowest versions of pypr
 	$(if $(TORCH),echo 'torch==$(TORCH)' >>.venv-lowest/lowest.txt)
 	.venv-lowest/bin/python -m pip install --quiet --constraint .venv-lowest/lowest.txt --editable '.[test-quick]'
 	.venv-lowest/bin/python -m pytest -m 'not long and not slow' tests/model tests/optim tests/training tests/distributed tests/methods
+
+# What `pip install` takes today, where constraints.txt has the versions of the last tests.
+test-newest: ## run the quick tests under the newest versions of all packages
+	$(PYTHON) -m venv .venv-newest
+	.venv-newest/bin/python -m pip install --quiet --upgrade --editable '.[test-quick]'
+	.venv-newest/bin/python -m pytest -n 2 --dist loadfile -m 'not long and not slow'
 
 # Each is tried by `uvx`, in an environment that has nothing else, as a user would who has no clone.
 release: ## build wheel and sdist into dist/, check them, and train with each in a bare environment
@@ -111,5 +117,5 @@ docs: $(VENV)/installed ## write what follows from the code: tables in docs/, th
 	$(BIN)/python docs/structure.py
 
 clean: ## remove the environment and caches; runs/ and data/ stay
-	rm -rf $(VENV) .venv-lowest .venv-release .ci/venv build dist site *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-lowest .venv-newest .venv-release .ci/venv build dist site *.egg-info .pytest_cache .ruff_cache
 	find nanogpt_hf tests -name __pycache__ -prune -exec rm -rf {} +

@@ -6,7 +6,9 @@ import dataclasses
 
 import pytest
 import torch
+import transformers
 from decoder_types import VOCAB
+from packaging.version import parse
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -166,10 +168,14 @@ def test_build_config_refuses_what_does_not_fit(knobs, message):
     assert "\n" not in str(error.value)
 
 
+# transformers 5.24 keeps the packed documents of falcon apart.
+LEAKS = {"opt"} | ({"falcon"} if parse(transformers.__version__) < parse("5.24") else set())
+
+
 @pytest.mark.parametrize("architecture", ["gpt2", "llama", "qwen3", "gemma2", "falcon", "opt"])
 def test_packing_that_leaks_is_refused(architecture):
     model = build_model(build_config(section(architecture), VOCAB), seed=0).train()
-    if architecture in ("falcon", "opt"):
+    if architecture in LEAKS:
         with pytest.raises(UserError, match="set --data"):
             check_causal(model, packs=True)
     else:
