@@ -91,19 +91,19 @@ def _unread_in_sources(config: Config) -> Iterator[Unread]:
 
 def _lacks(key: str, value: Any, configs: Iterable[Config]) -> Reader | None:
     """The choice that a stated value lacks; None if it is read, or asks for nothing."""
-    reader = _missing(key, configs)
-    if reader is None or value == KNOBS[key].default or value in reader.idle:
+    if value == KNOBS[key].default:
         return None
-    return reader
+    reader = _missing(key, configs)
+    return None if reader is None or value in reader.idle else reader
 
 
 def _missing(key: str, configs: Iterable[Config]) -> Reader | None:
     """The first reader of a knob that none of the configs chooses; None if one reads the knob."""
     missing = None
-    for config in configs:
+    readers = KNOBS[key].readers
+    for config in configs if readers else ():
         for source in sources_of(config.data):
             alone = replace(config, data=source.data)
-            readers = KNOBS[key].readers
             lacking = [r for r in readers if not r.accepts(get_value(alone, r.key))]
             if not lacking:
                 return None
