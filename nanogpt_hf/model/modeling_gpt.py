@@ -8,6 +8,7 @@ Shapes in comments: B batch, T positions, C n_embd, H heads, D = C / H, V vocabu
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import nn
@@ -230,7 +231,7 @@ class GPTModel(GPTPreTrainedModel):
         x = self.drop(inputs_embeds + self.wpe(position_ids))
         for block in self.h:
             x = block(x, attention_mask=mask, position_ids=position_ids, **{CACHE: cache}, **kwargs)
-        returned = {CACHE: cache if use_cache else None}
+        returned: Any = {CACHE: cache if use_cache else None}
         return BaseModelOutputWithPast(last_hidden_state=self.ln_f(x), **returned)
 
 
