@@ -82,7 +82,8 @@ def test_wheel_works_outside_a_checkout(installed, tmp_path):
     script = (
         "import sys, importlib.metadata as m; d = m.distribution('nanogpt_hf'); sys.argv[1:] = "
         "['--help'];"
-        "print(d.version); (program,) = d.entry_points.select(name='nanogpt-hf'); program.load()()"
+        "print(d.version, flush=True); (program,) = d.entry_points.select(name='nanogpt-hf'); "
+        "program.load()()"
     )
     version, help_page = run(installed, tmp_path, f'python -c "{script}"').split("\n", 1)
     assert version == nanogpt_hf.__version__

@@ -304,7 +304,11 @@ def _talk_to_absent_stages(replacements: _Replacements, sent: dict[type, Any]) -
         # From the stage after: gradients, which have the shapes of this stage's output.
         return _STAGE._StageBackwardMeta(_STAGE._derive_grad_metas(self._stage_meta.outputs))
 
-    replacements.replace(schedules._PipelineSchedule, "_warmup_p2p", infer_shapes)
+    schedule = schedules._PipelineSchedule
+    if hasattr(schedule, "_warmup_p2p"):
+        replacements.replace(schedule, "_warmup_p2p", infer_shapes)
+    else:  # its name from torch 2.15 on
+        replacements.replace(schedule, "_initialize_pipeline_distributed_state", infer_shapes)
     replacements.replace(PipelineStage, "_send_meta", send)
     replacements.replace(PipelineStage, "_recv_meta", receive)
 

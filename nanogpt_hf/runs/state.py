@@ -74,6 +74,13 @@ class TrainState:
     identity: dict[str, Any] | None = None
     history: list[KnobChange] = field(default_factory=list)
 
+    def __eq__(self, other: object) -> bool:
+        """Whether both have the same values. The score of a diverged run, NaN, is equal to itself
+        in a dict, but not in the comparison that dataclasses write from Python 3.13 on: a run
+        whose state differs from what is saved saves it again.
+        """
+        return isinstance(other, TrainState) and vars(self) == vars(other)
+
     @property
     def last_score(self) -> float | None:
         """Return the score of the last evaluation. Older checkpoints have none: it is the score of

@@ -121,6 +121,21 @@ print("heavy:", heavy & sys.modules.keys())
     )
 
 
+def test_triton_finds_what_it_made_collected_at_the_end(root):
+    """Its extension prints what is not collected, and a frozen object never is."""
+    script = """
+import atexit, gc, sys, types
+atexit.register(lambda: print("frozen:", gc.get_freeze_count() > 0))
+from nanogpt_hf import commands
+sys.modules["triton"] = types.ModuleType("triton")
+gc.freeze()
+sys.argv = ["cli.py", "--version"]
+commands.entry_point()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=root)
+    assert done.stdout.endswith("frozen: False\n"), done.stderr
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("command", COMMANDS)
 def test_command_of_one_process_refuses_a_launch_of_several(refused, monkeypatch, command):

@@ -207,5 +207,6 @@ def test_freed_memory_is_reused_by_the_next_step():
         return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
     keep_freed_memory()
-    # the heap may grow in the first rounds, since other tests left it fragmented
-    assert min(new_pages() for _ in range(5)) < 1000
+    # Of a heap that other tests left fragmented a part may grow; without the function all pages are
+    # new.
+    assert min(new_pages() for _ in range(5)) < 8192
