@@ -8,6 +8,7 @@ import torch
 from nanogpt_hf.config.schema import ModelSection
 from nanogpt_hf.distributed.pipeline_stages import Links, ModelStage, split_blocks, stages_problem
 from nanogpt_hf.model.build import build_config, build_model
+from nanogpt_hf.model.head_gpt import CACHE
 
 
 class Chain(Links):
@@ -80,11 +81,11 @@ def test_stages_generate_with_a_cache_as_the_whole_model():
     ids, caches, cache = torch.arange(10).view(1, 10), [None, None], None
     with torch.no_grad():
         for tokens in (ids[:, :7], ids[:, 7:8], ids[:, 8:]):
-            expected = whole(tokens, past_key_values=cache, use_cache=True)
-            cache = expected.past_key_values
+            expected = whole(tokens, **{CACHE: cache}, use_cache=True)
+            cache = expected[CACHE]
             for index, model in enumerate(models):
-                out = model(tokens, past_key_values=caches[index], use_cache=True)
-                caches[index] = out.past_key_values
+                out = model(tokens, **{CACHE: caches[index]}, use_cache=True)
+                caches[index] = out[CACHE]
             torch.testing.assert_close(out.logits, expected.logits, atol=1e-6, rtol=1e-6)
 
 

@@ -36,9 +36,9 @@ QK_NORM = [
     ),
     (
         "model/modeling_gpt.py",
-        "        if past_key_values is not None:\n            # In generation: keys",
+        "        if (cache := kwargs.pop(CACHE, None)) is not None:\n",
         "        query, key = self.norms[0](query), self.norms[1](key)\n"
-        "        if past_key_values is not None:\n            # In generation: keys",
+        "        if (cache := kwargs.pop(CACHE, None)) is not None:\n",
     ),
 ]
 

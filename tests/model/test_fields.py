@@ -15,6 +15,7 @@ from nanogpt_hf.errors import UserError
 from nanogpt_hf.model import trial_step
 from nanogpt_hf.model.architecture import architecture_of_type, count_parameters
 from nanogpt_hf.model.build import build_config
+from nanogpt_hf.model.head_gpt import CACHE
 from nanogpt_hf.model.load import load_base_config, load_model
 
 FIELDS = {
@@ -62,10 +63,10 @@ def test_folder_with_such_a_field_is_refused_by_all_who_read_it(tmp_path, case):
 def test_model_that_cannot_generate_is_refused_before_a_run(monkeypatch):
     forward = Qwen3Model.forward
 
-    def fails_with_a_cache(self, *arguments, past_key_values=None, **options):
-        if past_key_values is not None:
+    def fails_with_a_cache(self, *arguments, **options):
+        if options.get(CACHE) is not None:
             raise RuntimeError("no window")
-        return forward(self, *arguments, past_key_values=past_key_values, **options)
+        return forward(self, *arguments, **options)
 
     monkeypatch.setattr(Qwen3Model, "forward", fails_with_a_cache)
     with pytest.raises(UserError, match=r"cannot take a step, or generate, with .*: no window"):

@@ -19,6 +19,7 @@ from nanogpt_hf.model import packed_attention
 from nanogpt_hf.model.architecture import architecture_of
 from nanogpt_hf.model.build import build_config, build_model
 from nanogpt_hf.model.checks import check_causal
+from nanogpt_hf.model.head_gpt import CACHE
 from nanogpt_hf.model.packed_attention import attend_apart
 from nanogpt_hf.model.recompute import recompute_blocks
 
@@ -128,7 +129,7 @@ def test_loss_and_gradient_equal_those_with_a_mask(name, kind, way, masks):
     with torch.no_grad():
         together = model(ids, use_cache=False).logits
         first = model(ids[:, :5], use_cache=True)
-        rest = model(ids[:, 5:], past_key_values=first.past_key_values, use_cache=True).logits
+        rest = model(ids[:, 5:], **{CACHE: first[CACHE]}, use_cache=True).logits
     torch.testing.assert_close(rest, together[:, 5:], atol=1e-5, rtol=1e-5)
 
 

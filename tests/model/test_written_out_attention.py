@@ -6,6 +6,7 @@ from torch.nn import functional as F
 
 from nanogpt_hf.config.schema import ModelSection
 from nanogpt_hf.model.build import build_config, build_model
+from nanogpt_hf.model.head_gpt import CACHE
 from nanogpt_hf.model.written_out_attention import (
     MAX_POSITIONS,
     attend_written_out,
@@ -74,7 +75,7 @@ def test_other_calls_take_the_fused_kernel(fused_calls):
                 assert model(**options).logits.equal(plain(**options).logits)
             first = model(tokens[:, :8], use_cache=True)
             before = len(fused_calls)
-            model(tokens[:, 8:9], past_key_values=first.past_key_values, use_cache=True)
+            model(tokens[:, 8:9], **{CACHE: first[CACHE]}, use_cache=True)
     assert len(fused_calls) == before + SIZES["n_layer"]
 
 
