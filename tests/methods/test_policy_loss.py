@@ -116,8 +116,8 @@ def test_objective_and_gradients_equal_bare_pytorch(answers, variant, chunked, m
             )
             expected = expected + rl.kl * (ratio * (log_ratio.exp() - log_ratio - 1)).sum()
     expected.backward()
-    # a sum of float32 terms, slice by slice
-    torch.testing.assert_close(loss.double(), expected, atol=3e-6, rtol=0)
+    # A sum of float32 terms, slice by slice; CPUs round their exponentials differently.
+    torch.testing.assert_close(loss.double(), expected, atol=3e-6, rtol=1e-6)
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(ours[name], parameter.grad, atol=1e-6, rtol=1e-5)
     assert all(gradient.abs().max() > 0 for name, gradient in ours.items() if "wpe" not in name)
