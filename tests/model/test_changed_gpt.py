@@ -107,6 +107,7 @@ def test_parameter_without_a_field_of_the_config_is_refused_before_training(monk
 
 
 @pytest.mark.long
+@pytest.mark.slow
 def test_a_field_and_its_use_are_a_model_that_trains_resumes_samples_and_is_described(
     tmp_path, write_recipe
 ):
