@@ -91,6 +91,13 @@ _NO_MEMORY = re.compile(
 )
 
 
+# What torch's inductor and triton say on a machine that cannot compile.
+_LACKS_TO_COMPILE = re.compile(
+    r"Python\.h: No such file or directory|No working C\+\+ compiler found|"
+    r"Compiler: \S+ is not found|Failed to find C compiler"
+)
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether the error means that this machine or a device ran out of memory."""
     if isinstance(error, OSError):
@@ -125,6 +132,11 @@ def explain(error: BaseException) -> str | None:
         return (
             "train.deterministic, which train.gradient_groups implies, needs kernels that sum in a "
             f"fixed order, and torch has none on this device: {one_line(error)}; leave both out"
+        )
+    if isinstance(error, RuntimeError) and (lacks := _LACKS_TO_COMPILE.search(str(error))):
+        return (
+            f"torch.compile: {lacks[0]}; install a C++ compiler and the headers of this Python (on "
+            "Debian g++ and python3-dev), or set dynamo_backend: NO in the accelerate config"
         )
     # By name, since importing these libraries takes time.
     names = {f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in type(error).__mro__}

@@ -75,6 +75,26 @@ def test_out_of_memory_errors_are_recognized(allocate):
     assert explain(error).startswith("out of memory")
 
 
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        (
+            "CppCompileError: C++ compile error\n\nOutput:\n/tmp/a.cpp:194:10: fatal error: "
+            "Python.h: No such file or directory\n  194 | #include <Python.h>",
+            "Python.h: No such file or directory",
+        ),
+        ("No working C++ compiler found in torch._inductor.config.cpp.cxx: (None, 'g++')", None),
+        ("Compiler: g++-9 is not found.", "Compiler: g++-9 is not found"),
+        ("Failed to find C compiler. Please specify via CC environment variable", None),
+    ],
+)
+def test_machine_that_cannot_compile_is_explained(said, reason):
+    line = explain(RuntimeError(said))
+    assert line.startswith(f"torch.compile: {reason or said[:24]}")
+    assert line.endswith("or set dynamo_backend: NO in the accelerate config")
+    assert "\n" not in line
+
+
 def test_operation_without_a_deterministic_kernel_is_explained():
     error = RuntimeError("histc_cuda does not have a deterministic implementation, but you set ...")
     assert explain(error).startswith("train.deterministic, which train.gradient_groups implies, ")
