@@ -1,7 +1,6 @@
 """Load a recipe and overrides into a checked Config, and write a Config as a recipe."""
 
 import functools
-import json
 import logging
 import os
 from collections.abc import Container, Mapping, Sequence
@@ -218,10 +217,4 @@ def config_to_yaml(config: Config, keys: Container[str] = KNOBS) -> str:
         for section, knobs in config_to_dict(config).items()
     }
     stated = {section: knobs for section, knobs in tree.items() if knobs}
-    return _yaml_of(json.dumps(stated))
-
-
-@functools.lru_cache(maxsize=16)
-def _yaml_of(tree: str) -> str:
-    """YAML of a tree in JSON: a run writes its recipe, a card for each model and a report."""
-    return yaml.safe_dump(json.loads(tree), sort_keys=False, allow_unicode=True)
+    return yaml.safe_dump(stated, sort_keys=False, allow_unicode=True)

@@ -2,6 +2,7 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 
 from nanogpt_hf.commands import main
 from nanogpt_hf.config.load import config_to_dict, config_to_yaml, load_config
@@ -240,6 +241,13 @@ def test_shipped_recipe_is_found_by_bare_name(tmp_path, monkeypatch):
     assert problems("recipes/quickstart.yaml") == ["no such recipe; did you mean quickstart?"]
     Path("quickstart").write_text(MINIMAL + "train: {max_steps: 30_000}\n")
     assert load_config("quickstart").train.max_steps == 30_000
+
+
+@pytest.mark.parametrize("extra", [{"id2label": {0: "a"}}, {"names": {None: [1, 2.5], "b": None}}])
+def test_written_recipe_has_the_keys_of_a_mapping(extra):
+    knobs = {"model.architecture": "llama", "model.extra": extra, "data.source": "python-docs"}
+    written = yaml.safe_load(config_to_yaml(load_config(None, knobs, name="mine")))
+    assert written["model"]["extra"] == extra
 
 
 def test_extra_fields_of_an_architecture(recipe):
