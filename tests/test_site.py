@@ -1,6 +1,8 @@
 """The site of the documentation: mkdocs builds it without a warning; its links lead somewhere."""
 
 import importlib.util
+import posixpath
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -52,6 +54,35 @@ def test_navigation_has_every_page_of_docs():
     assert {f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")} <= set(navigation)
 
 
+def test_every_file_that_a_page_links_is_on_the_site():
+    from mkdocs.config import load_config
+    from mkdocs.structure.files import Files
+
+    config = load_config(str(ROOT / "mkdocs.yml"))
+    files = config.plugins.on_files(Files([]), config=config)
+    pages = load_pages()
+    names = {file.src_uri for file in files}
+    links = 0
+    for file in files:
+        if file.src_uri.endswith(".md"):
+            page = SimpleNamespace(file=file)
+            text = pages.on_page_markdown(file.content_string, page, config, files)
+            # What looks like a link in code is none.
+            text = re.sub(r"(`+).*?\1", "", text, flags=re.DOTALL)
+            for link in re.findall(r"\]\(([^)#\s:]+)(?:#[^)]*)?\)", text):
+                target = posixpath.normpath(posixpath.join(posixpath.dirname(file.src_uri), link))
+                assert target in names, f"{file.src_uri}: docs/site/pages.py has no {link}"
+                links += 1
+    assert links > 200
+
+
+def load_pages():
+    spec = importlib.util.spec_from_file_location("pages", ROOT / "docs" / "site" / "pages.py")
+    pages = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(pages)
+    return pages
+
+
 @pytest.mark.parametrize(
     ("link", "is_broken"),
     [
@@ -69,9 +100,7 @@ def test_navigation_has_every_page_of_docs():
 def test_broken_links_end_the_build(tmp_path, link, is_broken):
     from mkdocs.exceptions import PluginError
 
-    spec = importlib.util.spec_from_file_location("pages", ROOT / "docs" / "site" / "pages.py")
-    pages = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(pages)
+    pages = load_pages()
     (tmp_path / "a.html").write_text(f'<p id="here"><a href="{link}">x</a>')
     (tmp_path / "b.html").write_text('<p id="part">')
     (tmp_path / "folder").mkdir()

@@ -18,7 +18,17 @@ ROOT = Path(__file__).parents[2]
 PAGES = ("README.md", "CONTRIBUTING.md", "AGENTS.md", "SKILL.md", "tests/README.md")
 FOLDERS = ("docs", "examples", "recipes", "accelerate_configs", "launch", "nanogpt_hf", "notebooks")
 # Their text is shown on a page; the language is the one of the highlighting.
-LANGUAGES = {".py": "python", ".yaml": "yaml", ".sh": "bash", ".sbatch": "bash", "": "text"}
+LANGUAGES = {
+    ".py": "python",
+    ".yaml": "yaml",
+    ".toml": "toml",
+    ".sh": "bash",
+    ".sbatch": "bash",
+    ".txt": "text",
+    "": "text",
+}
+# files of the root folder that have a page with their text
+SOURCES = ("LICENSE", "Makefile", "cli.py", "constraints.txt", "pyproject.toml")
 COPIED = {".png", ".ipynb"}  # files that a link opens as they are
 # A page of this kind is not searched, because the search is for words of the documentation, and
 # has no table of contents, because lines of code need the width.
@@ -53,7 +63,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
     for name in PAGES:
         add(name, (ROOT / name).read_text(encoding="utf-8"))
-    add("LICENSE.md", source_page(ROOT / "LICENSE"))
+    for name in SOURCES:
+        add(f"{name}.md", source_page(ROOT / name))
     for folder in FOLDERS:
         add_folder(ROOT / folder)
     add("api.md", api_page())
