@@ -64,13 +64,17 @@ _EXPLAINED = {
     "dataloader_num_workers",
 }
 _EXPLAINED |= {"optim", "compute_metrics", "num_samples", "max_new_tokens", "temperature", "top_k"}
+_EXPLAINED |= {"head_dim", "examples_per_step", "split", "swiglu", "rotary_base", "num_experts"}
+_EXPLAINED |= {"untie_embeddings_and_output_weights", "moe_router_topk"}
+_EXPLAINED |= {"num_layers_per_virtual_pipeline_stage"}
 
 
 def test_names_of_other_programs_are_those_that_a_message_suggests():
     rows = re.findall(r"^\| (.*) \| (.*) \|$", TEXTS["coming_from.md"], re.MULTILINE)
     compared = 0
     for theirs, ours in rows:
-        for name in re.findall(r"`([a-z_\d]+)[`=]", theirs):
+        for name in re.findall(r"`([a-z][a-z_\d-]*)[`=]", theirs):
+            name = name.replace("-", "_")
             targets = [*ALIASES.get(name, []), *MACHINE_SETTINGS.get(name, [])]
             if targets:
                 assert any(re.search(rf"[` ]{target}\b", ours) for target in targets), name
@@ -78,7 +82,7 @@ def test_names_of_other_programs_are_those_that_a_message_suggests():
             else:
                 known = any(knob.endswith(f".{name}") for knob in KNOBS)
                 assert known or name in _EXPLAINED, name
-    assert compared > 30
+    assert compared > 80
 
 
 def test_tables_are_up_to_date():
