@@ -98,9 +98,14 @@ def read_json_lines(path: Path, check: Callable[[Any], bool]) -> list[Any]:
 
 
 @cache
+def log_once(message: str, level: int = logging.INFO) -> None:
+    """Log a line, once per process: a run reads some of its files several times."""
+    logger.log(level, message)
+
+
 def warn_once(message: str) -> None:
-    """Log a warning, once per process: a run reads some of its files several times."""
-    logger.warning(message)
+    """Log a warning, once per process."""
+    log_once(message, logging.WARNING)
 
 
 def as_type(value: Any, annotation: Any, name: str = "") -> Any:

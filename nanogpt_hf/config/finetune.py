@@ -1,16 +1,18 @@
 """Defaults of fine-tuning, and which layers are frozen at a step."""
 
+from functools import partial
 from typing import Any
 
-from nanogpt_hf.config.methods import RecipeMethod
-from nanogpt_hf.config.schema import FinetuneSection
+from nanogpt_hf.config.methods import NEXT_TOKEN, RecipeMethod, recipe_method_of
+from nanogpt_hf.config.schema import Config, FinetuneSection, get_value
 
 # They replace the schema's defaults, which are for pretraining from scratch. Recipe and command
 # line override them.
 _DEFAULTS = {
     # Texts to fine-tune on are short: a tenth of one is enough to measure a loss.
     "data.validation_fraction": 0.1,
-    # A tenth of pretraining's rate, since the model is trained already.
+    # A tenth of GPT-2's rate in pretraining, since the model is trained already. The model of a run
+    # has a tenth of its own (`rates_after`).
     "optim.learning_rate": 6e-5,
     "optim.muon_learning_rate": 2e-3,
     "train.max_steps": 500,
@@ -22,10 +24,33 @@ _DEFAULTS = {
     "eval.tokens": 102_400,
     "checkpoint.every": 100,
 }
-_LORA_DEFAULTS = {
-    # the best for LoRA is ten times higher: Biderman et al. 2024, arXiv:2405.09673
-    "optim.learning_rate": 6e-4,
-}
+# The best rate for LoRA is ten times higher: Biderman et al. 2024, arXiv:2405.09673.
+_LORA_DEFAULTS = {"optim.learning_rate": 6e-4}
+
+
+# The largest rate of pretraining by AdamW that the default after Muon assumes. Muon's runs have
+# higher ones, which are those of embeddings and vectors.
+_LARGEST_RATE = 4e-3
+
+
+def rates_after(before: Config, optimizer: str, *, lora: bool) -> dict[str, float]:
+    """The default rates, as knobs, for a model that the run `before` trained: a tenth of those of
+    its pretraining, or those of its fine-tuning, and ten times as much for LoRA.
+
+    None where `before` had another method, or no Muon, whose rates are no measure.
+    """
+    optim = before.optim
+    if recipe_method_of(partial(get_value, before)) is not NEXT_TOKEN:
+        return {}
+    factor = 1 if before.finetune.model and before.lora.rank is None else 0.1
+    rates = {"optim.learning_rate": optim.learning_rate}
+    if optimizer == "muon":
+        rates["optim.muon_learning_rate"] = optim.muon_learning_rate
+        if optim.name != "muon":
+            return {}
+    elif optim.name == "muon":
+        rates = {key: min(rate, _LARGEST_RATE) for key, rate in rates.items()}
+    return {key: float(f"{rate * factor * 10**lora:.3g}") for key, rate in rates.items()}
 
 
 def finetune_defaults(
@@ -37,10 +62,12 @@ def finetune_defaults(
     lora: bool,
     method: RecipeMethod,
     dropout: float | None,
+    rates: dict[str, float],
 ) -> dict[str, Any]:
     """The defaults of a fine-tuning run, or of one by another method.
 
-    `base` are the sizes of the model to start from, as knobs, and `dropout` is that of a GPT-2.
+    `base` are the sizes of the model to start from, as knobs, `dropout` is that of a GPT-2, and
+    `rates` are those of `rates_after`.
     """
     sizes = {
         "data.block_size": block_size,
@@ -50,7 +77,8 @@ def finetune_defaults(
     if epochs is not None:
         # The number of steps is not known yet, and may be small: the same share of it.
         sizes["optim.warmup_steps"] = 20 / _DEFAULTS["train.max_steps"]
-    defaults = base | _DEFAULTS | sizes | (_LORA_DEFAULTS if lora else {}) | method.defaults
+    defaults = base | _DEFAULTS | sizes | (_LORA_DEFAULTS if lora else {})
+    defaults |= rates | method.defaults
     if base.get("model.architecture", "gpt2") != "gpt2":
         defaults.pop("model.dropout", None)
     elif dropout is not None:

@@ -104,6 +104,11 @@ class OptimSection:
     weight_decay: float = knob(
         0.1, "decoupled decay of matrices and embeddings (never biases or LayerNorm)", 0
     )
+    weight_decays: dict[str, Any] = knob(  # noqa: RUF009
+        {},
+        "weight decay of some parameters, such as {tokens: 0.001, head: 0.01}, by the names of "
+        "optim.rates",
+    )
     balance_loss: float = loss_term(
         0.0,
         "mixtures of experts: weight of a loss that gives all experts equal work",

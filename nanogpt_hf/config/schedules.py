@@ -31,9 +31,13 @@ def _cosine(step: int, warmup_steps: int | float, end: int, _: Any) -> float:
     return 0.5 * (1 + math.cos(math.pi * _progress(step, warmup_steps, end)))
 
 
+def wsd_decay_steps(end: int, decay_fraction: float) -> int:
+    """The last steps of all, in which the rate decays after warm-up and stable steps."""
+    return max(1, round(decay_fraction * end))
+
+
 def _wsd(step: int, _: int | float, end: int, optim: Any) -> float:
-    # Constant until the last `decay_fraction` of all steps (warm-up, stable, decay).
-    decay_steps = max(1, round(optim.decay_fraction * end))
+    decay_steps = wsd_decay_steps(end, optim.decay_fraction)
     return min(1.0, max(0.0, (end - step) / decay_steps))
 
 

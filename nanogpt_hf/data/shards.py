@@ -9,12 +9,15 @@ import numpy as np
 import pyarrow
 
 from nanogpt_hf.data.manifest import Shard, SplitFacts, file_digest
+from nanogpt_hf.errors import DataError
 
 # The size at which a shard ends.
 SHARD_BYTES = 500_000_000
 # A record batch has at least so many tokens: its header costs little then, and the memory that
 # the writer needs is bounded.
 _RECORD_TOKENS = 2**20
+# A record batch counts its tokens in 32 bits.
+_LARGEST_RECORD = 2**31 - 2
 
 
 def token_dtype(vocab_size: int) -> type[np.unsignedinteger]:
@@ -58,7 +61,14 @@ class ShardWriter:
         self._learned = 0
 
     def write(self, rows: list[Row]) -> None:
-        """Add rows, whose documents are complete."""
+        """Add rows, whose documents are complete. Raises DataError if these are too long."""
+        longest = _LARGEST_RECORD - _RECORD_TOKENS
+        for row in rows:
+            if len(row.ids) > longest:
+                raise DataError(
+                    f"document {row.document + 1:,} has {len(row.ids):,} tokens, and a document "
+                    f"may have {longest:,}; divide it into several files"
+                )
         if rows and not self._features:
             from datasets import Features, List, Value
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nanogpt_hf.config.compatibility import check_settings, recipe_settings
-from nanogpt_hf.config.finetune import finetune_defaults
+from nanogpt_hf.config.finetune import finetune_defaults, rates_after
 from nanogpt_hf.config.load import check_knobs, load_config
 from nanogpt_hf.config.methods import NEXT_TOKEN, POLICY, RecipeMethod, recipe_method_of
 from nanogpt_hf.config.names import (
@@ -22,8 +22,10 @@ from nanogpt_hf.config.settings import Setting
 from nanogpt_hf.config.stated import Overrides, stated_knobs
 from nanogpt_hf.config.values import convert
 from nanogpt_hf.errors import ConfigError, DataError, UserError
+from nanogpt_hf.own_files import log_once
 from nanogpt_hf.program import program
 from nanogpt_hf.runs.find import find_model
+from nanogpt_hf.runs.recipe import recipe_that_trained
 from nanogpt_hf.tasks.task import check_name, is_generated
 
 # Tokens of a block: a model of 131,072 positions should not start with blocks that long.
@@ -117,6 +119,10 @@ def _defaults(found: _Start, method: RecipeMethod) -> dict[str, Any]:
     stated, start, base = found.stated, found.model, found.base
     architecture = architecture_of(base)
     positions = base.max_position_embeddings
+    lora = _stated_value(stated, "lora.rank") is not None
+    optimizer = _stated_value(stated, "optim.name") or KNOBS["optim.name"].default
+    before = recipe_that_trained(start)
+    rates = rates_after(before, optimizer, lora=lora) if before else {}
     # A recipe that states more positions than the model has wants blocks that long.
     longest = _stated_value(stated, "model.n_positions") or positions
     block_size = longest if longest > positions else min(positions, _LONGEST_DEFAULT)
@@ -125,11 +131,16 @@ def _defaults(found: _Start, method: RecipeMethod) -> dict[str, Any]:
         block_size=_stated_value(stated, "data.block_size") or block_size,
         max_steps=_stated_value(stated, "train.max_steps"),
         epochs=_stated_value(stated, "train.epochs"),
-        lora=_stated_value(stated, "lora.rank") is not None,
+        lora=lora,
         method=method,
         # A model that has learned without dropout starts worse with it.
         dropout=getattr(base, "dropout", None),
+        rates=rates,
     )
+    for key, rate in rates.items():
+        if before and defaults[key] == rate and key not in stated:
+            was = get_value(before, key)
+            log_once(f"{key} {rate:g}: the default for a model trained with {was:g}")
     defaults["data.tokenizer"] = "gpt2" if start in GPT2_NAMES else start
     defaults["lora.targets"] = list(lora_targets(architecture, base))
     return defaults

@@ -4,10 +4,13 @@ Imports nothing of the package, so that it can be shipped with a model.
 """
 
 import dataclasses
+import logging
 from typing import Any
 
 from huggingface_hub.dataclasses import strict
 from transformers import GPT2Config, PreTrainedConfig
+
+logger = logging.getLogger(__name__)
 
 
 @strict
@@ -106,11 +109,12 @@ class GPTConfig(PreTrainedConfig):
         """
         fields = {name: getattr(self, name) for name in _SHARED_FIELDS}
         # nanoGPT has one dropout in three places.
-        pdrop = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), self.dropout)
+        pdrop = dict.fromkeys(_DROPOUTS, self.dropout)
         bias: dict[str, Any] = {} if self.bias else {"bias": False}
         return GPT2Config(**fields, **pdrop, **bias)
 
 
+_DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
 # Fields that GPTConfig and GPT2Config both have, by the same name.
 _SHARED_FIELDS = sorted(
     {f.name for f in dataclasses.fields(GPTConfig) if f.name in GPTConfig.__annotations__}
@@ -128,7 +132,16 @@ def _from_gpt2(raw: dict[str, Any]) -> dict[str, Any]:
     for name, plain in unsupported.items():
         if raw.get(name, plain) != plain:
             raise ValueError(f"GPT-2 with {name}={raw[name]} is not supported")
+    dropouts = {name: raw.get(name, 0.1) for name in _DROPOUTS}
+    # A wrong value is an error of its own.
+    valid = {p for p in dropouts.values() if isinstance(p, int | float) and 0 <= p < 1}
+    if len(valid) > 1:
+        words = ", ".join(f"{name} {value}" for name, value in dropouts.items())
+        logger.warning(
+            f"this GPT-2 has dropouts that differ: {words}; a GPT has one, and training takes "
+            f"{dropouts['resid_pdrop']}"
+        )
     kept = {
         name: raw[name] for name in (*_SHARED_FIELDS, "bias", "dtype", "torch_dtype") if name in raw
     }
-    return kept | {"model_type": GPTConfig.model_type, "dropout": raw.get("resid_pdrop", 0.1)}
+    return kept | {"model_type": GPTConfig.model_type, "dropout": dropouts["resid_pdrop"]}

@@ -208,8 +208,11 @@ class GPTModel(GPTPreTrainedModel):
         if inputs_embeds is None:
             inputs_embeds = self.wte(input_ids)  # (B, T) -> (B, T, C)
         length = inputs_embeds.shape[1]
-        if length > (limit := self.config.n_positions):
-            raise ValueError(f"{length} tokens are more than the model's {limit} positions")
+        past = cache.get_seq_length() if cache is not None else 0
+        # A static cache counts on the device, and the host would have to wait.
+        tokens = length + past if isinstance(past, int) else length
+        if tokens > (limit := self.config.n_positions):
+            raise ValueError(f"{tokens} tokens are more than the model's {limit} positions")
         # In generation each pass adds the keys and values of its tokens to the cache, (B, H, T, D)
         # in each layer, so that the next pass reads new tokens alone.
         if use_cache and cache is None:
@@ -224,7 +227,6 @@ class GPTModel(GPTPreTrainedModel):
         if not fused or any(each is not None for each in given):
             mask = create_causal_mask(self.config, inputs_embeds, *given)
         if position_ids is None:
-            past = cache.get_seq_length() if cache is not None else 0
             places = torch.arange(length, device=inputs_embeds.device)
             position_ids = (places + past)[None]  # (1, T), the same for all rows
         # Learned positions are added to the tokens: (B, T, C) + (1, T, C).

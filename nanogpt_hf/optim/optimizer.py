@@ -54,7 +54,10 @@ def describe_adamw(optim: OptimSection) -> str:
     betas = f"betas {optim.beta1:g} and {optim.beta2:g}"
     for family, (beta1, beta2) in optim.betas.items():
         betas += f" ({family} {beta1:g} and {beta2:g})"
-    return f"AdamW, {betas}, weight decay {optim.weight_decay:g}"
+    decay = f"weight decay {optim.weight_decay:g}"
+    for family, value in optim.weight_decays.items():
+        decay += f" ({family} {value:g})"
+    return f"AdamW, {betas}, {decay}"
 
 
 def build_adamw(
@@ -129,7 +132,7 @@ def build_optimizer(
 
     A group's `scale` is its share of the learning rate: the factor of its kind in optim.rates,
     times `layer_decay` for each layer above it, the embeddings at the bottom. Kinds in optim.betas
-    have groups of their own.
+    and optim.weight_decays have groups of their own.
     """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     architecture = architecture_of(model)
@@ -146,11 +149,12 @@ def build_optimizer(
             family = families[name]
             factor = optim.rates.get(family, 1.0)
             scale = factor * layer_decay ** (top - depths[name])
-            group = {"params": [], "weight_decay": optim.weight_decay * decays, "scale": scale}
+            decay = optim.weight_decays.get(family, optim.weight_decay * decays)
+            group = {"params": [], "weight_decay": decay, "scale": scale}
             if betas := optim.betas.get(family):
                 group["betas"] = tuple(betas)
             # The fused kernel takes no mixture of whole and split (tensor-parallel) tensors.
-            key = (decays, scale, group.get("betas"), isinstance(parameter, DTensor))
+            key = (decays, decay, scale, group.get("betas"), isinstance(parameter, DTensor))
             groups.setdefault(key, group)["params"].append(parameter)
     kind = kind_of(optim)
     optimizer: Any = kind.build(model, list(groups.values()), optim, accelerator)

@@ -1,6 +1,7 @@
 """The recipe in a run folder: read it, and compare the recipe of a resumed run with it."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from nanogpt_hf.config.load import config_to_yaml, load_config
@@ -58,6 +59,20 @@ def _check_end(text: str, stated: dict[str, Any]) -> None:
     # A value that was cut may be a value, too.
     if not text.endswith(("\n", "null")):
         raise ValueError(f"it ends within a line, after {_LAST_KNOB_WITHOUT_END}")
+
+
+def recipe_that_trained(model: str) -> Config | None:
+    """Return the recipe of the run that a model folder is in, as its best/ or final/; None for any
+    other model, and for a run whose recipe cannot be read.
+    """
+    folder = Path(model)
+    run = RunFolder(folder.parent)
+    if folder not in (run.best, run.final) or not run.recipe.is_file():
+        return None
+    try:
+        return read_recipe(run)
+    except RunFolderError:
+        return None
 
 
 def known_recipe(run: RunFolder) -> Config | None:

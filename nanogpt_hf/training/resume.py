@@ -13,11 +13,12 @@ from nanogpt_hf.checkpoint.reader import (
     newest_checkpoint,
 )
 from nanogpt_hf.config.schema import Config
-from nanogpt_hf.config.stages import with_known_steps
+from nanogpt_hf.config.stages import config_at, with_known_steps
 from nanogpt_hf.data.manifest import find_manifest
 from nanogpt_hf.data.prepared import check_prepared_sources
 from nanogpt_hf.errors import ChangedError, DataError, RunFolderError, UserError
 from nanogpt_hf.methods.table import method_of
+from nanogpt_hf.optim.optimizer import learning_rate_at
 from nanogpt_hf.runs.folder import RunFolder, run_folder
 from nanogpt_hf.runs.origin import origin_of
 from nanogpt_hf.runs.recipe import changed_knobs, known_recipe
@@ -91,8 +92,26 @@ def with_recorded_steps(config: Config, steps: int | None) -> Config:
 
 
 def change_lines(folder: RunFolder, config: Config) -> list[str]:
-    """The knobs that a resume changes, in lines."""
-    return [f"changed since the run began: {change}" for change in changed_knobs(folder, config)]
+    """The knobs that a resume changes, in lines, and what follows from them for its next step."""
+    changes = changed_knobs(folder, config)
+    lines = [f"changed since the run began: {change}" for change in changes]
+    before = known_recipe(folder) if changes else None
+    if before is None:
+        return lines
+    step = newest_checkpoint(folder).state.step
+    was = _learning_rate(before, step)
+    now = _learning_rate(config, step)
+    # A longer schedule decays later, so the rate may rise.
+    if abs(now - was) > 0.05 * was:
+        lines.append(f"  so the learning rate of the next step is {now:.3g} instead of {was:.3g}")
+    if before.model.dropout and config.train.micro_batch_size != before.train.micro_batch_size:
+        lines.append("  so dropout draws other masks: they follow from the micro-batches")
+    return lines
+
+
+def _learning_rate(config: Config, step: int) -> float:
+    config = config_at(config, step)
+    return learning_rate_at(step, config.optim, config.train.max_steps)
 
 
 def check_end(config: Config, folder: RunFolder, checkpoint: Checkpoint) -> None:

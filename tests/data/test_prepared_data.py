@@ -22,7 +22,7 @@ from nanogpt_hf.data.manifest import read_manifest
 from nanogpt_hf.data.prepare import prepare
 from nanogpt_hf.data.prepared import check_prepared, load_prepared
 from nanogpt_hf.data.shards import Row, ShardWriter
-from nanogpt_hf.errors import Stopped
+from nanogpt_hf.errors import DataError, Stopped
 from nanogpt_hf.methods.text import load_text
 from nanogpt_hf.reports.reference import find_reference
 
@@ -102,6 +102,19 @@ def test_identity_covers_ids_masks_and_ends_of_conversations(tmp_path):
     assert digest("same", ids, mask, 3) == first
     others = {"ids": (ids + 1, mask, 3), "mask": (ids, 1 - mask, 3), "end": (ids, mask, 2)}
     assert first not in [digest(name, *other) for name, other in others.items()]
+
+
+def test_document_that_no_record_batch_can_hold_is_one_line(tmp_path, monkeypatch):
+    """pyarrow would not return from a list of 2³¹ values."""
+    monkeypatch.setattr(shards, "_RECORD_TOKENS", 10)
+    monkeypatch.setattr(shards, "_LARGEST_RECORD", 30)
+    writer = ShardWriter(tmp_path / "shards")
+    for length in (9, 20):
+        writer.write([Row(0, np.zeros(length, np.uint16), length)])
+    with pytest.raises(
+        DataError, match="document 4 has 21 tokens, and a document may have 20; div"
+    ):
+        writer.write([Row(3, np.zeros(21, np.uint16), 21)])
 
 
 # --- files and bytes

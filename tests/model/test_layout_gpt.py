@@ -92,6 +92,28 @@ def test_other_models_are_refused(gpt2, variant, reason):
         GPTForCausalLM.from_pretrained(folder)
 
 
+@pytest.mark.parametrize(
+    ("variant", "words"),
+    [
+        ({"resid_pdrop": 0.0, "embd_pdrop": 0.3}, "embd_pdrop 0.3, attn_pdrop 0.1"),
+        ({"attn_pdrop": 0.5}, "training takes 0.1"),
+        ({"resid_pdrop": 0.2, "embd_pdrop": 0.2, "attn_pdrop": 0.2}, ""),
+        ({}, ""),
+    ],
+)
+def test_dropouts_that_differ_are_one_warning(gpt2, caplog, variant, words):
+    _, folder = gpt2()
+    raw = json.loads((folder / "config.json").read_text())
+    for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop"):
+        raw.pop(name, None)
+    (folder / "config.json").write_text(json.dumps(raw | variant))
+    config = GPTConfig.from_pretrained(folder)
+    assert config.dropout == variant.get("resid_pdrop", 0.1)
+    warned = [record.getMessage() for record in caplog.records if "dropouts" in record.message]
+    assert len(warned) == bool(words)
+    assert all(words in line for line in warned)
+
+
 def test_missing_weight_is_an_error(gpt2):
     _, folder = gpt2()
     weights = load_file(folder / "model.safetensors")

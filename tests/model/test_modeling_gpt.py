@@ -13,7 +13,7 @@ from transformers.utils.generic import find_labels
 
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM, loss_gpt
 from nanogpt_hf.model.architecture import count_parameters
-from nanogpt_hf.model.head_gpt import batch_loss
+from nanogpt_hf.model.head_gpt import CACHE, batch_loss
 from nanogpt_hf.model.loss_gpt import cross_entropy
 
 TINY = {
@@ -174,6 +174,19 @@ def test_model_and_blocks_compile_without_graph_breaks():
 def test_more_tokens_than_positions_is_one_line():
     with pytest.raises(ValueError, match="33 tokens are more than the model's 32 positions"):
         tiny()(ids(1, 33))
+
+
+@pytest.mark.parametrize(("past", "new"), [(32, 1), (20, 13), (1, 32)])
+def test_more_tokens_with_those_in_the_cache_is_the_same_line(past, new):
+    model = tiny().eval()
+    cache = {CACHE: model(ids(1, past), use_cache=True)[CACHE]}
+    with pytest.raises(ValueError, match="33 tokens are more than the model's 32 positions"):
+        model(ids(1, new), use_cache=True, **cache)
+
+
+def test_generating_more_than_the_positions_is_the_same_line():
+    with pytest.raises(ValueError, match="33 tokens are more than the model's 32 positions"):
+        tiny().eval().generate(ids(1, 30), max_new_tokens=9, do_sample=False)
 
 
 def test_trainer_uses_one_label_name():

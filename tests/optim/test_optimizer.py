@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from nanogpt_hf.config.optim_section import FAMILIES
+from nanogpt_hf.config.optim_section import FAMILIES, MATRIX_FAMILIES
 from nanogpt_hf.config.schema import LoraSection, ModelSection, OptimSection
+from nanogpt_hf.model.architecture import architecture_of
 from nanogpt_hf.model.build import build_config, build_model
 from nanogpt_hf.model.lora import add_adapters
 from nanogpt_hf.optim.optimizer import build_optimizer, describe_adamw, set_learning_rate
@@ -83,6 +84,31 @@ def test_families_have_betas_of_their_own(name):
         if name == "muon" and parameter.dim() == 2 and "wte" not in key and "wpe" not in key:
             continue
         assert torch.equal(parameter, reference.get_parameter(key)), key
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_families_have_weight_decays_of_their_own(name):
+    """Without a gradient, a step multiplies a parameter by 1 - rate · decay."""
+    section = ModelSection(n_layer=1, n_head=2, n_embd=8, n_positions=8)
+    model, before = (build_model(build_config(section, 11), 1) for _ in range(2))
+    decays = {"tokens": 0.3, "vectors": 0.2, "mlp_in": 0.0}
+    optim = OptimSection(name=name, weight_decays=decays, learning_rate=0.01, weight_decay=0.5)
+    optimizer = build_optimizer(model, optim)
+    set_learning_rate(optimizer, 0.01)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    families = architecture_of(model).families(model)
+    found = set()
+    for key, parameter in model.named_parameters():
+        is_muons = name == "muon" and families[key] in MATRIX_FAMILIES
+        rate = 0.02 if is_muons else 0.01
+        decay = decays.get(families[key], 0.5)
+        expected = before.get_parameter(key) * (1 - rate * decay)
+        torch.testing.assert_close(parameter, expected, atol=1e-7, rtol=1e-6, msg=key)
+        found.add(families[key])
+    assert {*decays, "positions", "mlp_out"} <= found
+    assert describe_adamw(optim).endswith("weight decay 0.5 (tokens 0.3) (vectors 0.2) (mlp_in 0)")
 
 
 def test_betas_that_a_recipe_does_not_name_are_not_in_the_groups():

@@ -8,9 +8,10 @@ import pytest
 from arguments import argv
 from nanogpt_hf.commands import main
 from nanogpt_hf.config.load import load_config
-from nanogpt_hf.config.schema import Config, get_value
+from nanogpt_hf.config.schema import Config, get_value, replace_knobs
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.state import changing_knobs, is_fixed
+from nanogpt_hf.training.resume import change_lines
 
 pytestmark = pytest.mark.long
 # each value differs from that of the run before the resume
@@ -28,6 +29,7 @@ VALUES = {
     "optim.beta1": 0.5,
     "optim.beta2": 0.6,
     "optim.betas": {"tokens": [0.5, 0.6]},
+    "optim.weight_decays": {"tokens": 0.5},
     "optim.max_grad_norm": 0.01,
     "optim.decay_steps": 7,
     "train.max_steps": 9,
@@ -193,3 +195,24 @@ def test_starts_of_other_steps_do_not_count(resumed, call):
     assert call(f"verify {{}} --steps 0:{AT}", run.path)[0] == 0
     status, out = call(f"verify {{}} --steps {AT}:8", run.path)
     assert (status, "was trained on 2 processes" in out) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "follows"),
+    [
+        ({"train.max_steps": 16}, "learning rate of the next step is 0.0"),
+        ({"optim.learning_rate": 0.5, "optim.min_learning_rate": 0.4}, "is 0.4 instead of 0.0"),
+        ({"train.micro_batch_size": 1}, "dropout draws other masks"),
+        ({"optim.weight_decay": 0.4}, None),
+        ({"train.max_time": "9h"}, None),
+    ],
+)
+def test_resume_says_what_follows_for_its_next_step(honest, changes, follows):
+    now = replace_knobs(load_config(honest.recipe), changes)
+    lines = change_lines(honest, now)
+    assert len(lines) == len(changes) + bool(follows)
+    assert not follows or follows in lines[-1]
+
+
+def test_resume_without_a_change_has_no_lines(honest):
+    assert change_lines(honest, load_config(honest.recipe)) == []
