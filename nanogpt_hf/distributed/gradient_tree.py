@@ -14,8 +14,9 @@ A process of whole models (DDP's layout) has a whole branch of the tree. Then th
 slices of their sums, add them up the rest of the tree, and gather: as many bytes as a ring sends.
 Processes with shards (FSDP2, HSDP) take groups in turn, and each reduce-scatter is a branch.
 
-Nothing else of a step may depend on the shards: `clip` adds up rows, and AdamW is not fused, since
-the fused kernel rounds the last values of a tensor, fewer than a vector, in another way.
+Nothing else of a step may depend on the shards: the norm adds up rows (`norm_by_rows`), and AdamW
+is not fused, since the fused kernel rounds the last values of a tensor, fewer than a vector, in
+another way.
 """
 
 import dataclasses
@@ -92,17 +93,6 @@ class GradientTree:
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             parameter.grad = _laid_out_as(parameter, gradient)
         return loss[0]
-
-    def clip(self, max_norm: float) -> Tensor:
-        """Clip the gradient of the step to `max_norm` (0: not); return its norm before."""
-        gradients = [p.grad for p in self.parameters if p.grad is not None]
-        norm = norm_by_rows(gradients)
-        if max_norm:
-            # 1e-6 as in torch.nn.utils.clip_grad_norm_
-            scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-            for gradient in gradients:
-                local_part(gradient).mul_(scale)
-        return norm
 
 
 def fix_order(model: torch.nn.Module, optimizer: Any) -> None:

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from nanogpt_hf.distributed.deepspeed import is_zero
 from nanogpt_hf.distributed.expert_parallel import average_copies
+from nanogpt_hf.distributed.gradient_tree import norm_by_rows
 from nanogpt_hf.distributed.mesh import Mesh, mesh_of
 from nanogpt_hf.distributed.pipeline import Pipeline, pipeline_of
 from nanogpt_hf.optim.optimizer import skip_step_unless_finite
@@ -103,6 +104,15 @@ class ExpertUpdater(Updater):
         return super().norm(parameters)
 
 
+class RowUpdater(Updater):
+    """For gradient groups: the norm is summed row by row, so that its bytes do not depend on the
+    shards.
+    """
+
+    def norm(self, parameters: list[nn.Parameter]) -> Tensor:
+        return norm_by_rows([cast(Tensor, p.grad) for p in parameters])
+
+
 class StageUpdater(Updater):
     """For a pipeline stage, which has the gradients of its own layers only."""
 
@@ -135,8 +145,15 @@ class AccelerateUpdater(Updater):
         self.wrapper.zero_grad()
 
 
-def updater_of(accelerator: Accelerator, model: nn.Module, optimizer: Any) -> Updater:
-    """Choose the updater of a prepared model and its optimizer."""
+def updater_of(
+    accelerator: Accelerator, model: nn.Module, optimizer: Any, *, has_groups: bool = False
+) -> Updater:
+    """Choose the updater of a prepared model and its optimizer; `has_groups`: of a run with
+    gradient groups.
+    """
+    # Settings with an updater of their own do not combine with groups (config/compatibility.py).
+    if has_groups:
+        return RowUpdater(optimizer)
     if is_zero(accelerator) or accelerator.scaler is not None:
         return AccelerateUpdater(accelerator, model, optimizer)
     if pipeline := pipeline_of(accelerator):

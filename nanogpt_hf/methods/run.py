@@ -23,7 +23,9 @@ from nanogpt_hf.runs.state import MeasuredLoss, TrainState
 
 @dataclass
 class Run:
-    """Built by build.build_run. `model` and `optimizer` are prepared by Accelerate."""
+    """Objects of a training run, built by `build_at` (training/build.py). Accelerate has prepared
+    `model` and `optimizer`.
+    """
 
     config: Config
     accelerator: Accelerator

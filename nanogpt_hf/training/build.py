@@ -93,7 +93,9 @@ def build_at(
         model_config=model.config,
         generation_config=model.generation_config,
         optimizer=optimizer,
-        updater=updater_of(accelerator, placed, optimizer),
+        updater=updater_of(
+            accelerator, placed, optimizer, has_groups=bool(config.train.gradient_groups)
+        ),
         data=data,
         batches=build_batches(config, accelerator, data.train, config.train.min_micro_batch_size),
         objective=method_of(config).objective(config, data),

@@ -3,7 +3,7 @@
 A run is a pure function of its recipe, its seed and the step: the tokens of a step, its learning
 rate and its dropout masks never depend on earlier steps or restarts. So a run can stop at any step
 and resume on another machine. `next_action` decides what comes next from the progress alone, and
-the loop does it.
+the loop does it. A step is in step.py; examples/plain_loop.py computes the same in one short file.
 """
 
 import math
@@ -49,7 +49,7 @@ def next_action(
 
     `saved` is the state in the newest checkpoint, `built_at` the step at which model, optimizer
     and batches were built. `stopping`: the run was asked to stop; `spiked`: the loss of the last
-    step has, so the run goes back to its checkpoint.
+    step has spiked, so the run goes back to its checkpoint.
     """
     if spiked:
         # Nothing is saved: the weights are already spoiled by the step that has spiked.
@@ -103,8 +103,10 @@ def train_steps(run: Run, reporter: RunReporter) -> None:
     # Asked once per step, since several processes have to agree on it.
     stopping = reporter.should_stop()
     while True:
-        flags = {"built_at": built_at, "stopping": stopping, "spiked": spiked}
-        match next_action(run.config, run.state, run.saved, **flags):
+        action = next_action(
+            run.config, run.state, run.saved, built_at=built_at, stopping=stopping, spiked=spiked
+        )
+        match action:
             case Action.EVALUATE:
                 stopping = not evaluate(run, reporter)
             case Action.SAVE:
@@ -129,7 +131,7 @@ def step(run: Run, reporter: RunReporter) -> bool:
     """Take the next step and report it; return whether its loss has spiked."""
     with reporter.measured_step():
         result, learning_rate = next_step(run)
-    spiked = reporter.step(result, learning_rate)
+    spiked = reporter.log_step(result, learning_rate)
     reporter.step_done()
     return spiked
 

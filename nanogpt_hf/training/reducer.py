@@ -1,9 +1,9 @@
 """Reducers: how the gradients of a step's micro-batches become one gradient on every process.
 
-The loss of a step is a sum over micro-batches and ranks. A reducer runs the backward passes, adds
-up what they give, and clips the result. Accelerate does it with DDP, FSDP2 and DeepSpeed; a run
-with gradient groups has its own order of sums. Pipeline stages order their passes by a schedule
-instead (distributed/pipeline.py).
+The loss of a step is a sum over micro-batches and ranks. A reducer runs the backward passes and
+adds up what they give; an updater then clips the result (distributed/updates.py). Accelerate does
+it with DDP, FSDP2 and DeepSpeed; a run with gradient groups has its own order of sums. Pipeline
+stages order their passes by a schedule instead (distributed/pipeline.py).
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,6 @@ import torch
 from nanogpt_hf.distributed.gradient_tree import GradientTree
 from nanogpt_hf.distributed.updates import accumulate, micro_batches_not_counted
 from nanogpt_hf.methods.run import Run
-from nanogpt_hf.optim.optimizer import skip_step_unless_finite
 
 
 class Reducer(Protocol):
@@ -30,10 +29,6 @@ class Reducer(Protocol):
 
     def finish(self) -> torch.Tensor:
         """Complete the gradient; return this process's share of the loss, a scalar."""
-        ...
-
-    def clip(self, max_norm: float) -> torch.Tensor:
-        """Clip the gradient to `max_norm` (0: no clipping); return its norm before, a scalar."""
         ...
 
 
@@ -60,19 +55,16 @@ class MeanReducer:
     def finish(self) -> torch.Tensor:
         return reduce(torch.add, self.losses)
 
-    def clip(self, max_norm: float) -> torch.Tensor:
-        return self.run.updater.clip(max_norm)
-
 
 class TreeReducer:
     """Sums in an order that does not depend on the number of processes (gradient_tree.py)."""
 
     def __init__(self, run: Run, groups: int):
         self.run = run
-        self.bare = cast(Any, run.optimizer.optimizer)
         # A dry-run step has fewer micro-batches than groups.
         per_group = max(1, run.batches.accumulation * run.mesh.dp_size // groups)
-        self.tree = GradientTree(run.model, self.bare.in_model_order, per_group)
+        optimizer = cast(Any, run.optimizer.optimizer)
+        self.tree = GradientTree(run.model, optimizer.in_model_order, per_group)
 
     @contextmanager
     def micro_batch(self) -> Iterator[None]:
@@ -92,12 +84,6 @@ class TreeReducer:
         loss = self.tree.finish()
         # Every process has the loss of the whole step, and it is reported as a sum over them.
         return loss if self.run.mesh.is_main else torch.zeros_like(loss)
-
-    def clip(self, max_norm: float) -> torch.Tensor:
-        # The norm is summed row by row: its bytes do not depend on the shards either.
-        grad_norm = self.tree.clip(max_norm)
-        skip_step_unless_finite(self.bare, grad_norm)
-        return grad_norm
 
 
 def reducer_of(run: Run) -> Reducer:

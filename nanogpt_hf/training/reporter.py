@@ -88,8 +88,8 @@ class RunReporter:
         with self.layers.measured_step(run.model, run.optimizer, run.state.step + 1):
             yield
 
-    def step(self, result: StepResult, learning_rate: float) -> bool:
-        """Count a step, and log it if it is due; return whether its loss has spiked.
+    def log_step(self, result: StepResult, learning_rate: float) -> bool:
+        """Log the step if it is due; return whether its loss has spiked.
 
         Reading a loss makes the host wait for the device, so only steps that are logged are read.
         """

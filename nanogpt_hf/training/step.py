@@ -1,4 +1,17 @@
-"""One optimizer step: batch, objective, backward, clip, update."""
+"""One optimizer step: batch, objective, backward, clip, update.
+
+`next_step` finds the data and the learning rate of a run's next step, `take_step` prepares what its
+method needs, and `train_step` computes the step. On one process, it computes
+
+    set_learning_rate(optimizer, learning_rate)
+    num_targets = batches.num_targets(step)
+    for batch in batches.micro_batches(step):
+        summed_loss, metrics = objective(model, batch)
+        (summed_loss / num_targets).backward()
+    clip_grad_norm_(model.parameters(), max_grad_norm)
+    optimizer.step()
+    optimizer.zero_grad()
+"""
 
 from functools import reduce
 
@@ -20,47 +33,68 @@ def train_step(run: Run, step: int, learning_rate: float) -> StepResult:
 
     The loss is a sum over the step's targets, on all ranks, divided once by their number: each
     target counts the same, in whichever micro-batch it is.
+
+    A reducer adds up the gradients of micro-batches and ranks (reducer.py). The run's updater clips
+    the sum and updates the weights (distributed/updates.py).
     """
-    batches = run.batches
-    mesh = run.mesh
-    reducer = reducer_of(run)
     set_learning_rate(run.optimizer, learning_rate)
-    num_targets = batches.num_targets(step)
-    metrics: Metrics = {}
     if run.pipeline:
-        # Stages wait for each other's activations and gradients, so a schedule orders the passes
-        # of all micro-batches. The last stage computes the loss of the next token by itself.
-        loss = run.pipeline.train(
-            list(batches.micro_batches(step)),
-            num_targets,
-            before=lambda index: seed_micro_batch(run, step, index),
-        )
+        loss, metrics = pipeline_forward_backward(run, step)
     else:
-        for index, batch in enumerate(batches.micro_batches(step)):
-            seed_micro_batch(run, step, index)
-            batch = {
-                name: tensor.to(run.accelerator.device, non_blocking=True)
-                for name, tensor in batch.items()
-            }
-            # Before the objective, so that its terms see the positions that the model computes.
-            if mesh.cp_size > 1:
-                batch = own_positions(batch, run.model, mesh)
-            # The last micro-batch of the step reduces the gradients over the ranks.
-            with reducer.micro_batch():
-                summed_loss, sums = run.objective(run.model, batch)
-                reducer.backward(summed_loss / num_targets)
-            for name, value in sums.items():
-                metrics[name] = metrics.get(name, 0) + value.detach() / num_targets
-        loss = reducer.finish()
-    grad_norm = reducer.clip(run.config.optim.max_grad_norm)
+        loss, metrics = forward_backward(run, step)
+    grad_norm = run.updater.clip(run.config.optim.max_grad_norm)
     run.updater.step()
     return StepResult(loss, grad_norm, grad_norm, metrics, {})
+
+
+def forward_backward(run: Run, step: int) -> tuple[torch.Tensor, Metrics]:
+    """Compute the gradient of a step, micro-batch by micro-batch; return this rank's shares of the
+    loss and of the metrics.
+    """
+    num_targets = run.batches.num_targets(step)
+    reducer = reducer_of(run)
+    metrics: Metrics = {}
+    for index, batch in enumerate(run.batches.micro_batches(step)):
+        seed_micro_batch(run, step, index)
+        batch = on_device(run, batch)
+        # The last micro-batch of the step reduces the gradients over the ranks.
+        with reducer.micro_batch():
+            summed_loss, sums = run.objective(run.model, batch)
+            reducer.backward(summed_loss / num_targets)
+        for name, value in sums.items():
+            metrics[name] = metrics.get(name, 0) + value.detach() / num_targets
+    return reducer.finish(), metrics
+
+
+def pipeline_forward_backward(run: Run, step: int) -> tuple[torch.Tensor, Metrics]:
+    """Do the same as `forward_backward` with pipeline stages.
+
+    Stages wait for each other's activations and gradients, so a schedule orders the passes of all
+    micro-batches. The last stage computes the loss of the next token by itself.
+    """
+    assert run.pipeline
+    loss = run.pipeline.train(
+        list(run.batches.micro_batches(step)),
+        run.batches.num_targets(step),
+        before=lambda index: seed_micro_batch(run, step, index),
+    )
+    return loss, {}
+
+
+def on_device(run: Run, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Copy a micro-batch to the device; with context parallelism, return this process's positions
+    of it.
+    """
+    device = run.accelerator.device
+    batch = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+    # Before the objective, so that its terms see the positions that the model computes.
+    return own_positions(batch, run.model, run.mesh) if run.mesh.cp_size > 1 else batch
 
 
 def next_step(run: Run) -> tuple[StepResult, float]:
     """Take the next step of a run and count it; return its result and its learning rate."""
     state = run.state
-    # After a spike the data is some steps ahead: what has led to it is not read again.
+    # After a spike the data is some steps ahead: the batches that led to the spike are skipped.
     data_step = state.step + state.skipped_steps
     rate = learning_rate_at(state.step, run.config.optim, run.config.train.max_steps)
     # Forward and backward pass of each micro-batch, clipping and update.
