@@ -71,7 +71,7 @@ def summary_lines(figures: dict[str, Any]) -> list[str]:
         f"{plural(figures['windows'], 'window')} of {plural(figures['steps_per_window'], 'step')}"
     )
     lines = [f"step        {_ms(figures['step_seconds'])} over {windows}"]
-    # A run of so many steps spends its whole schedule within an hour.
+    # A run of this many steps spends its whole schedule within an hour.
     per_hour = steps_within(3600.0, figures["step_seconds"]["median"])
     lines.append(f"an hour     {plural(per_hour, 'step')}, without evaluations and checkpoints")
     if sent := figures["communicated_bytes"]:

@@ -15,7 +15,7 @@ from nanogpt_hf.data.messages import Conversation, answers_of, texts_of
 from nanogpt_hf.data.own_template import chat_template
 from nanogpt_hf.errors import DataError
 
-# So many beginnings of answers are remembered.
+# How many beginnings of answers are remembered.
 _BEGINNINGS = 1000
 
 

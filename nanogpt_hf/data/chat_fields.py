@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from nanogpt_hf.data.messages import Conversation, fields_of
 from nanogpt_hf.errors import DataError
 
-_SHAPES = 1000  # so many shapes of conversations are remembered
+_SHAPES = 1000  # shapes of conversations that are remembered
 # Yields (index of the last message, text) of the texts that a conversation becomes.
 _TextsOf = Callable[[Conversation, int], Iterator[tuple[int, str]]]
 _NAME = re.compile(r"Part\d+of")  # a text that no template has

@@ -24,8 +24,8 @@ from nanogpt_hf.errors import DataError, one_line
 from nanogpt_hf.time_limit import TimeUpError, time_limit
 
 _SECONDS = 10.0  # templates render in milliseconds
-# The special tokens of so many shapes of conversations are remembered, but of none that is longer
-# than so many characters: the clients of a server choose the shapes.
+# The number of shapes of conversations whose special tokens are remembered, and the characters of
+# the longest of them: the clients of a server choose the shapes.
 _SHAPES = 1000
 _LONGEST_SHAPE = 5000
 # What a template may have: marks around the answers, and the date of today.

@@ -16,10 +16,10 @@ from nanogpt_hf.data.manifest import SPLITS
 from nanogpt_hf.errors import DataError
 from nanogpt_hf.formatting import plural
 
-_NAMED = 3  # a message names so many rows
+_NAMED = 3  # rows that a message names
 _REMEDY = "; data.max_bad_rows N leaves out up to N such rows"
-# Documents of up to so many characters are kept in memory for the next reading. More are read
-# again, so that the memory of a preparation does not grow with the source.
+# Documents of up to this number of characters are kept in memory for the next reading. More are
+# read again, so that the memory of a preparation does not grow with the source.
 _KEPT_CHARACTERS = 100_000_000
 
 logger = logging.getLogger(__name__)

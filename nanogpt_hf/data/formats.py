@@ -21,8 +21,8 @@ from nanogpt_hf.data.shards import Row
 from nanogpt_hf.data.tokenizer import Tokenizer
 from nanogpt_hf.errors import DataError
 
-# A thread encodes at most so many documents at once, or a few more characters than these. Larger
-# batches would let one thread work while the others are done.
+# A thread encodes at most this number of documents at once, and about this number of characters.
+# Larger batches would let one thread work while the others are done.
 _BATCH_DOCUMENTS = 1000
 _BATCH_CHARACTERS = 2**20
 

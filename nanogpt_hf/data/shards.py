@@ -13,8 +13,8 @@ from nanogpt_hf.errors import DataError
 
 # The size at which a shard ends.
 SHARD_BYTES = 500_000_000
-# A record batch has at least so many tokens: its header costs little then, and the memory that
-# the writer needs is bounded.
+# A record batch has at least this number of tokens: its header costs little then, and the memory
+# that the writer needs is bounded.
 _RECORD_TOKENS = 2**20
 # A record batch counts its tokens in 32 bits.
 _LARGEST_RECORD = 2**31 - 2

@@ -1,4 +1,4 @@
-"""Format `text`: each document is a text, and every token is learned."""
+"""Format `text`: each document is a text, and every token is a target."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -32,8 +32,8 @@ from nanogpt_hf.formatting import plural
 from nanogpt_hf.optim.optimizer import kind_of
 from nanogpt_hf.program import program
 
-# Without an accelerate config, a run of at least so many steps is compiled on a GPU. The number is
-# an assumption: how many steps pay for compilation there is not yet measured.
+# Without an accelerate config, a run of at least this many steps is compiled on a GPU. The number
+# is an assumption: how many steps pay for compilation there is not yet measured.
 STEPS_WORTH_COMPILING = 500
 # Whether fp8 products are computed in float32: tests set it, since a CPU has none.
 EMULATES_FP8 = False

@@ -33,7 +33,7 @@ from nanogpt_hf.tasks.task import PASSED, Question
 from nanogpt_hf.tasks.tools import Tools
 from nanogpt_hf.tasks.turns import Turns
 
-_LOOKED_AT = 100  # so many generated questions are tried; there is no end of them
+_LOOKED_AT = 100  # generated questions that are tried; there is no end of them
 
 
 @dataclass(frozen=True)

@@ -205,7 +205,7 @@ def evaluate_text(
         nats = sum_over_ranks(accelerator, nats.to(accelerator.device)).cpu()
     counts = blocks.targets_of(windows) - already_predicted
     total = int(counts.sum())
-    # So many windows in a row share tokens, rounded up.
+    # The number of windows in a row that share tokens, rounded up.
     windows_at_once = -(-block_size // stride)
     error = bootstrap_error(nats.numpy(), counts, windows_at_once)
     size_of_text = corpus.bytes - corpus.first_bytes

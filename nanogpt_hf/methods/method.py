@@ -43,8 +43,8 @@ class Method:
     begin_step: Callable[[Run, int], dict[str, float]] = lambda run, step: {}
     # Optimizer updates on the data of one step.
     updates: Callable[[Config], int] = lambda config: 1
-    # So many blocks, as long as they can be, of tokens that mean nothing: for a run that is only
-    # measured. None: random tokens of text will do.
+    # The given number of blocks, as long as they can be, of tokens that mean nothing: for a run
+    # that is only measured. None: random tokens of text will do.
     full_blocks: Callable[[Config, int], Blocks] | None = None
     # In estimates: what a block is, the sequences of it that a step reads with a gradient, and
     # those that it reads without one.

@@ -92,7 +92,7 @@ class LabeledAnswers(Pairs):
 
 
 def full_answers(config: Config, count: int) -> LabeledAnswers:
-    """Make so many labeled answers as long as a block, of tokens that mean nothing, with their
+    """Make `count` labeled answers as long as a block, of tokens that mean nothing, with their
     log-probabilities.
     """
     answer = ([0] * (config.data.block_size + 1), 1)

@@ -1,6 +1,6 @@
 """GPTConfig: the configuration of a GPT, read from and written as GPT-2's config.json.
 
-Imports nothing of the package, so that it can be shipped with a model.
+Imports nothing of the package, so that these pages can be read and copied alone.
 """
 
 import dataclasses

@@ -1,8 +1,8 @@
 """Head of a GPT, and what a model makes of its hidden states: logits, or the loss of its labels.
 
 From a forward pass to the loss: `with_loss` -> `summed_loss` -> `Head.forward` -> `whole_loss`,
-`chunked_loss` or `recomputed_loss` (loss_gpt.py). Imports only its neighbors, so that it can be
-shipped with a model.
+`chunked_loss` or `recomputed_loss` (loss_gpt.py). Imports only its neighbors, so that these pages
+can be read and copied alone.
 
 Shapes in comments: B rows, T positions, C n_embd, V vocabulary, N = B·T.
 """

@@ -1,6 +1,6 @@
 """Weight layout on disk: GPT-2's names for our layers, and its transposed matrices.
 
-Imports only its neighbors, so that it can be shipped with a model.
+Imports only its neighbors, so that these pages can be read and copied alone.
 """
 
 import copy
@@ -51,8 +51,8 @@ def _loading_rules() -> list[WeightConverter | WeightRenaming]:
     return rules
 
 
-# Overwritten, since the module may be imported twice: from the package and as code shipped with a
-# model.
+# Overwritten, since the module may be imported twice: a copy of these pages beside the package, or
+# again in a notebook.
 register_checkpoint_conversion_mapping(GPTConfig.model_type, _loading_rules(), overwrite=True)
 
 

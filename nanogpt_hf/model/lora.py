@@ -135,7 +135,8 @@ def save_adapter(
     adapted = {}
     for on_disk, ours in layers.items():
         adapted[on_disk] = sum(name.rpartition(".")[2] in section.targets for name in ours)
-    # Their adapter has so many times the rank; alpha is multiplied too, so that alpha / rank stays.
+    # The adapter of several layers has the rank times their number; alpha is multiplied too, so
+    # that alpha / rank stays.
     several = {layer: count for layer, count in adapted.items() if count > 1}
     base = Path(finetune.model)
     rank, alpha = _sizes(section)

@@ -1,8 +1,8 @@
 """GPT: attention, MLP, block and model; its head is in head_gpt.py, its loss in loss_gpt.py.
 
 In memory q, k and v are separate nn.Linear layers; on disk it is a plain GPT-2 (layout_gpt.py),
-which any tool opens. Imports only its neighbors, so that the five files can be shipped with a
-model.
+which any tool opens. Imports only its neighbors, so that the five files can be read and copied
+alone.
 
 Shapes in comments: B batch, T positions, C n_embd, H heads, D = C / H, V vocabulary, N = B·T rows.
 """

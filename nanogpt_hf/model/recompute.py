@@ -35,7 +35,7 @@ def interval(level: str) -> int:
 
 
 def check_level(level: str, blocks: int) -> None:
-    """Raises UserError if a model of so many blocks cannot have this level."""
+    """Raises UserError if a model of `blocks` blocks cannot have this level."""
     if interval(level) > blocks:
         raise UserError(
             f"fsdp_activation_checkpointing {level}: the model has {plural(blocks, 'block')}; set "

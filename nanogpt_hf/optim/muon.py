@@ -4,7 +4,8 @@ the rest.
 Muon's update is the momentum of a matrix with its singular values brought close to 1
 (orthogonalized), by five iterations of matrix products. The update is a function of the whole
 matrix, so a shard is never orthogonalized: each process computes the whole matrices of its
-share, and the others receive the result.
+share, and the others receive the result. `torch.optim.Muon` takes only 2-D parameters, so it does
+not train the stacked matrices of experts, and nothing divides its work among processes.
 """
 
 import math

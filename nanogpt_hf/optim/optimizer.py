@@ -193,7 +193,8 @@ def learning_rate_at(step: int, optim: OptimSection, max_steps: int) -> float:
 
     Linear warm-up from almost 0, as in nanoGPT's `get_lr` (train.py), then the share of the
     schedule (config/schedules.py). One with an end goes down to `lowest_learning_rate`, which holds
-    from step `decay_steps` on, by default the last one.
+    from update `decay_steps` on, by default `max_steps`: one after the last update, whose rate is
+    therefore higher.
     """
     end = optim.decay_steps or max_steps
     warmup_steps = optim.warmup_in(max_steps)

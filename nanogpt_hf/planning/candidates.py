@@ -173,7 +173,7 @@ def _slowest_stage(model: PreTrainedModel, stages: int) -> float:
     of the mean.
     """
     blocks = model.config.num_hidden_layers
-    # The head takes as long as so many blocks.
+    # The head takes as long as this number of blocks.
     head = head_in_blocks(model)
     *others, last = map(len, split_blocks(blocks, head, stages)) if stages > 1 else (blocks,)
     return max(*others, last + head, 0) * stages / (blocks + head)

@@ -92,7 +92,7 @@ def _block_bytes(
 
 
 def cache_bytes(model: PreTrainedModel, launch: Launch, tokens: int) -> float:
-    """Bytes of the keys and values of a text of so many tokens."""
+    """Bytes of the keys and values of a text of `tokens` tokens."""
     return _cache_bytes(model, tokens, launch.autocast, launch.residual_bytes == 2)
 
 

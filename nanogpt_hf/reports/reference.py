@@ -27,8 +27,8 @@ SHIPPED = shipped_folder("recipes/reference")
 # Half the width of a band in standard deviations, which are estimated from a few seeds only: with
 # 5 seeds, 99% of further runs are inside.
 _WIDTH = 5
-# With so many differences that forbid a comparison, a reference is near enough to be named. Another
-# text differs in the numbers of its training and its validation tokens.
+# With at most this number of differences that forbid a comparison, a reference is near enough to be
+# named. Another text differs in the numbers of its training and its validation tokens.
 _NEAR = 2
 # Losses of runs that differ in these knobs can be compared. The knobs are the first suspects.
 _SHIFTING = ("optim.", "train.", "eval.", "data.order", "model.dropout", "model.init")

@@ -91,7 +91,7 @@ def recipe_differences(before: Config, now: Config) -> list[str]:
     old = comparable(before)
     # The run's recipe has the number that was found, and a resumed run keeps it.
     auto = ("train.micro_batch_size", "auto")
-    # It also has the steps that were found to fit into a time, or to make so many epochs.
+    # It also has the steps that were found to fit into a time, or to make the epochs.
     kept: tuple[str, ...] = ()
     if now.train.steps_from:
         kept = (now.train.steps_from, "train.max_steps")

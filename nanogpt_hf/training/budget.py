@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 # The share of the budget for what is not timed: checkpoints, saved models, plots, and a machine
 # that becomes slower.
 MARGIN = 0.05
-# Windows of steps that are timed: at most so many, and at most this share of the budget.
+# Windows of steps that are timed: at most this number, and at most this share of the budget.
 _WINDOWS = 10
 _TIMING = 0.02
 

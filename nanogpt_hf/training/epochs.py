@@ -1,4 +1,6 @@
-"""train.epochs: the number of steps that read the training data so often, counted from its size."""
+"""train.epochs: the number of steps that read the training data that many times, counted from its
+size.
+"""
 
 import logging
 from fractions import Fraction

@@ -66,8 +66,8 @@ def build_batches(
 
 @contextlib.contextmanager
 def without_a_trace(run: Run, micro_batches: int) -> Iterator[None]:
-    """Context for steps of so many micro-batches at learning rate 0, which change nothing in the
-    run.
+    """Context for steps of `micro_batches` micro-batches at learning rate 0, which change nothing
+    in the run.
     """
     accelerator = run.accelerator
     # The scaler of fp16 halves its scale after an overflow, also after one in a dry-run step.

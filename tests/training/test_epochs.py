@@ -1,4 +1,4 @@
-"""train.epochs: the number of steps that read the training data so often, counted and recorded."""
+"""train.epochs: the number of steps that take these epochs, counted and recorded."""
 
 import json
 import shutil
