@@ -103,8 +103,8 @@ class Launch:
         return f"{self.dp_size} {kind}"
 
     def fills_pipeline(self, micro_batches: int) -> bool:
-        """Whether the pipeline's schedule takes a step of so many micro-batches: at least as many
-        as stages.
+        """Whether the pipeline's schedule takes a step of `micro_batches` micro-batches: at least
+        as many as stages.
 
         torch's zero bubble also divides them into equal rounds, each of at least as many as stages.
         """
