@@ -1,9 +1,12 @@
 """nanogpt_hf: pretrain, fine-tune and share GPTs inside the Hugging Face ecosystem."""
 
-import importlib
-from typing import TYPE_CHECKING, Any
+# typing's, which type checkers know by its name. No module is imported here: until `__main__` runs,
+# Ctrl-C prints a traceback of Python's.
+TYPE_CHECKING = False
 
 if TYPE_CHECKING:
+    from typing import Any
+
     from nanogpt_hf.config.load import load_config
     from nanogpt_hf.config.schema import Config
     from nanogpt_hf.data.prepare import prepare
@@ -51,9 +54,11 @@ _MODULES = {
 }
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> "Any":
     # torch and transformers take seconds to import: only programs that use a name wait for what it
     # needs.
     if name in _MODULES:
+        import importlib
+
         return getattr(importlib.import_module(f"nanogpt_hf.{_MODULES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,27 +1,29 @@
 """The program: `nanogpt-hf COMMAND ...`, or `python -m nanogpt_hf COMMAND ...` from any folder."""
 
+import signal
 import sys
 
-from nanogpt_hf.interrupts import (
-    EXIT_INTERRUPTED,
-    handle_ctrl_c,
-    handle_ctrl_c_at_the_end,
-    show_interrupted,
-)
+# Until `run_program` has a handler, Ctrl-C ends the process without a word. Python's own handler
+# prints a traceback.
+if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def run_program() -> None:
     """Run the command line of this process, and end with its status."""
-    handle_ctrl_c()
+    from nanogpt_hf import interrupts
+
     try:
+        # One may be waiting already.
+        interrupts.handle_ctrl_c()
         # Only now, since this takes a tenth of a second.
         from nanogpt_hf.commands import entry_point
 
         status = entry_point()
     except KeyboardInterrupt:
-        show_interrupted()
-        status = EXIT_INTERRUPTED
-    handle_ctrl_c_at_the_end()
+        interrupts.show_interrupted()
+        status = interrupts.EXIT_INTERRUPTED
+    interrupts.handle_ctrl_c_at_the_end()
     sys.exit(status)
 
 

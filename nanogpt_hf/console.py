@@ -9,11 +9,11 @@ import contextlib
 import io
 import logging
 import os
-import re
 import sys
 from collections.abc import Iterator
 from typing import IO, Any
 
+from nanogpt_hf.formatting import escape_controls
 from nanogpt_hf.runs.files import redact_urls
 
 # Loggers whose warnings are wrong or useless here.
@@ -33,12 +33,6 @@ _NOISY = (
     # every retry of a request, whose failure our own errors state in a line
     "huggingface_hub.utils._http",
 )
-_CONTROLS = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]|\r(?!\n)")  # not tabs and line ends
-
-
-def escape_controls(text: str) -> str:
-    """Escape what could change a terminal's screen, title or clipboard: \\x1b."""
-    return _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 def has_styles() -> bool:

@@ -7,23 +7,15 @@ import difflib
 import errno
 import os
 import re
+import sys
 import traceback
 from collections.abc import Iterable
 
-from nanogpt_hf.formatting import plural
+from nanogpt_hf.formatting import escape_controls, plural
 
 EXIT_LOST = 1
 EXIT_USER_ERROR = 2
 EXIT_STOPPED = 75  # EX_TEMPFAIL in sysexits.h: start again with --resume to continue
-
-
-# A value or a file's name may have them: ends of lines, and what a terminal obeys.
-_CONTROLS = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")
-
-
-def _without_controls(text: str) -> str:
-    """`5m<newline>` -> `5m\\n`: a text in one line, with escapes for its control characters."""
-    return _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 class UserError(Exception):
@@ -33,14 +25,14 @@ class UserError(Exception):
     """
 
     def __init__(self, message: object = ""):
-        super().__init__(_without_controls(str(message)))
+        super().__init__(escape_controls(str(message), lines=True))
 
 
 class ConfigError(UserError):
     """All problems of a recipe and its overrides, one line each."""
 
     def __init__(self, problems: Iterable[str]):
-        self.problems = [_without_controls(problem) for problem in problems]
+        self.problems = [escape_controls(problem, lines=True) for problem in problems]
         end = f"{plural(len(self.problems), 'problem')}; nothing was started."
         Exception.__init__(self, "\n".join([*self.problems, end]))
 
@@ -98,6 +90,13 @@ _LACKS_TO_COMPILE = re.compile(
 )
 
 
+# Of Python without its UTF-8 mode, in a locale such as C.
+_OTHER_ENCODING = (
+    f"Python reads the names of files and the command line as {sys.getfilesystemencoding()} here, "
+    "not as UTF-8; set LC_ALL=C.UTF-8, or unset PYTHONUTF8"
+)
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether the error means that this machine or a device ran out of memory."""
     if isinstance(error, OSError):
@@ -125,6 +124,10 @@ def explain(error: BaseException) -> str | None:
         path = error.filename2 or error.filename
         reason = error.strerror or one_line(error) or type(error).__name__
         return f"{os.fsdecode(path)}: {reason}" if isinstance(path, str | bytes) else reason
+    # A name that a recipe, which is in UTF-8, has.
+    others = {sys.getfilesystemencoding()} - {"utf-8"}
+    if isinstance(error, UnicodeEncodeError) and error.encoding in others:
+        return f"{error.object!r:.200}: {_OTHER_ENCODING}"
     # Path.resolve raises it before Python 3.13.
     if isinstance(error, RuntimeError) and str(error).startswith("Symlink loop"):
         return f"{one_line(error).partition(' from ')[2].strip(chr(39))}: is a link to itself"
@@ -178,6 +181,20 @@ def is_utf8(text: str) -> bool:
     character, as in JSON's "\\ud800".
     """
     return text == text.encode(errors="replace").decode()
+
+
+def encoding_problem(word: str) -> str | None:
+    """One line if a word of the command line is not in UTF-8; None if it is."""
+    if is_utf8(word):
+        return None
+    try:
+        text = os.fsencode(word).decode()
+    except UnicodeError:
+        return (
+            f"{word!r:.200}: not UTF-8, so no file could hold it; write it in UTF-8, or rename the "
+            "file"
+        )
+    return f"{text!r:.200}: {_OTHER_ENCODING}"
 
 
 def one_line(error: BaseException | str, limit: int = 300) -> str:

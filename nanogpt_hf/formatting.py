@@ -1,8 +1,9 @@
-"""Format numbers, durations, byte counts and plurals for messages and reports; whether progress
-bars are shown.
+"""Format numbers, durations, byte counts, plurals and control characters for messages and reports;
+whether progress bars are shown.
 """
 
 import logging
+import re
 import sys
 from collections.abc import Iterable, Sequence
 
@@ -25,6 +26,20 @@ def format_bytes(size: float) -> str:
     """2.5e9 -> 2.5 GB, 3e6 -> 3.0 MB"""
     # SI prefixes, powers of ten: so a disk of 1 TB has 1,000 GB.
     return f"{size / 1e9:,.1f} GB" if size >= 1e9 else f"{size / 1e6:,.1f} MB"
+
+
+# What could change a terminal's screen, title or clipboard; not tabs and ends of lines.
+_CONTROLS = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]|\r(?!\n)")
+# And these.
+_CONTROLS_AND_LINE_ENDS = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+
+
+def escape_controls(text: str, *, lines: bool = False) -> str:
+    """Escape control characters: \\x1b. With `lines` also tabs and ends of lines, which a value
+    or a file's name may have, so that the result is one line.
+    """
+    controls = _CONTROLS_AND_LINE_ENDS if lines else _CONTROLS
+    return controls.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 def plural(count: int, noun: str) -> str:

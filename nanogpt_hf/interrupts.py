@@ -8,11 +8,14 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Iterator
 from functools import cache
 from types import FrameType
 from typing import NoReturn
 
 EXIT_INTERRUPTED = 130  # a shell's exit status of a program that SIGINT ended
+# Set for the processes of a command that prints by itself that it was interrupted.
+SAID_BY_PARENT = "NANOGPT_HF_CTRL_C_SAID_BY_PARENT"
 _SECONDS_TO_RETURN = 0.05  # from what Python has called by itself
 
 
@@ -20,9 +23,23 @@ def handle_ctrl_c() -> None:
     """From now on, Ctrl-C ends the process while Python imports something, and raises
     KeyboardInterrupt otherwise.
     """
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    if signal.getsignal(signal.SIGINT) in (signal.default_int_handler, signal.SIG_DFL):
         signal.signal(signal.SIGINT, _interrupt)
         sys.unraisablehook = _interrupt_again
+    # For a process that was started where `ctrl_c_waits`.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
+@contextlib.contextmanager
+def ctrl_c_waits() -> Iterator[None]:
+    """Context in which this program is started as another process: there Ctrl-C waits for
+    `handle_ctrl_c`, since Python would print a traceback of its own start.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def handle_ctrl_c_at_the_end() -> None:
@@ -40,7 +57,7 @@ def end_interrupted() -> NoReturn:
 @cache
 def show_interrupted() -> None:
     """Print that the program was interrupted, once per machine, however often Ctrl-C is pressed."""
-    if os.environ.get("LOCAL_RANK", "0") != "0":
+    if os.environ.get("LOCAL_RANK", "0") != "0" or SAID_BY_PARENT in os.environ:
         return
     # A terminal shows ^C in this line. Not by print(): the signal may have interrupted one, which
     # must not be entered twice.

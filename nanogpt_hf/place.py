@@ -5,6 +5,7 @@ Nothing can be renamed over a mount point, and its parent may not be writable. S
 an empty folder that exists already by a few renames at the end.
 """
 
+import errno
 import os
 import shutil
 import signal
@@ -35,6 +36,27 @@ def is_vacant(folder: Path) -> bool:
     if not os.path.lexists(folder):
         return True
     return folder.is_dir() and all(path.name in _NO_CONTENT for path in folder.iterdir())
+
+
+def dead_link(path: Path) -> str | None:
+    """What is wrong with a path that is, or is in, a link to what does not exist, such as a volume
+    that is not mounted; None for any other path.
+    """
+    for part in (path, *path.parents):
+        try:
+            os.stat(part)
+        except (FileNotFoundError, NotADirectoryError):
+            if os.path.islink(part):
+                target = os.path.realpath(part)
+                return f"{part}: is a link to {target}, which does not exist; mount or make it"
+        except (OSError, ValueError) as error:
+            if getattr(error, "errno", None) == errno.ELOOP and os.path.islink(part):
+                return f"{part}: is a link to itself; remove it"
+            # What uses the path says what is wrong with it.
+            return None
+        else:
+            return None
+    return None
 
 
 def hidden(folder: Path, ending: str = _PARTIAL) -> Path:
@@ -207,7 +229,9 @@ def replaced_folder(folder: Path, *, filled: bool = False) -> Iterator[Path]:
     try:
         if not filled:
             restore_folder(folder)
-            partial.mkdir(parents=True)
+            # Not its parents: if a run's folder was removed while it trains, a new one would lack
+            # what was in it.
+            partial.mkdir()
         yield partial
         _complete(partial)
         # Two renames, since a folder cannot replace one that is not empty.

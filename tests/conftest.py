@@ -546,6 +546,7 @@ def save_checkpoint():
     from nanogpt_hf.checkpoint.writer import CheckpointWriter
 
     def save(accelerator, model, optimizer, state, run, keep) -> None:
+        run.checkpoints.mkdir(parents=True, exist_ok=True)
         writer = CheckpointWriter(accelerator, run, keep)
         writer.save(model, optimizer, state)
         writer.wait()

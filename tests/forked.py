@@ -14,8 +14,6 @@ import warnings
 
 import torch
 
-from nanogpt_hf.__main__ import run_program
-
 COMMAND = "import sys; sys.argv[0] = 'cli.py'; import nanogpt_hf.__main__ as m; m.run_program()"
 
 
@@ -66,6 +64,9 @@ class Forked:
                 _become_new_process(list(map(str, arguments)), streams or {}, folder, terminal)
                 if torch.get_num_threads() > 1:
                     os.execv(sys.executable, [sys.executable, "-c", COMMAND, *sys.argv[1:]])
+                # Not above: the program's first line changes what Ctrl-C does in this process.
+                from nanogpt_hf.__main__ import run_program
+
                 run_program()
             except SystemExit as end:
                 status = end.code or 0

@@ -49,7 +49,8 @@ PLACES = {
         n_positions=8,
     ),
     "LONG": lambda fixture, folder: "a" * 300,
-    "LOOP": lambda fixture, folder: write_loop(folder / "loop"),
+    "DEAD": lambda fixture, folder: write_link(folder / "dead", folder / "no" / "where"),
+    "LOOP": lambda fixture, folder: write_link(folder / "loop", folder / "loop"),
 }
 FILES = {
     "empty.txt": b"",
@@ -77,9 +78,9 @@ def write_model(path, **fields):
     return path
 
 
-def write_loop(path):
-    """A link to itself."""
-    path.symlink_to(path)
+def write_link(path, target):
+    """A link to itself, or to what does not exist."""
+    path.symlink_to(target)
     return path
 
 

@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -19,6 +19,7 @@ from nanogpt_hf.export.card import card_of_step
 from nanogpt_hf.export.model_folder import new_folder
 from nanogpt_hf.model.architecture import architecture_of_type, architecture_on_disk
 from nanogpt_hf.model.lora import merged_weights, save_adapter_weights
+from nanogpt_hf.own_files import read_json
 from nanogpt_hf.runs.find import find_model
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.recipe import read_recipe
@@ -67,8 +68,11 @@ def _write(
         # A merged model has its adapter beside it, in a folder.
         place = folder / path.parent.relative_to(model)
         place.mkdir(exist_ok=True)
+        # `save_adapter` states so whether the adapter is for the matrices of a standard model: a
+        # GPT that GPT-2 cannot represent has our names on disk, too.
+        is_standard = read_json(path, dict[str, Any]).get("fan_in_fan_out")
         layers_on_disk = architecture_of_type(config.model.architecture).layers_on_disk
-        save_adapter_weights(place, layers_on_disk, weights)
+        save_adapter_weights(place, layers_on_disk if is_standard else {}, weights)
     if (model / "config.json").is_file():
         architecture = architecture_on_disk(str(model))
         whole = weights if config.lora.rank is None else merged_weights(weights, config.lora)

@@ -201,7 +201,8 @@ class CheckpointWriter:
         report = _Report()
         self._report = report
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            # Not its parents, as in `replaced_folder`.
+            folder.mkdir(exist_ok=True)
             for kind, parts in save.parts.items():
                 file = file_names(kind, len(save.writers))[number]
                 report.checksums[file] = write_tensors(folder / file, parts)
@@ -239,8 +240,6 @@ class CheckpointWriter:
                 f"optim.learning_rate and {recovery_advice(self.run, save.state)}"
             )
         except OSError as error:
-            self._error = RunFolderError(
-                f"{target}: the checkpoint cannot be written, older ones are intact: {error}"
-            )
+            self._error = RunFolderError(self.run.write_problem(target, error))
         except Exception as error:
             self._error = error

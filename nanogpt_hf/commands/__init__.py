@@ -29,8 +29,8 @@ from nanogpt_hf.errors import (
     NotEnoughMemoryError,
     Stopped,
     UserError,
+    encoding_problem,
     explain,
-    is_utf8,
 )
 from nanogpt_hf.program import as_started, program
 from nanogpt_hf.runs.files import STDOUT
@@ -244,11 +244,8 @@ def main(arguments: list[str]) -> int:
             console.show(f"nanogpt_hf {__version__}" if is_version else _overview())
             return 0
         for word in arguments:
-            if not is_utf8(word):
-                raise UserError(
-                    f"{word!r:.200}: not UTF-8, so no file could hold it; write it in UTF-8, or "
-                    "rename the file"
-                )
+            if problem := encoding_problem(word):
+                raise UserError(problem)
         name, *words = arguments
         if name == "help":
             name, words = words[0], ["--help"]

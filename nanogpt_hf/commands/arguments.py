@@ -195,7 +195,12 @@ def output_file(text: str) -> Path:
         return STDOUT
     if path.is_dir() or not path.parent.is_dir():
         raise ArgumentTypeError(f"{text}: is a folder, or in none; name a file")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
+    # A link is followed, also to a file that does not exist yet.
+    target = Path(os.path.realpath(path))
+    if not target.parent.is_dir():
+        raise ArgumentTypeError(f"{text}: is a link to {target}, in no folder; name a file")
+    path_or_folder = target if target.exists() else target.parent
+    if not os.access(path_or_folder, os.W_OK):
         raise ArgumentTypeError(f"{text}: cannot be written: permission denied")
     return path
 

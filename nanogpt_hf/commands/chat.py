@@ -18,8 +18,9 @@ from nanogpt_hf.commands.generate import (
 )
 from nanogpt_hf.config.schema import KNOBS
 from nanogpt_hf.config.seeds import derive_seed
-from nanogpt_hf.console import escape_controls, has_styles, show, show_text
+from nanogpt_hf.console import has_styles, show, show_text
 from nanogpt_hf.errors import DataError, UserError, one_line
+from nanogpt_hf.formatting import escape_controls
 from nanogpt_hf.program import program
 
 if TYPE_CHECKING:

@@ -106,6 +106,10 @@ def _parse(words: list[str], commands: Collection[str]) -> argparse.Namespace:
     for name in _OUR_OPTIONS:
         parser.add_argument(f"--{name}")
     arguments = parser.parse_args(words)
+    # A shell does not expand the ~ of --config_file=~/x.
+    for name in ("config_file", "training_script"):
+        if value := getattr(arguments, name):
+            setattr(arguments, name, os.path.expanduser(value))
     # Like accelerate: without --config_file, the config that `accelerate config` has written.
     default = default_config_file if os.path.isfile(default_config_file) else None
     file = arguments.config_file or default

@@ -1,5 +1,6 @@
 """The knobs of section `data`: the source, its preparation and the blocks."""
 
+import os
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -122,6 +123,12 @@ class DataSection:
     mask: Literal["documents"] | None = knob(
         None, "text: documents do not attend to others, and their positions begin at 0"
     )
+
+    def __post_init__(self) -> None:
+        # Here, so that ~ is the home folder for each that reads them, and the recorded recipe says
+        # which one it was.
+        for name in ("dir", "tokenizer"):
+            object.__setattr__(self, name, os.path.expanduser(getattr(self, name)))
 
     @property
     def one_source(self) -> str:

@@ -2,7 +2,6 @@
 
 import functools
 import logging
-import os
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -63,11 +62,10 @@ def load_config(
             stated.problems.append(f"{stated.origins[knob.key]}{knob.key}: {knob.message}")
     if stated.problems:
         raise ConfigError(stated.problems)
-    # Values that depend on the name of the recipe or on this machine's home folder are resolved
-    # here, so that the recorded recipe says what was used.
+    # What depends on the name of the recipe is resolved here, so that the recorded recipe says what
+    # was used.
     resolved = {
-        "data.dir": os.path.expanduser(_data_folder(stated, config)),
-        "data.tokenizer": os.path.expanduser(config.data.tokenizer),
+        "data.dir": _data_folder(stated, config),
     }
     if config.model.architecture == "gpt2" and config.model.init == "own":
         resolved["model.init"] = "gpt2"

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from nanogpt_hf.errors import UserError
+from nanogpt_hf.place import dead_link
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +31,10 @@ def folder_or_hub_id(name: str) -> str:
     path = os.path.expanduser(name)
     if os.path.exists(path):
         return path
+    if problem := dead_link(Path(path)):
+        raise UserError(f"{problem}, or name another folder")
+    # Raises an error if Python cannot name such a file here.
+    os.fsencode(path)
     owner, slash, _ = name.partition("/")
     if not HUB_ID.fullmatch(name) or (
         slash and (owner in _DEFAULT_FOLDERS or os.path.isdir(owner))
@@ -62,7 +67,7 @@ def shipped_recipes() -> dict[str, Path]:
 
 def find_recipe(name: Path | str) -> Path:
     """The file of that name if it exists, otherwise the shipped recipe of that name."""
-    path = Path(name)
+    path = Path(os.path.expanduser(name))
     return path if path.is_file() else shipped_recipes().get(str(name), path)
 
 

@@ -4,7 +4,6 @@ weight of each source.
 
 import dataclasses
 import math
-import os
 import re
 from fractions import Fraction
 from pathlib import Path
@@ -122,7 +121,7 @@ def sources_of(data: DataSection) -> list[Source]:
     sources = []
     for entry, weight in zip(data.source, _integer_weights(data.source), strict=True):
         own = {key: entry[key] for key in _OF_A_SOURCE if key in entry}
-        folder = os.path.expanduser(entry.get("dir") or f"{data.dir}/{entry['name']}")
+        folder = entry.get("dir") or f"{data.dir}/{entry['name']}"
         sources.append(
             Source(
                 entry["name"],

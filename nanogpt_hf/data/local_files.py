@@ -85,6 +85,8 @@ def find_files(source: str, endings: tuple[str, ...] = TEXT_ENDINGS) -> list[Pat
     """
     if source in BUILT_IN or is_url(source):
         return []
+    # Raises an error if Python cannot name such a file here.
+    os.fsencode(source)
     # Unlike Path.expanduser, this accepts the ~ of an unknown user.
     path = Path(os.path.expanduser(source))
     if os.path.isdir(path):

@@ -45,7 +45,7 @@ from nanogpt_hf.data.source import check_source, load_documents
 from nanogpt_hf.data.tokenizer import Tokenizer, build_tokenizer
 from nanogpt_hf.errors import DataError, one_line
 from nanogpt_hf.formatting import shows_bars
-from nanogpt_hf.place import make_once
+from nanogpt_hf.place import dead_link, make_once
 
 logger = logging.getLogger(__name__)
 _SECONDS_BETWEEN_LINES = 60  # between two lines of the log
@@ -78,6 +78,8 @@ def prepare(config: Config) -> tuple[Manifest, bool]:
 
 
 def _prepare_source(data: DataSection) -> tuple[Manifest, bool]:
+    if problem := dead_link(Path(data.dir)):
+        raise DataError(f"{problem}, or choose another --data.dir")
     # The target of a link: no folder can be renamed over the link itself.
     folder = Path(data.dir).resolve()
     manifest, is_new = make_once(

@@ -49,11 +49,15 @@ def stop_on_signals(
     ignored, as under nohup, stays ignored.
     """
     request = StopRequest(max_seconds)
+    # The program's own, unless Ctrl-C was ignored.
+    interrupting = signal.getsignal(signal.SIGINT)
+    if not callable(interrupting):
+        interrupting = signal.default_int_handler
 
     def handle(number, frame):
         if number == signal.SIGINT:
             # the next Ctrl-C raises KeyboardInterrupt
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+            signal.signal(signal.SIGINT, interrupting)
         elif request.reason is not None:
             # A cluster may send several.
             return

@@ -1,6 +1,5 @@
 """The table of evaluations that `evaluate` and training measure, and the options of `evaluate`."""
 
-import os
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -116,11 +115,11 @@ def asked_for(
 
 def _own_text(model: str) -> str | None:
     """Return the folder of the prepared text that a run has learned; None for other models."""
-    run = RunFolder(os.path.expanduser(model))
+    run = RunFolder(model)
     if not run.recipe.is_file():
         return None
     data = read_recipe(run).data
-    manifest = read_manifest(Path(os.path.expanduser(data.dir)))
+    manifest = read_manifest(Path(data.dir))
     if manifest is None or learns_parts(data):
         return None
     _check_own(run, manifest, data.dir)
@@ -129,7 +128,7 @@ def _own_text(model: str) -> str | None:
 
 def _without_own_text(model: str) -> str:
     """Why a model is not measured on its own text."""
-    run = RunFolder(os.path.expanduser(model))
+    run = RunFolder(model)
     if not run.path.exists():
         return f"{model}: no such folder here"
     if not run.recipe.is_file():

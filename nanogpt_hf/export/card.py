@@ -18,10 +18,12 @@ from transformers import PreTrainedConfig
 from nanogpt_hf.config.load import config_to_yaml
 from nanogpt_hf.config.schedules import SCHEDULES
 from nanogpt_hf.config.schema import Config
-from nanogpt_hf.config.sources import chats, learns_teacher_alone, source_text, sources_of
+from nanogpt_hf.config.sources import chats, source_text, sources_of
 from nanogpt_hf.data.built_in import BUILT_IN
 from nanogpt_hf.data.manifest import Manifest, PreparedSource
 from nanogpt_hf.formatting import format_number
+from nanogpt_hf.methods.method import VALIDATION_LOSS
+from nanogpt_hf.methods.table import method_of
 from nanogpt_hf.model.architecture import architecture_of, count_parameters
 from nanogpt_hf.optim.optimizer import kind_of
 from nanogpt_hf.runs.files import redact
@@ -190,9 +192,8 @@ def card_of_step(card: str, config: Config, state: TrainState) -> str:
     is_measured = state.evaluated_step == state.step
     score = _score(config, state)
     if is_measured and score["value"] is not None:
-        held_out = score["noun"].split()[-1]
         rows[score["score"]] = (
-            f"{format_number(score['value'], 4)} on held-out {held_out} (step {state.step:,})"
+            f"{format_number(score['value'], 4)} on held-out {score['noun']} (step {state.step:,})"
         )
     elif is_measured and (loss := state.evaluation):
         rows |= {
@@ -229,16 +230,18 @@ def _score(config: Config, state: TrainState) -> dict[str, Any]:
     """Name the documents of a method, and give the score of the weights. For text the card has the
     evaluation instead.
     """
-    value = state.last_score
-    if learns_teacher_alone(config):
-        return {"noun": "questions", "score": "divergence from the teacher", "value": value}
-    if config.rl.task:
-        value = None if value is None else -value
-        return {"noun": "questions", "score": "mean reward", "value": value}
+    score = method_of(config).score
+    if score is VALIDATION_LOSS:
+        return {"noun": "documents", "value": None}
+    # Such as `mean reward on held-out questions`.
+    name, _, noun = score.label.partition(" on held-out ")
     if config.align.loss:
-        noun = "labeled answers" if config.align.loss == "kto" else "preference pairs"
-        return {"noun": noun, "score": f"{config.align.loss} loss", "value": value}
-    return {"noun": "documents", "value": None}
+        name = f"{config.align.loss} {name}"
+    value = state.last_score
+    if value is not None and score.is_rising:
+        # The lowest score is the best.
+        value = -value
+    return {"noun": noun, "score": name, "value": value}
 
 
 def escape(value: str) -> str:

@@ -83,7 +83,8 @@ def push(
     """
     huggingface_hub.utils.logging.set_verbosity_error()  # else every retry is logged
     warnings.filterwarnings("ignore", module="httpx|huggingface_hub")  # such as remarks on a card
-    folder = Path(os.path.abspath(folder))  # `push .` within best/ finds the run, too
+    # Absolute, so that `push .` within best/ finds the run, too.
+    folder = Path(os.path.abspath(os.path.expanduser(folder)))
     beside = folder.parent if os.access(folder.parent, os.W_OK) else None  # links cross no disks
     outcome = "nothing was pushed"
     try:
@@ -93,6 +94,7 @@ def push(
             contents = _contents(folder, run or _run_of(folder), Path(links), place)
             if results is not None:
                 card = folder / "README.md"
+                results = Path(os.path.expanduser(results))
                 contents[card] = _card_with_results(contents[card], repo_id, results)
             # Text files are in memory, weights are paths. Nothing has been sent yet.
             for path, text in contents.items():

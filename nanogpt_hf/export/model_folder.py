@@ -18,7 +18,7 @@ from nanogpt_hf.data.prepared import PreparedData
 from nanogpt_hf.errors import DivergedError, RunFolderError, UserError, one_line
 from nanogpt_hf.export.card import model_card
 from nanogpt_hf.model.architecture import architecture_of
-from nanogpt_hf.place import filled_folder, is_vacant, partial_of, replaced_folder
+from nanogpt_hf.place import dead_link, filled_folder, is_vacant, partial_of, replaced_folder
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.state import TrainState
 
@@ -101,6 +101,8 @@ def new_folder(out: Path) -> Iterator[Path]:
     or cannot be written.
     """
     name = out
+    if problem := dead_link(out):
+        raise RunFolderError(f"{problem}, or choose another OUT")
     out = out.resolve()  # no folder can be renamed over a link
     if not is_vacant(out):
         raise RunFolderError(f"{out}: exists already; choose another OUT, or remove it first")

@@ -336,7 +336,9 @@ ON_POLICY = dataclasses.replace(
     name="on-policy distillation",
     is_meant=learns_teacher_alone,
     describe_best=lambda score: f"best divergence from the teacher {format_number(score, 4)}",
-    score=Score("val/divergence", "divergence", "divergence on held-out questions"),
+    score=Score(
+        "val/divergence", "divergence", "divergence from the teacher on held-out questions"
+    ),
     scored_by=("distill.teacher", "distill.temperature", "distill.beta", "data.tokenizer"),
     score_across=REWARD,
 )

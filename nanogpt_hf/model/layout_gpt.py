@@ -4,7 +4,9 @@ Imports only its neighbors, so that these pages can be read and copied alone.
 """
 
 import copy
+import os
 import re
+import shutil
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -63,6 +65,8 @@ def gpt2_state_dict(
     rows are cut off.
     """
     ours = dict(state_dict)
+    if not ours:
+        raise ValueError("state_dict: is empty; give the state_dict() of the model")
     result = {}
     # Embedding and head: GPT-2's file has one matrix if they are tied.
     if config.tie_word_embeddings:
@@ -155,6 +159,17 @@ def save_as_gpt2(
     with torch.device("meta"):
         gpt2: Any = GPT2LMHeadModel(config.to_gpt2())
         gpt2 = gpt2.to(weights["transformer.wte.weight"].dtype)
+    # transformers would write a part of a model without a word.
+    shapes = {name: weight.shape for name, weight in weights.items()}
+    if config.tie_word_embeddings:
+        shapes["lm_head.weight"] = shapes["transformer.wte.weight"]
+    for name, weight in gpt2.state_dict().items():
+        if shapes.get(name) != weight.shape:
+            found = f"has {list(shapes[name])}" if name in shapes else "is missing"
+            raise ValueError(
+                f"state_dict: {name} of GPT-2's names {found}, not {list(weight.shape)}; give the "
+                "state_dict() of the model"
+            )
     gpt2.generation_config = generation
     return gpt2.save_pretrained(folder, state_dict=weights, **kwargs)
 
@@ -173,6 +188,8 @@ class GPT2Files(PreTrainedModel if TYPE_CHECKING else object):
 
         With output_loading_info it is in the information, and the caller checks it.
         """
+        if isinstance(pretrained_model_name_or_path, str):
+            pretrained_model_name_or_path = os.path.expanduser(pretrained_model_name_or_path)
         # None would ask on a terminal.
         kwargs["trust_remote_code"] = False
         raw, _ = PreTrainedConfig.get_config_dict(pretrained_model_name_or_path, **kwargs)
@@ -211,9 +228,22 @@ class GPT2Files(PreTrainedModel if TYPE_CHECKING else object):
         """Write a plain GPT-2, or our own type if GPT-2 cannot represent the model; the adapters
         alone, if the model has peft's.
 
-        `state_dict` has our names.
+        `state_dict` has our names. A new folder is removed if it cannot be written whole.
         """
+        folder = os.path.expanduser(save_directory)
+        # For a file transformers logs a line, and returns.
+        if os.path.lexists(folder) and not os.path.isdir(folder):
+            raise FileExistsError(f"{folder}: is no folder, or a link to none; name another")
+        is_new = not os.path.isdir(folder)
+        try:
+            return self._save(folder, state_dict, **kwargs)
+        except BaseException:
+            if is_new:
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
+
+    def _save(self, folder: str, state_dict: Any, **kwargs) -> Any:
         if getattr(self, "_hf_peft_config_loaded", False) or not self.config.is_gpt2:
-            return super().save_pretrained(save_directory, state_dict=state_dict, **kwargs)
+            return super().save_pretrained(folder, state_dict=state_dict, **kwargs)
         weights = self.state_dict() if state_dict is None else state_dict
-        return save_as_gpt2(save_directory, self.config, weights, self.generation_config, **kwargs)
+        return save_as_gpt2(folder, self.config, weights, self.generation_config, **kwargs)

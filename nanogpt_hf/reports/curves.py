@@ -243,6 +243,7 @@ def _draw_band(axes: "Axes", curve: Curve, last_step: float) -> None:
         )
         axes.plot(steps, curve["mean"], alpha=0.25, linewidth=0.8, color="black")
         # The band may reach far beyond the steps of a run that has just begun.
+        last_step = max(last_step, 1)
         axes.set_xlim(-0.015 * last_step, 1.02 * last_step)
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from nanogpt_hf.config.names import folder_or_hub_id
 from nanogpt_hf.errors import RunFolderError, did_you_mean
+from nanogpt_hf.place import dead_link
 from nanogpt_hf.program import program
 from nanogpt_hf.runs.folder import RunFolder, step_of
 from nanogpt_hf.runs.recipe import read_recipe
@@ -27,6 +28,8 @@ def find_run(name: str) -> RunFolder:
         inside = [path for path in around if path.checkpoints.is_dir()]
         wrote = "a folder that `pretrain` or `finetune` wrote, as runs/NAME"
         raise RunFolderError(f"{name}: holds no run; give {inside[0].path if inside else wrote}")
+    if problem := dead_link(run.path):
+        raise RunFolderError(f"{problem}, or name another folder")
     # Near names are looked for beside the folder, and where runs are by default.
     recipes = (*run.path.parent.glob("*/recipe.yaml"), *Path("runs").glob("*/recipe.yaml"))
     near = did_you_mean(run.path.name, {recipe.parent.name for recipe in recipes})

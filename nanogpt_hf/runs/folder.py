@@ -1,20 +1,33 @@
 """A run folder: the names of its files, its start, its lock, and the removal of old checkpoints."""
 
 import contextlib
+import errno
 import logging
 import os
 import re
+import shlex
 from pathlib import Path
 
 import filelock
 
-from nanogpt_hf.errors import RunFolderError
-from nanogpt_hf.place import remove, remove_folder, restore_folder
+from nanogpt_hf.errors import RunFolderError, one_line
+from nanogpt_hf.place import dead_link, remove, remove_folder, restore_folder
+from nanogpt_hf.program import program
 from nanogpt_hf.runs.files import written_whole
 
 logger = logging.getLogger(__name__)
 # The format of run folders, which each checkpoint records; a run of another one is not resumed.
 VERSION = 2
+# The number of an error of the system, in a message of Python or Rust.
+_ERROR_NUMBER = re.compile(r"(?:Errno|os error) (\d+)")
+_PROCESS = re.compile(r"process \d+ on \S+: ")
+_NO_SPACE = "free some space"
+_REMEDIES: dict[int | None, str] = {
+    errno.ENOSPC: _NO_SPACE,
+    errno.EDQUOT: _NO_SPACE,
+    errno.EROFS: "mount the file system so that it can be written",
+    errno.EACCES: "allow this user to write there",
+}
 _STEP = re.compile(r"step_(\d{8,})")
 # A file in checkpoints/ until the first one is written. If neither is there, a volume may be
 # missing.
@@ -41,7 +54,7 @@ class RunFolder:
     """
 
     def __init__(self, path: Path | str):
-        self.path = Path(path)
+        self.path = Path(os.path.expanduser(path))
         self.recipe = self.path / "recipe.yaml"
         self.metrics = self.path / "metrics.jsonl"
         self.loss_plot = self.path / "loss.png"
@@ -168,6 +181,8 @@ class RunFolder:
         """
         if os.path.exists(self.path) and not os.path.isdir(self.path):
             raise RunFolderError(f"{self.path}: is a file; choose another --run-dir")
+        if problem := dead_link(self.path):
+            raise RunFolderError(f"{problem}, or choose another --run-dir")
         # Folders that `unlock` removes again if no run is started.
         self._made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
         try:
@@ -217,6 +232,27 @@ class RunFolder:
                 for folder in self._made:
                     folder.rmdir()
         self._lock.release()
+
+    def write_problem(self, path: Path, error: BaseException) -> str:
+        """Return why a run that trains cannot write `path`, and what to do, in one line."""
+        resume = f"continue with {program()} resume {shlex.quote(str(self.path))}"
+        # The folder that is missing, not the file that was to be written in it.
+        for folder in (self.path, self.checkpoints):
+            if not folder.is_dir():
+                return (
+                    f"{path}: cannot be written: {folder} is no folder any more; if its volume is "
+                    f"not mounted, mount it and {resume}; if it was removed, train again"
+                )
+        # safetensors and other threads state the number in the message alone.
+        found = _ERROR_NUMBER.search(str(error))
+        number = int(found[1]) if found else getattr(error, "errno", None)
+        reason = os.strerror(number) if number else one_line(error)
+        # Another process states which one it is.
+        if number and (process := _PROCESS.match(str(error))):
+            reason = process[0] + reason
+        remedy = _REMEDIES.get(number, "correct that")
+        again = resume if self.checkpoint_folders() else "start again with --overwrite"
+        return f"{path}: cannot be written: {reason}; {remedy}, then {again}"
 
     def checkpoint_folders(self) -> list[Path]:
         """Complete checkpoints, oldest first."""

@@ -162,7 +162,7 @@ class RunReporter:
                     run.generation_config,
                 )
             except (OSError, SafetensorError) as error:
-                raise RunFolderError(f"{path}: the model cannot be written: {error}") from None
+                raise RunFolderError(run.folder.write_problem(path, error)) from None
         run.accelerator.wait_for_everyone()
 
     @contextlib.contextmanager

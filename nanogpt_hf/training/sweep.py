@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import nanogpt_hf
@@ -25,9 +25,11 @@ from nanogpt_hf.distributed.layout import check_layout
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.distributed.signals import StopRequest, stop_on_signals
 from nanogpt_hf.errors import EXIT_STOPPED, RunFolderError, UserError
+from nanogpt_hf.interrupts import SAID_BY_PARENT, ctrl_c_waits
 from nanogpt_hf.methods.resolve import missing_path
 from nanogpt_hf.methods.run import is_done
 from nanogpt_hf.methods.table import method_of
+from nanogpt_hf.place import dead_link
 from nanogpt_hf.planning.config_files import NotEstimated, read_launch
 from nanogpt_hf.reports.comparison import diverged_at, score_of
 from nanogpt_hf.runs.folder import MODEL_FILES, RunFolder
@@ -39,6 +41,7 @@ from nanogpt_hf.training.sweep_grid import GridRun, Sweep
 from nanogpt_hf.training.sweep_results import write_results
 
 logger = logging.getLogger(__name__)
+_SECONDS_TO_END = 10.0  # of a run that a second Ctrl-C has interrupted
 
 
 def check_runs(sweep: Sweep) -> None:
@@ -48,6 +51,8 @@ def check_runs(sweep: Sweep) -> None:
     whole = RunFolder(sweep.folder)
     if whole.path.exists() and not whole.path.is_dir():
         raise RunFolderError(f"{whole.path}: is a file; give another --sweep-dir")
+    if problem := dead_link(whole.path):
+        raise RunFolderError(f"{problem}, or give another --sweep-dir")
     if whole.recipe.exists() or whole.checkpoints.exists():
         raise RunFolderError(f"{whole.path}: holds a run itself; give another --sweep-dir")
     for parent in Path(os.path.realpath(whole.path)).parents:
@@ -196,13 +201,21 @@ def run_process(command: list[str], stop: StopRequest) -> int:
     # The package as it is imported here, also from a checkout that is not installed.
     paths = [str(Path(nanogpt_hf.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    environment[SAID_BY_PARENT] = "1"
     # With `--json -` stdout is for the sweep's own output, and the runs print to stderr.
     stdout = 2 if sys.stdout is sys.stderr else None
-    process = subprocess.Popen(command, env=environment, stdout=stdout)
+    with ctrl_c_waits():
+        process = subprocess.Popen(command, env=environment, stdout=stdout)
     while process.poll() is None and not stop.reason:
         time.sleep(0.1)
     # Ctrl-C has reached the process already. It gets SIGTERM, since a second SIGINT would end it
     # at once, without a checkpoint.
     if stop.reason:
         process.terminate()
-    return process.wait()
+    try:
+        return process.wait()
+    except KeyboardInterrupt:
+        # A second Ctrl-C, which has reached the process, too. Its folder stays locked to its end.
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_SECONDS_TO_END)
+        raise

@@ -5,6 +5,7 @@ import logging
 import os
 import secrets
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,7 @@ def start_trackers(run: Run, start: dict[str, Any]) -> None:
         }
         for name, value in ids.items():
             options.setdefault(name, {})[_RUN_ID[name][0]] = value
+        threading.excepthook = _leave_out_raised_again
         accelerator.init_trackers(config.tracking.project, init_kwargs=options)
         for tracker in accelerator.trackers:
             # mlflow refuses to change a value of a run that continues.
@@ -74,6 +76,14 @@ def start_trackers(run: Run, start: dict[str, Any]) -> None:
     }
     folder.trackers.mkdir(exist_ok=True)
     write_whole(ids_file, json.dumps(ids) + "\n")
+
+
+def _leave_out_raised_again(thrown: threading.ExceptHookArgs) -> None:
+    """Print the error of a thread, unless the thread keeps it for the main thread, which raises it
+    again: TensorBoard's does.
+    """
+    if not thrown.exc_value or thrown.exc_value is not getattr(thrown.thread, "exception", None):
+        threading.__excepthook__(thrown)
 
 
 def _read_ids(path: Path) -> dict[str, str]:

@@ -6,6 +6,8 @@ import math
 import shlex
 import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from tqdm import tqdm
@@ -112,7 +114,20 @@ class Tracking:
     def _write(self, values: dict[str, float]) -> None:
         # JSON has no NaN: values that are not finite become null.
         self._append({name: v if math.isfinite(v) else None for name, v in values.items()})
-        self.accelerator.log(values, step=self.run.state.step)
+        with self._one_line_for_trackers():
+            self.accelerator.log(values, step=self.run.state.step)
+
+    @contextmanager
+    def _one_line_for_trackers(self) -> Iterator[None]:
+        """Context in which trackers write, such as TensorBoard's, which write into the folder."""
+        try:
+            yield
+        except OSError as error:
+            # An error of the network has no number, or is one of these.
+            if error.errno is None or isinstance(error, ConnectionError | TimeoutError):
+                raise
+            problem = self.folder.write_problem(self.folder.trackers, error)
+            raise RunFolderError(problem) from None
 
     def _append(self, values: dict[str, Any]) -> None:
         state = self.run.state
@@ -124,9 +139,8 @@ class Tracking:
                     file.write(json.dumps(event | values) + "\n")
             except OSError as error:
                 # If a part of the line was written, the resume removes it.
-                raise RunFolderError(
-                    f"{self.folder.metrics}: cannot be written: {error.strerror}"
-                ) from None
+                problem = self.folder.write_problem(self.folder.metrics, error)
+                raise RunFolderError(problem) from None
 
     def step_done(self) -> None:
         # After a rollback the difference is negative.
@@ -222,7 +236,8 @@ class Tracking:
         """Close the bar and the trackers."""
         self.bar.close()
         if self.accelerator.log_with:
-            self.accelerator.end_training()
+            with self._one_line_for_trackers():
+                self.accelerator.end_training()
 
 
 def start_tracking(run: Run) -> Tracking:

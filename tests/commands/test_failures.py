@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -15,12 +16,16 @@ from accelerate import Accelerator
 
 from arguments import argv
 from nanogpt_hf import console
-from nanogpt_hf.commands import main
+from nanogpt_hf.commands import launch, main
 from nanogpt_hf.config.load import load_config
-from nanogpt_hf.config.schema import Config, replace_knobs
+from nanogpt_hf.config.schema import Config, DataSection, replace_knobs
+from nanogpt_hf.config.sources import sources_of
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.methods.resolve import missing_path
+from nanogpt_hf.runs.folder import RunFolder, run_folder
 from nanogpt_hf.training import build, micro_batch
+
+ROOT = Path(__file__).parents[2]
 
 
 def fail_with(monkeypatch, error: Exception) -> None:
@@ -143,6 +148,60 @@ def test_tilde_is_expanded_in_every_path(write_run, tmp_path, monkeypatch):
     assert main(argv("report '~/a run' --output '~/page.html'")) == 0
     assert (tmp_path / "page.html").is_file()
     assert not Path("~").exists()
+
+
+def test_tilde_of_python_is_the_home_folder(tmp_path, monkeypatch, write_recipe):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert RunFolder("~/run").path == tmp_path / "run"
+    assert run_folder("name", "~/run").path == tmp_path / "run"
+    data = replace_knobs(Config(), {"data.dir": "~/data", "data.tokenizer": "~/model"}).data
+    assert (data.dir, data.tokenizer) == (str(tmp_path / "data"), str(tmp_path / "model"))
+    write_recipe()
+    assert load_config("~/tiny.yaml").name == "tiny"
+    mixture = [{"name": "a", "source": "x", "weight": 1, "dir": "~/a"}]
+    (source,) = sources_of(DataSection(source=mixture))
+    assert source.data.dir == str(tmp_path / "a")
+    # bash leaves the ~ of --config_file=~/x as it is.
+    (tmp_path / "machine.yaml").write_text("distributed_type: 'NO'\nuse_cpu: true\n")
+    parsed = launch._parse(["--config_file=~/machine.yaml", "~/tiny.yaml"], [])
+    assert parsed.config_file == str(tmp_path / "machine.yaml")
+    assert parsed.training_script == str(tmp_path / "tiny.yaml")
+
+
+ASCII = {"PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"}
+
+
+@pytest.mark.long
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere names are always in UTF-8")
+@pytest.mark.parametrize(
+    ("words", "recipe", "part"),
+    [
+        (["knobs", "größe"], "", r"'gr\xf6\xdfe': Python reads"),
+        (["knobs", b"gr\xf6\xdfe"], "", "not UTF-8"),
+        (["prepare", "r.yaml"], "{source: größe.txt}", r"'gr\xf6\xdfe.txt': Python reads"),
+        (["prepare", "r.yaml"], "{source: a.txt, dir: größe}", r"'gr\xf6\xdfe': Python reads"),
+        (
+            ["prepare", "r.yaml"],
+            "{source: a.txt, tokenizer: größe}",
+            r"'gr\xf6\xdfe': Python reads",
+        ),
+    ],
+)
+def test_name_that_python_cannot_read_in_this_locale(tmp_path, words, recipe, part):
+    (tmp_path / "a.txt").write_text("abc " * 100)
+    (tmp_path / "r.yaml").write_text(f"data: {recipe}", encoding="utf-8")
+    done = subprocess.run(
+        [sys.executable, "-m", "nanogpt_hf", *words],
+        env=os.environ | ASCII | {"PYTHONPATH": str(ROOT)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2, done.stderr
+    assert part in done.stderr
+    assert done.stderr.count("\n") == 1
+    if "Python reads" in part:
+        assert "not as UTF-8; set LC_ALL=C.UTF-8, or unset PYTHONUTF8" in done.stderr
 
 
 def test_path_in_an_advised_command_is_quoted(write_run, capsys, tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 
 import nanogpt_hf
 from nanogpt_hf.errors import EXIT_STOPPED
-from nanogpt_hf.interrupts import EXIT_INTERRUPTED
+from nanogpt_hf.interrupts import EXIT_INTERRUPTED, ctrl_c_waits
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -43,8 +44,8 @@ def interrupt(name):
 class Finder:
     def find_spec(name, path=None, target=None):
         global asked
-        # The package itself is there before the program's first line.
-        if "nanogpt_hf.interrupts" in sys.modules:
+        # Until `__main__` has begun, Python's own handler is in force.
+        if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
             asked += 1
             if name in named or not asked % 40:
                 interrupt(name)
@@ -62,7 +63,13 @@ finally:
             json.dump(ended, file)
 """
 
-LIGHT = ["nanogpt_hf.commands", "argparse", "yaml", "nanogpt_hf.config.load"]
+LIGHT = [
+    "nanogpt_hf.interrupts",
+    "nanogpt_hf.commands",
+    "argparse",
+    "yaml",
+    "nanogpt_hf.config.load",
+]
 HEAVY = ["numpy", "numpy._core._multiarray_umath", "torch", "torch._C", "accelerate"]
 
 
@@ -84,6 +91,9 @@ def interrupted(folder: Path, program: str, modules: list[str], *words: object) 
 
 def check(ended: dict, modules: list[str]) -> None:
     assert set(modules) <= ended.keys()
+    # Before the program has a handler of its own, nothing is printed.
+    silent = [-signal.SIGINT, ""]
+    assert ended.pop("nanogpt_hf.interrupts", silent) == silent
     expected = [EXIT_INTERRUPTED, "interrupted\n"]
     assert {name: end for name, end in ended.items() if end != expected} == {}
 
@@ -107,7 +117,7 @@ def test_ctrl_c_while_libraries_are_imported(tmp_path, write_recipe, command):
 
 BEGIN = """
 import atexit, os, signal, sys
-from nanogpt_hf import __main__, commands
+from nanogpt_hf import __main__, commands, interrupts
 from nanogpt_hf.commands import launch
 def interrupt(number=signal.SIGINT): os.kill(os.getpid(), number)
 """
@@ -142,6 +152,8 @@ VERSION = f"nanogpt_hf {nanogpt_hf.__version__}\n"
         (DROPPED.format(IN_A_DEL), "", EXIT_INTERRUPTED, LINE),
         (DROPPED.format(IN_A_WEAKREF), "", EXIT_INTERRUPTED, LINE),
         (DROPPED.format(IN_A_COLLECTION), "", EXIT_INTERRUPTED, LINE),
+        # the command that has started this one says it
+        ("os.environ[interrupts.SAID_BY_PARENT] = '1';" + AT_WORK, "", EXIT_INTERRUPTED, ""),
         # a job in the background ignores Ctrl-C
         ("signal.signal(signal.SIGINT, signal.SIG_IGN);" + AT_WORK, "", 0, ""),
         ("signal.signal(signal.SIGINT, signal.SIG_IGN);" + AT_THE_END, "", 0, VERSION),
@@ -164,6 +176,69 @@ def test_ctrl_c_at_other_moments(script, rank, status, output):
         cwd=ROOT,
     )
     assert (done.returncode, done.stdout) == (status, output)
+
+
+def test_until_the_first_line_of_the_program_only_it_is_imported():
+    """Python's own handler prints a traceback in that time."""
+    script = """
+import signal, sys
+sys.argv[1:] = ["--version"]
+asked = []
+class Finder:
+    def find_spec(name, path=None, target=None):
+        if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            asked.append(name)
+sys.meta_path.insert(0, Finder)
+from nanogpt_hf.__main__ import run_program
+print(asked)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout == "['nanogpt_hf', 'nanogpt_hf.__main__']\n", done.stderr
+
+
+@pytest.mark.parametrize("words", [["cli.py"], ["-m", "nanogpt_hf"]])
+def test_ctrl_c_waits_for_the_handler_of_a_program_that_is_started(words):
+    with ctrl_c_waits():
+        process = subprocess.Popen(
+            [sys.executable, *words, "--version"],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert (process.returncode, output) == (EXIT_INTERRUPTED, LINE)
+
+
+def test_a_second_ctrl_c_waits_for_the_run_of_a_sweep(tmp_path):
+    """The run prints nothing, and its folder is not free before it has ended."""
+    run = (
+        "import os, pathlib, signal, time; signal.signal(signal.SIGTERM, lambda *_: None); "
+        "pathlib.Path('started').touch(); time.sleep(1); time.sleep(1); "
+        "pathlib.Path('ended').write_text(os.environ['NANOGPT_HF_CTRL_C_SAID_BY_PARENT'])"
+    )
+    script = f"""
+import os, pathlib, signal, sys, threading, time
+from nanogpt_hf.distributed.signals import stop_on_signals
+from nanogpt_hf.training.sweep import run_process
+def twice():
+    while not os.path.exists("started"): time.sleep(0.01)
+    for _ in range(2):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.5)
+threading.Thread(target=twice).start()
+with stop_on_signals(message="") as stop:
+    try:
+        run_process([sys.executable, "-c", {run!r}], stop)
+    except KeyboardInterrupt:
+        print(stop.reason, os.path.exists("ended") and open("ended").read())
+"""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    words = [sys.executable, "-c", script]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert done.stdout == "received SIGINT 1\n", done.stderr
 
 
 def test_a_terminal_has_the_line_below_its_mark():

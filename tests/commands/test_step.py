@@ -16,6 +16,7 @@ from nanogpt_hf.checkpoint.files import file_names, write_state
 from nanogpt_hf.checkpoint.reader import read_checkpoint
 from nanogpt_hf.checkpoint.step_model import model_of_step
 from nanogpt_hf.commands import main
+from nanogpt_hf.model import GPTConfig
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.tensor_files import Box, Part, write_tensors
 from nanogpt_hf.serving.server import Server
@@ -73,6 +74,22 @@ def test_model_of_a_step_equals_what_training_saved(
     places = {"recipe": write_recipe(**KEPT), "run": tmp_path / "run", "base": tiny_base}
     places |= {"text": text_file, "chat": chat_model, "pairs": pairs}
     assert main(argv(TRAINED[kind].format(**places))) == 0
+    assert_steps_equal_saved_models(RunFolder(tmp_path / "run"))
+
+
+@pytest.mark.long
+@pytest.mark.one_row_per
+@pytest.mark.parametrize("merge", ["false", "true"])
+def test_adapter_of_a_gpt_that_gpt2_cannot_represent(
+    merge, monkeypatch, write_recipe, tmp_path, text_file, forget_accelerate
+):
+    monkeypatch.setattr(GPTConfig, "is_gpt2", False)
+    places = {"run": tmp_path / "run", "base": tmp_path / "base", "text": text_file}
+    recipe = write_recipe(train__max_steps=2, eval__every=2)
+    assert main(argv(PRETRAIN.format(recipe=recipe, run=places["base"]))) == 0
+    assert '"nanogpt_hf"' in (tmp_path / "base" / "best" / "config.json").read_text()
+    forget_accelerate()
+    assert main(argv(f"{FINETUNE} {LORA} --lora.merge {merge}".format(**places))) == 0
     assert_steps_equal_saved_models(RunFolder(tmp_path / "run"))
 
 

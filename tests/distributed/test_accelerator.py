@@ -42,6 +42,18 @@ def test_signal_requests_stop_and_second_ctrl_c_interrupts(names, capfd):
     assert capfd.readouterr().err.startswith("\nstopping after this step; a second Ctrl-C")
 
 
+def test_second_ctrl_c_has_the_handler_of_the_program():
+    asked = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: asked.append(number))
+    try:
+        with stop_on_signals(message=""):
+            for expected in ([], [signal.SIGINT]):
+                os.kill(os.getpid(), signal.SIGINT)
+                assert asked == expected
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_ignored_sighup_stays_ignored():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as under nohup
     try:

@@ -1,5 +1,6 @@
 """GPT-2 on disk: reading and writing GPT-2 checkpoints; other variants are refused."""
 
+import contextlib
 import json
 
 import pytest
@@ -208,3 +209,62 @@ def test_padded_vocabulary_is_resized_and_saved(tmp_path, tied):
     loaded_again = GPTForCausalLM.from_pretrained(tmp_path)
     assert loaded_again.transformer.wte.weight.shape == (70, 32)
     assert assert_same_logits(loaded_again, model)
+
+
+def without(weights, name):
+    return {key: weight for key, weight in weights.items() if key != name}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (lambda weights: {"state_dict": {}}, "state_dict: is empty"),
+        (
+            lambda weights: {"state_dict": without(weights, "transformer.ln_f.weight")},
+            "transformer.ln_f.weight of GPT-2's names is missing",
+        ),
+        (
+            lambda weights: {"state_dict": weights | {"transformer.wpe.weight": torch.zeros(2, 3)}},
+            r"transformer.wpe.weight of GPT-2's names has \[2, 3\]",
+        ),
+        (lambda weights: {"state_dict": weights | {"more": torch.zeros(2)}}, "GPT-2 has no more"),
+        (lambda weights: {"max_shard_size": "large"}, "Unit"),
+        (lambda weights: {"variant": "../x"}, "No such file"),
+        (lambda weights: {"push_to_hub": True, "repo_id": "a b"}, "Repo id"),
+    ],
+)
+@pytest.mark.parametrize("is_gpt2", [True, False])
+def test_model_that_cannot_be_saved_leaves_nothing(
+    tmp_path, monkeypatch, options, message, is_gpt2
+):
+    model = ours()
+    options = options(model.state_dict())
+    if not is_gpt2 and "state_dict" in options:
+        pytest.skip("transformers writes whatever weights it gets")
+    monkeypatch.setattr(GPTConfig, "is_gpt2", is_gpt2)
+    with pytest.raises(Exception, match=message):
+        model.save_pretrained(tmp_path / "new", **options)
+    assert list(tmp_path.iterdir()) == []
+    # A folder of others stays.
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "notes").touch()
+    with contextlib.suppress(Exception):
+        model.save_pretrained(tmp_path / "old", **options)
+    assert (tmp_path / "old" / "notes").is_file()
+
+
+def test_model_is_not_saved_where_a_file_or_a_dead_link_is_and_tilde_is_home(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    model = ours()
+    (tmp_path / "file").touch()
+    (tmp_path / "dead").symlink_to("nowhere")
+    for name in ("file", "dead"):
+        with pytest.raises(FileExistsError, match=f"{name}: is no folder"):
+            model.save_pretrained(name)
+    model.save_pretrained("~/model")
+    assert not (tmp_path / "~").exists()
+    opened = GPTForCausalLM.from_pretrained("~/model")
+    assert torch.equal(opened.lm_head.weight, model.lm_head.weight)
+    with pytest.raises(FileNotFoundError):
+        model.save_pretrained("")

@@ -130,7 +130,9 @@ def take_two_steps(case: "Case", folder: Path) -> None:
         state=TrainState(),
     )
     train_step(run, 0, learning_rate=1e-4)
-    checkpoints = CheckpointWriter(accelerator, RunFolder(folder), keep=1)
+    run_folder = RunFolder(folder)
+    run_folder.checkpoints.mkdir(parents=True)
+    checkpoints = CheckpointWriter(accelerator, run_folder, keep=1)
     checkpoints.save(model, optimizer, TrainState(step=1))
     checkpoints.wait()
     train_step(run, 1, learning_rate=1e-4)

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from nanogpt_hf.commands import main
-from nanogpt_hf.console import escape_controls
 from nanogpt_hf.data.tokenizer import char_tokenizer
+from nanogpt_hf.formatting import escape_controls
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM
 
 CONTROLS = "a\x1b]0;title\x07b\x1b[2Jc\x9b31m\x7f\x00\x08"

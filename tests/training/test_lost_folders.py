@@ -1,0 +1,102 @@
+"""A run's folder, or a part of it, that is lost while the run trains: one line with what to do,
+and no new folder that lacks what was in the old one.
+"""
+
+import errno
+import os
+import shutil
+
+import pytest
+
+from nanogpt_hf.runs.folder import RunFolder
+from nanogpt_hf.training import loop
+
+STEPS = {"checkpoint__every": 2, "eval__every": 2, "train__max_steps": 4}
+
+
+@pytest.fixture
+def lose(monkeypatch):
+    """A function that calls `change` after a step of the next run."""
+
+    def lose(step, change):
+        taken = iter(range(1, 100))
+        next_step = loop.next_step
+
+        def losing_step(run):
+            result = next_step(run)
+            if next(taken) == step:
+                change()
+            return result
+
+        monkeypatch.setattr(loop, "next_step", losing_step)
+
+    return lose
+
+
+@pytest.mark.long
+@pytest.mark.one_row_per("lost")
+@pytest.mark.parametrize("becomes_file", [False, True])
+@pytest.mark.parametrize("step", [1, 3])
+@pytest.mark.parametrize("lost", ["run", "run/checkpoints"])
+def test_lost_folder_is_one_line_and_is_not_made_again(
+    pretrain, tmp_path, lose, lost, step, becomes_file
+):
+    folder = tmp_path / lost
+
+    def change():
+        shutil.move(folder, tmp_path / "moved")
+        if becomes_file:
+            folder.touch()
+
+    lose(step, change)
+    ended = pretrain(**STEPS)
+    assert ended.status == 2
+    assert ended.err.count("\n") == 1
+    assert f"cannot be written: {folder} is no folder any more" in ended.line
+    assert f"resume {tmp_path / 'run'}; if it was removed, train again" in ended.line
+    assert not folder.is_dir()
+    # The remedy of the line.
+    if becomes_file:
+        folder.unlink()
+    shutil.move(tmp_path / "moved", folder)
+    if RunFolder(tmp_path / "run").checkpoint_folders():
+        assert pretrain("--resume", **STEPS).status == 0
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_lost_folder_of_a_tracker_is_one_line(pretrain, tmp_path, lose):
+    pytest.importorskip("tensorboard")
+    lose(3, lambda: shutil.rmtree(tmp_path / "run" / "trackers"))
+    ended = pretrain("--tracking.trackers", "tensorboard", tracking__every=1, **STEPS)
+    assert ended.status == 2
+    assert "Traceback" not in ended.err
+    assert f"{tmp_path / 'run' / 'trackers'}: cannot be written: " in ended.line
+    assert "then continue with " in ended.line
+
+
+@pytest.mark.parametrize(
+    ("error", "reason", "remedy"),
+    [
+        (OSError(errno.ENOSPC, "x"), "No space left on device", "free some space"),
+        (OSError(errno.EDQUOT, "x"), "quota exceeded", "free some space"),
+        (OSError(errno.EROFS, "x"), "Read-only file system", "mount the file system"),
+        (OSError(errno.EACCES, "x"), "Permission denied", "allow this user"),
+        (OSError(errno.EIO, "x"), "Input/output error", "correct that"),
+        # of a library in Rust, and of another process
+        (ValueError("I/O error: x (os error 30)"), "Read-only file system", "mount the file"),
+        (OSError("process 1 on a: [Errno 28] x"), "process 1 on a: No space left", "free some"),
+        (ValueError("a reason"), "a reason", "correct that"),
+    ],
+)
+def test_line_of_a_file_that_cannot_be_written(tmp_path, error, reason, remedy):
+    run = RunFolder(tmp_path)
+    run.checkpoints.mkdir()
+    line = run.write_problem(run.best, error)
+    assert line.startswith(f"{run.best}: cannot be written: ")
+    assert reason in line
+    assert f"; {remedy}" in line
+    assert line.endswith("then start again with --overwrite")
+    run.checkpoint(2).mkdir()
+    line = run.write_problem(run.best, error)
+    assert line.endswith(f"then continue with nanogpt-hf resume {os.fspath(tmp_path)}")
