@@ -13,6 +13,7 @@ from nanogpt_hf.config.values import stated
 from nanogpt_hf.console import show
 from nanogpt_hf.errors import RunFolderError, UserError
 from nanogpt_hf.formatting import shows_bars
+from nanogpt_hf.place import dead_link
 from nanogpt_hf.program import program
 
 # The type in which weights are read for each --dtype; q8_0 is rounded from float32.
@@ -292,6 +293,8 @@ def run_push(arguments: Namespace) -> None:
     A run folder's resolved recipe, metrics and loss plot are pushed too. The token is the one that
     `hf auth login` stored, or HF_TOKEN. Nothing in the repository is ever deleted.
     """
+    if problem := dead_link(Path(arguments.model)):
+        raise UserError(f"{problem}, or name another folder")
     if not Path(arguments.model).is_dir():
         raise UserError(
             f"{arguments.model}: no such folder; push takes a run, model or adapter folder"
