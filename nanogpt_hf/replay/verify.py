@@ -116,8 +116,13 @@ def _start_again(run: Run) -> None:
     """Start the run again from a checkpoint in its temporary folder, as training does."""
     for folder in (run.folder.checkpoints, run.folder.best):
         folder.mkdir(exist_ok=True)
-    with CheckpointWriter(run.accelerator, run.folder, keep=2) as checkpoints:
-        checkpoints.save(run.model, run.optimizer, run.state)
+    try:
+        with CheckpointWriter(run.accelerator, run.folder, keep=2) as checkpoints:
+            checkpoints.save(run.model, run.optimizer, run.state)
+    except RunFolderError as error:
+        # What to do for a run that trains follows there.
+        reason = str(error).partition(";")[0]
+        raise RunFolderError(f"{reason}; correct that, or set TMPDIR to another folder") from None
     run.saved = replace(run.state)
     with _without_lines():
         start_again(run)

@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import tempfile
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +19,9 @@ from nanogpt_hf.commands import main
 from nanogpt_hf.data.blocks import read_column
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.distributed.updates import Updater
+from nanogpt_hf.errors import RunFolderError
 from nanogpt_hf.own_files import file_sha256
+from nanogpt_hf.replay import verify as replay
 from nanogpt_hf.replay.verify import first_difference, recipe_of, run_at
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.provenance import read_verifications
@@ -259,3 +262,16 @@ def test_repeated_progress_is_the_recorded_one(run, first):
     ):
         assert getattr(repeated.state, name) == getattr(saved, name), name
     assert repeated.state.best_step
+
+
+def test_full_temporary_folder_is_one_line_of_verify(tmp_path, monkeypatch):
+    def full(*arguments, **options):
+        raise RunFolderError("x: cannot be written: No space left; free some, then --overwrite")
+
+    monkeypatch.setattr(replay, "CheckpointWriter", full)
+    copy = SimpleNamespace(accelerator=None, folder=RunFolder(tmp_path))
+    with pytest.raises(RunFolderError) as caught:
+        replay._start_again(copy)
+    assert str(caught.value) == (
+        "x: cannot be written: No space left; correct that, or set TMPDIR to another folder"
+    )
