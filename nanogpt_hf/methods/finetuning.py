@@ -105,7 +105,10 @@ def _find_start(recipe: str | None, overrides: Overrides, method: RecipeMethod) 
     # The Hub may take long to answer. A folder does not, so all its mistakes are reported at once.
     if not os.path.exists(os.path.expanduser(name)):
         check_knobs(recipe, overrides)
-    model = find_model(name)
+    try:
+        model = find_model(name)
+    except UserError as error:
+        raise UserError(f"finetune.model: {error}") from None
     revision = stated.get("finetune.revision")
     base, commit = load_base_config(model, revision)
     return _Start(stated, task, model, commit or revision, base)
