@@ -10,7 +10,7 @@ from nanogpt_hf.config.compatibility import refused_in_recipe
 from nanogpt_hf.config.method_sections import LORA_TARGETS
 from nanogpt_hf.config.methods import NEXT_TOKEN, POLICY, recipe_method_of
 from nanogpt_hf.config.optim_section import FAMILIES, LARGEST_BETA, MATRIX_FAMILIES, OptimSection
-from nanogpt_hf.config.schedules import SCHEDULES, wsd_decay_steps
+from nanogpt_hf.config.schedules import SCHEDULES
 from nanogpt_hf.config.schema import KNOBS, Config, get_value
 from nanogpt_hf.config.settings import KnobSetting
 from nanogpt_hf.config.sources import is_mixture, learns_teacher_alone, sources_of
@@ -146,15 +146,12 @@ def _schedule_rules(config: Config) -> Rules:
         f"{warmup_steps} is more than {end} {last}; below 1 it is a share of the steps, such as "
         "0.05",
     )
-    decay_steps = wsd_decay_steps(last, optim.decay_fraction)
+    longest = optim.longest_warmup(last)
     yield (
         f"optim.warmup_steps optim.decay_fraction {end}",
-        optim.schedule == "wsd"
-        and train.budget is None
-        and warmup_steps <= last
-        and warmup_steps + decay_steps > last,
-        f"{warmup_steps} steps of warm-up and {decay_steps} of decay are more than {end} {last}: "
-        "the rate would fall at once; lower optim.warmup_steps or optim.decay_fraction",
+        train.budget is None and longest < warmup_steps <= last,
+        f"{warmup_steps} steps of warm-up and {last - longest} of decay are more than {end} "
+        f"{last}: the rate would fall at once; lower optim.warmup_steps or optim.decay_fraction",
     )
     lowest = optim.lowest_learning_rate
     yield (

@@ -57,11 +57,13 @@ def choose_steps(run: Run) -> None:
             f"{measured}; give more time, or lower eval.tokens"
         )
     warmup_steps = config.optim.warmup_in(steps)
-    if steps < warmup_steps:
+    longest = config.optim.longest_warmup(steps)
+    if longest < warmup_steps:
+        before = "before the decay " if longest < steps else ""
         raise UserError(
             f"optim.warmup_steps: {warmup_steps:,} is more than the "
-            f"{plural(steps, 'step')} of train.budget {text}: {measured}; lower it, or give more "
-            "time"
+            f"{plural(longest, 'step')} {before}of train.budget {text}: {measured}; lower it, or "
+            "give more time"
         )
     logger.info(
         f"train.budget {text}: {plural(steps, 'step')} and {evaluations} evaluations, with "

@@ -62,11 +62,13 @@ def count_steps(config: Config, sequences: float) -> Config:
     assert epochs is not None
     steps = steps_of(epochs, sequences, _sequences_per_step(config), config.data.block_size)
     warmup_steps = config.optim.warmup_in(steps)
-    if steps < warmup_steps:
+    longest = config.optim.longest_warmup(steps)
+    if longest < warmup_steps:
+        before = "before the decay " if longest < steps else ""
         raise UserError(
-            f"optim.warmup_steps: {warmup_steps:,} is more than the {plural(steps, 'step')} of "
-            f"train.epochs {epochs:g}: {_sizes(config, sequences)}; lower it: below 1 it is a "
-            "share of the steps, such as 0.05"
+            f"optim.warmup_steps: {warmup_steps:,} is more than the {plural(longest, 'step')} "
+            f"{before}of train.epochs {epochs:g}: {_sizes(config, sequences)}; lower it: below 1 "
+            "it is a share of the steps, such as 0.05"
         )
     return with_known_steps(config, steps)
 

@@ -206,16 +206,22 @@ def test_dry_run_names_the_steps_of_prepared_data(pretrain, prepared, write_reci
 
 
 @pytest.mark.long
-def test_too_long_warm_up_is_one_line_before_anything_is_written(pretrain):
-    ended = pretrain("--train.epochs", "0.01", "--optim.warmup_steps", "1000")
+@pytest.mark.parametrize(
+    ("schedule", "words"),
+    [("cosine", "steps of train"), ("wsd", "before the decay of train")],
+)
+def test_too_long_warm_up_is_one_line_before_anything_is_written(pretrain, schedule, words):
+    options = ("--optim.schedule", schedule, "--optim.warmup_steps", "1000")
+    ended = pretrain("--train.epochs", "0.01", *options)
     assert ended.status == 2
     assert ended.line.count("optim.warmup_steps: 1,000 is more than the ") == 1
+    assert words in ended.line
     assert "train.epochs 0.01" in ended.line
     assert not ended.run.path.exists()
 
 
 def test_warm_up_of_fine_tuning_is_a_share_of_few_steps():
-    options = {"block_size": 8, "lora": False, "method": NEXT_TOKEN, "dropout": None}
+    options = {"block_size": 8, "lora": False, "method": NEXT_TOKEN, "dropout": None, "rates": {}}
     steps = finetune_defaults({}, max_steps=None, epochs=None, **options)
     share = finetune_defaults({}, max_steps=None, epochs=3.0, **options)
     assert steps["optim.warmup_steps"] == 20
