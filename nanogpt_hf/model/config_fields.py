@@ -274,6 +274,11 @@ def _inner_size(width: int, is_gated: bool) -> int:
 
 def config_class_of(model_type: str) -> type[PreTrainedConfig]:
     """Config class of a causal LM of transformers. Raises ValueError if there is none."""
+    if model_type in CONFIG_MAPPING:
+        kind = CONFIG_MAPPING[model_type]
+        if kind.model_type == model_type and kind in MODEL_FOR_CAUSAL_LM_MAPPING:
+            return kind
+    # This imports the configs of all models, which takes a second.
     known = {kind.model_type: kind for kind in MODEL_FOR_CAUSAL_LM_MAPPING}
     if model_type not in known:
         reason = (
