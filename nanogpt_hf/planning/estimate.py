@@ -94,17 +94,13 @@ def estimate(
     """
     accumulation = check_layout(config, launch)
     method = method_of(config)
-    manifest = find_manifest(config.data) if method.uses_prepared_data else None
-    model, vocabulary = _meta_model(config, base, manifest)
-    check_balance(config, model.config)
-    _check_sampling(config, model)
+    manifest = _manifest_of(config)
+    model, vocabulary = _checked_model(config, base, manifest)
     micro = config.train.min_micro_batch_size
     # Sequences of a process in a step, which any micro-batch size divides.
     sequences = micro * accumulation
     per_token = _mean_flops_per_token(config, model)
-    tokens = planned_tokens(config)
-    flops = tokens * per_token
-    updates = config.train.max_steps * method.updates(config)
+    size = _size(config, model)
     step = footprint_arguments(config)
 
     # Micro-batches of several devices are of the same sizes, so estimates are kept.
@@ -114,18 +110,17 @@ def estimate(
         return footprint(model, launch, micro_batch_size=size, accumulation=accumulation, **step)
 
     one = step | {"micro_batch_size": micro, "accumulation": accumulation}
-    parameters, trainable = _parameters(model)
     # Experts that a token does not reach, and embeddings that are only looked up, compute nothing.
-    active = parameters - architecture_of(model).sizes(model.config).idle
+    active = size.parameters - architecture_of(model).sizes(model.config).idle
     # Sampling takes a time that is not estimated.
-    timed_flops = None if config.rl.task else flops
+    timed_flops = None if config.rl.task else planned_tokens(config) * per_token
     return Estimate(
         recipe=config.name,
         machine=str(launch),
         vocabulary=vocabulary,
-        parameters=parameters,
+        parameters=size.parameters,
         active=active,
-        trainable=trainable,
+        trainable=_parameters(model)[1],
         by_part=_parameters_by_part(model),
         micro_batch_size=micro,
         block_size=config.data.block_size,
@@ -133,19 +128,62 @@ def estimate(
         memory=footprint_of(micro, launch),
         useless=useless_checkpointing(model, launch, **one),
         flops_per_token=per_token,
-        flops=flops + kind_of(config.optim).update_flops(model) * updates,
+        flops=size.flops,
         mfu=mfu,
         devices=_devices(footprint_of, sequences, launch, memory, timed_flops, mfu),
         uses_prepared_data=method.uses_prepared_data,
         noun=method.noun,
         sequences=method.sequences,
         blocks=sum(stage.tokens // stage.config.data.block_size for stage in stages_of(config)),
-        tokens=tokens * method.sequences,
+        tokens=size.tokens,
         chinchilla_tokens=CHINCHILLA * active,
         epochs=_epochs(config, manifest),
         data_bytes=_data_bytes(config) if manifest else None,
         run_bytes=_run_bytes(config, model),
     )
+
+
+@dataclass(frozen=True)
+class Size:
+    """What of an `Estimate` needs neither memory nor devices, which take most of its time."""
+
+    parameters: int
+    tokens: int
+    flops: float
+
+
+def planned_size(config: Config) -> Size:
+    """The size of a run of `config` from scratch on one device.
+
+    Raises UserError for a run that cannot be trained, and if the size of the vocabulary is unknown.
+    """
+    check_layout(config, Launch(device="cpu"))
+    return _size(config, _checked_model(config, None, _manifest_of(config))[0])
+
+
+def _size(config: Config, model: PreTrainedModel) -> Size:
+    method, tokens = method_of(config), planned_tokens(config)
+    updates = config.train.max_steps * method.updates(config)
+    flops = tokens * _mean_flops_per_token(config, model)
+    return Size(
+        parameters=_parameters(model)[0],
+        tokens=tokens * method.sequences,
+        flops=flops + kind_of(config.optim).update_flops(model) * updates,
+    )
+
+
+def _manifest_of(config: Config) -> Manifest | None:
+    return find_manifest(config.data) if method_of(config).uses_prepared_data else None
+
+
+def _checked_model(
+    config: Config, base: PreTrainedConfig | None, manifest: Manifest | None
+) -> tuple[PreTrainedModel, str]:
+    """The model of a run on the meta device, and its vocabulary in words."""
+    model, vocabulary = _meta_model(config, base, manifest)
+    check_balance(config, model.config)
+    _check_sampling(config, model)
+    return model, vocabulary
 
 
 def _check_sampling(config: Config, model: PreTrainedModel) -> None:

@@ -4,16 +4,16 @@ best to worst, and plots.
 
 import math
 from collections.abc import Container, Sequence
+from dataclasses import asdict
 from functools import cache
 from typing import Any
 
 import numpy as np
 
 from nanogpt_hf.config.stages import planned_tokens, with_known_steps
-from nanogpt_hf.distributed.launch import Launch
 from nanogpt_hf.formatting import align, format_duration, format_number
 from nanogpt_hf.methods.table import method_of
-from nanogpt_hf.planning.estimate import estimate, planned_parameters
+from nanogpt_hf.planning.estimate import planned_parameters, planned_size
 from nanogpt_hf.reports.comparison import best_of
 from nanogpt_hf.reports.curves import draw_curves
 from nanogpt_hf.reports.settings import draw_settings, settings_of
@@ -50,8 +50,7 @@ def _planned(run: GridRun, started: bool, steps: int | None) -> Row:
         total, trainable = planned_parameters(config, run.base)
         row |= {"parameters": total, "trainable": trainable, "tokens": planned_tokens(config)}
     else:
-        sizes = estimate(config, Launch(device="cpu"))
-        row |= {name: getattr(sizes, name) for name in ("parameters", "tokens", "flops")}
+        row |= asdict(planned_size(config))
     if config.train.steps_from:
         # The recipe has the default number of steps, which this run does not take.
         row |= {name: None for name in ("steps", "tokens", "flops") if name in row}
