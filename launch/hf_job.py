@@ -30,6 +30,7 @@ from huggingface_hub.errors import HfHubHTTPError, RevisionNotFoundError
 from nanogpt_hf.config.names import find_recipe, shipped_folder
 from nanogpt_hf.console import configure_logging
 from nanogpt_hf.errors import UserError
+from nanogpt_hf.export.login import check_login
 from nanogpt_hf.runs.folder import RunFolder
 
 BRANCH = "run"
@@ -68,17 +69,22 @@ def upload_run(api: HfApi, repo_id: str, run: RunFolder, checkpoint: Path) -> No
     api.super_squash_history(repo_id, branch=BRANCH)
 
 
-def pretrain_command(recipe: Path, run: RunFolder, repo_id: str, knobs: list[str]) -> list[str]:
-    """The command of this machine: one process, or one per GPU under ddp.yaml."""
+def pretrain_words(recipe: Path, run: RunFolder, repo_id: str, knobs: list[str]) -> list[str]:
+    words = ["pretrain", str(recipe), "--run-dir", str(run.path), "--auto-resume"]
+    return [*words, "--hub.push", "best", "--hub.repo", repo_id, "--hub.private", "true", *knobs]
+
+
+def launch_words() -> list[str]:
+    """What launches a command on this machine: nothing for one process, or one per GPU under
+    ddp.yaml.
+    """
     import torch
 
-    program = [sys.executable, "-m", "nanogpt_hf"]
     gpus = torch.cuda.device_count()
-    if gpus > 1:
-        config = shipped_folder("accelerate_configs") / "ddp.yaml"
-        program += ["launch", "--config_file", str(config), "--num_processes", str(gpus)]
-    command = [*program, "pretrain", str(recipe), "--run-dir", str(run.path), "--auto-resume"]
-    return [*command, "--hub.push", "best", "--hub.repo", repo_id, "--hub.private", "true", *knobs]
+    if gpus < 2:
+        return []
+    config = shipped_folder("accelerate_configs") / "ddp.yaml"
+    return ["launch", "--config_file", str(config), "--num_processes", str(gpus)]
 
 
 def train(command: list[str], api: HfApi, repo_id: str, run: RunFolder) -> int:
@@ -117,9 +123,6 @@ def main() -> int:
 
 
 def run_job(arguments: argparse.Namespace, knobs: list[str]) -> int:
-    # Not at the top: --help need not wait for it.
-    from nanogpt_hf.export.hub import check_login
-
     recipe = find_recipe(arguments.recipe)
     run = RunFolder(arguments.run_dir or Path("runs") / recipe.stem)
     try:
@@ -128,12 +131,10 @@ def run_job(arguments: argparse.Namespace, knobs: list[str]) -> int:
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
-    command = pretrain_command(recipe, run, arguments.repo_id, knobs)
+    program = [sys.executable, "-m", "nanogpt_hf"]
+    words = pretrain_words(recipe, run, arguments.repo_id, knobs)
     # A mistake in the recipe or a knob ends here, before a repository is made.
-    checked = subprocess.run(
-        [sys.executable, "-m", "nanogpt_hf", *command[command.index("pretrain") :], "--dry-run"],
-        stdout=subprocess.DEVNULL,
-    )
+    checked = subprocess.run([*program, *words, "--dry-run"], stdout=subprocess.DEVNULL)
     if checked.returncode:
         return checked.returncode
     api = HfApi()
@@ -147,7 +148,7 @@ def run_job(arguments: argparse.Namespace, knobs: list[str]) -> int:
         return 2
     if download_run(api, arguments.repo_id, run):
         print(f"continuing from {run.newest_checkpoint()}", flush=True)
-    return train(command, api, arguments.repo_id, run)
+    return train([*program, *launch_words(), *words], api, arguments.repo_id, run)
 
 
 if __name__ == "__main__":

@@ -17,18 +17,17 @@ from pathlib import Path
 import huggingface_hub
 from huggingface_hub import CommitOperationAdd, HfApi, constants
 from huggingface_hub.errors import HfHubHTTPError
-from huggingface_hub.utils import disable_progress_bars, get_session
+from huggingface_hub.utils import disable_progress_bars
 
 from nanogpt_hf.config.schema import HubSection
-from nanogpt_hf.errors import RunFolderError, UserError, explain, one_line
+from nanogpt_hf.errors import RunFolderError, UserError, one_line
 from nanogpt_hf.export.card import PLACEHOLDER, card_with_results, card_without_run
+from nanogpt_hf.export.login import login, reason_of
 from nanogpt_hf.model.architecture import architecture_on_disk
 from nanogpt_hf.program import program
 from nanogpt_hf.runs.files import redact
 from nanogpt_hf.runs.folder import RunFolder
 
-# Seconds without an answer. huggingface_hub's default is no limit, so a push might hang forever.
-CONNECTION_TIMEOUT = 60.0
 # Seconds that a run waits for its last push: one that is finished, and one that a signal has
 # stopped, which launchers kill after 30.
 FINAL_TIMEOUT = 600.0
@@ -44,22 +43,6 @@ _MODEL_FILE = re.compile(
 # Tokens of the Hub and private keys, as they are spelled.
 _SECRET = re.compile(rb"hf_[A-Za-z0-9]{30,}|-----BEGIN [A-Z ]*PRIVATE KEY-----")
 logger = logging.getLogger(__name__)
-
-
-def check_login(repo_id: str) -> str | None:
-    """Check before a run that pushes to `repo_id` can work.
-
-    Raises UserError if it cannot. Returns a warning if the Hub does not answer: it may later.
-    """
-    try:
-        _login(repo_id)
-    except Exception as error:
-        line = f"hub.repo: {repo_id}: {_reason(error)}"
-        refused = isinstance(error, HfHubHTTPError) and error.response.status_code in (401, 403)
-        if refused or isinstance(error, UserError):
-            raise UserError(f"{line}; nothing was started") from error
-        return f"{line}; training continues, and each push tries again"
-    return None
 
 
 def push(
@@ -88,7 +71,7 @@ def push(
     beside = folder.parent if os.access(folder.parent, os.W_OK) else None  # links cross no disks
     outcome = "nothing was pushed"
     try:
-        token = _login(repo_id)
+        token = login(repo_id)
         with tempfile.TemporaryDirectory(prefix=".push-", dir=beside) as links:
             place = f'"{repo_id}"' + (f", revision={json.dumps(revision)}" if revision else "")
             contents = _contents(folder, run or _run_of(folder), Path(links), place)
@@ -122,30 +105,8 @@ def push(
     except Exception as error:  # the network, the Hub, its storage, ...
         where = "" if isinstance(error, RunFolderError) else f"{repo_id}: "
         outcome = "nothing was pushed" if isinstance(error, HfHubHTTPError) else outcome
-        raise UserError(f"{where}{_reason(error)}; {outcome}") from error
+        raise UserError(f"{where}{reason_of(error)}; {outcome}") from error
     return commit.commit_url
-
-
-def _login(repo_id: str) -> str:
-    """Return the user's token. Raises UserError if there is none, or it may not write there."""
-    # The session of all requests of huggingface_hub in this process.
-    get_session().timeout = CONNECTION_TIMEOUT
-    token = huggingface_hub.get_token()
-    if token is None:
-        raise UserError("not logged in to the Hub; run `hf auth login`, or set HF_TOKEN")
-    account = HfApi(token=token).whoami()
-    names = [account["name"], *(org["name"] for org in account.get("orgs", []))]
-    if account.get("auth", {}).get("accessToken", {}).get("role") == "read":
-        raise UserError(f"the token of {names[0]} is read-only; create one with write access")
-    # The Hub's names have no case.
-    owner = repo_id.partition("/")[0]
-    if owner.lower() not in map(str.lower, names):
-        raise UserError(f"{owner} is not your account; you may push to {', '.join(names)}")
-    return token
-
-
-def _reason(error: Exception) -> str:
-    return explain(error) or one_line(error) or type(error).__name__
 
 
 def _run_of(folder: Path) -> RunFolder | None:

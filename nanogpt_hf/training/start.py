@@ -28,7 +28,7 @@ from nanogpt_hf.distributed.accelerator import build_accelerator, is_determinist
 from nanogpt_hf.distributed.mesh import Mesh, mesh_of
 from nanogpt_hf.distributed.rendezvous import one_line_for_a_lost_process, prepare_on_all_ranks
 from nanogpt_hf.errors import RunFolderError
-from nanogpt_hf.export.hub import check_login
+from nanogpt_hf.export.login import check_login
 from nanogpt_hf.methods.reference import raise_on_all_ranks
 from nanogpt_hf.methods.run import Run
 from nanogpt_hf.methods.table import method_of

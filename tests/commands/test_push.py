@@ -13,7 +13,7 @@ from safetensors.torch import save
 
 from arguments import argv
 from nanogpt_hf.commands import main
-from nanogpt_hf.export import hub as hub_module
+from nanogpt_hf.export import login
 
 MODEL_FILES = {
     "README.md",
@@ -214,7 +214,7 @@ def test_push_without_network_or_in_offline_mode(refused, hub, trained, monkeypa
     assert refused("push", trained, "tester/tiny").endswith("nothing was pushed")
     monkeypatch.setattr(constants, "ENDPOINT", hub.url)
     hub.silent = True
-    monkeypatch.setattr(hub_module, "CONNECTION_TIMEOUT", 0.2)
+    monkeypatch.setattr(login, "CONNECTION_TIMEOUT", 0.2)
     started = time.monotonic()
     assert "the network: " in refused("push", trained, "tester/tiny")
     assert time.monotonic() - started < 20

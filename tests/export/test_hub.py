@@ -10,7 +10,9 @@ import pytest
 from nanogpt_hf.commands import main
 from nanogpt_hf.config.schema import HubSection
 from nanogpt_hf.export import hub as module
-from nanogpt_hf.export.hub import BackgroundPush, check_login
+from nanogpt_hf.export import login
+from nanogpt_hf.export.hub import BackgroundPush
+from nanogpt_hf.export.login import check_login
 from nanogpt_hf.runs.folder import RunFolder
 
 HUB = ["--hub.push", "best", "--hub.repo", "tester/tiny"]
@@ -72,7 +74,7 @@ def test_pretrain_is_refused_without_permission_to_push(hub, pretrain, tmp_path,
 def test_check_login_only_warns_if_the_hub_does_not_answer(hub, monkeypatch):
     assert check_login("tester/tiny") is None
     hub.silent = True
-    monkeypatch.setattr(module, "CONNECTION_TIMEOUT", 0.2)
+    monkeypatch.setattr(login, "CONNECTION_TIMEOUT", 0.2)
     assert "training continues" in check_login("tester/tiny")
 
 
