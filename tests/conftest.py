@@ -649,7 +649,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         listener.listen()
         process = subprocess.Popen(
             warm_command(listener.fileno()),
-            stdin=subprocess.PIPE,  # it ends when this pipe does
+            stdin=subprocess.PIPE,  # it ends with this process, however that ends
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             env=os.environ | {"PYTHONPATH": str(ROOT)},
@@ -662,6 +662,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if WARM in session.config.stash:
         process, address = session.config.stash[WARM]
         process.stdin.close()
+        process.terminate()
         process.wait()
         shutil.rmtree(Path(address).parent)
 

@@ -59,7 +59,9 @@ class _Parent:
                 if self.session.shouldstop:
                     raise self.session.Interrupted(self.session.shouldstop)
         finally:
-            for pid, _ in self.processes.values():
+            # A process that ignores the signal, or is in a callback, finds its connection closed.
+            for connection, (pid, _) in self.processes.items():
+                connection.close()
                 os.kill(pid, signal.SIGINT)
             for pid, _ in self.processes.values():
                 os.waitpid(pid, 0)
@@ -141,7 +143,7 @@ class _Child:
                 self.connection.send(self.reports)
                 self.reports, item = [], following
             status = 0
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, EOFError, ConnectionError):
             self.session._setupstate.teardown_exact(None)
         except BaseException:
             traceback.print_exc(file=sys.__stderr__)

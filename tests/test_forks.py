@@ -1,5 +1,6 @@
 """forks.py: files of tests in forks of one process, also if one of them dies."""
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -87,8 +88,14 @@ def test_all_tests_are_reported_and_collected_once(tmp_path):
     assert len(places) == len({folder for _, folder in places}) == 2
 
 
-def test_it_stops_at_the_first_failure_if_asked(tmp_path):
-    done = run(tmp_path, "-x", "test_fails.py")
+@pytest.mark.parametrize("handler", [signal.SIG_IGN, signal.default_int_handler])
+def test_it_stops_at_the_first_failure_if_asked(tmp_path, handler):
+    """Also in a background job, which ignores SIGINT."""
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        done = run(tmp_path, "-x", "test_fails.py")
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "1 failed, 1 passed, 1 warning in" in done.stdout
     assert "stopping after 1 failures" in done.stdout
