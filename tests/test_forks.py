@@ -24,7 +24,7 @@ def of_a_file(request, tmp_path_factory):
     (Path(__file__).parent / "files").open("a").write(line)
 """
 FILE = """
-import os, warnings
+import os, time, warnings
 
 import pytest
 
@@ -35,6 +35,8 @@ def test_one(capfd):
 def test_two(tmp_path):
     print(f"printed by {__name__}")
     warnings.warn("a warning")
+    if __name__ == "test_fails":
+        time.sleep(0.5)  # meanwhile others read what they have printed
     assert __name__ != "test_fails"
 
 def test_three():
@@ -67,7 +69,7 @@ def run(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_all_tests_are_reported_and_collected_once(tmp_path):
-    done = run(tmp_path)
+    done = run(tmp_path, "-v")
     assert done.returncode == 1, done.stdout + done.stderr
     *lines, last = done.stdout.splitlines()
     assert "2 failed, 14 passed, 4 skipped, 4 warnings" in last
@@ -78,6 +80,7 @@ def test_all_tests_are_reported_and_collected_once(tmp_path):
     # what a test has printed and its warnings, but for those of another one
     assert lines.count("printed by test_fails") == 1
     assert "printed by test_passes" not in done.stdout
+    assert done.stdout.count("::test_five PASSED") == len(NAMES)
     assert done.stdout.count(": UserWarning: a warning") == 4
     (parent,) = (tmp_path / "collected").read_text().split()
     files = [line.split() for line in (tmp_path / "files").read_text().splitlines()]
