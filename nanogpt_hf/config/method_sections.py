@@ -125,10 +125,10 @@ class RlSection:
         0,
         read=only_above("rl.updates", 1),
     )
-    loss: Literal["grpo", "cispo"] = knob(
+    loss: Literal["grpo", "cispo", "gspo"] = knob(
         "grpo",
         "what rl.clip does beyond it: grpo takes a token's gradient away; cispo keeps it, with a "
-        "weight of at most 1 + rl.clip",
+        "weight of at most 1 + rl.clip; gspo clips the ratio of a whole answer",
         read=only_with("rl.clip"),
     )
     kl: float = knob(0.0, "weight of the KL divergence to the model that the run started from", 0)

@@ -231,7 +231,7 @@ def taught_policy_objective(config: Config, data: PreparedData) -> Objective:
             cross_entropy = F.cross_entropy(logits, given, reduction="sum", ignore_index=IGNORED)
             return (1 - weight) * (loss + cross_entropy) + taught, metrics
 
-        return completion_loss(model, batch, token_loss)
+        return completion_loss(model, batch, token_loss, config.rl)
 
     return objective
 

@@ -7,6 +7,7 @@ Shapes: B rows, K positions with completions, R of the B · K tokens, V vocabula
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,8 +26,17 @@ _EPSILON = 1e-4
 
 
 # From the ratios r, the advantages and the log-probabilities of tokens, and ε = rl.clip: the gains,
-# whose gradient is followed, and which of them are limited. A row of LIMITS.
+# whose gradient is followed, and which of them are limited.
 Limit = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+
+
+class PolicyLoss(NamedTuple):
+    """What a loss does with importance ratios: a row of LOSSES."""
+
+    limit: Limit
+    # The ratio is one of a whole answer, the geometric mean of the ratios of its tokens, and each
+    # answer counts the same. Else each token has its ratio, and counts the same.
+    of_answers: bool = False
 
 
 def _grpo(ratio: Tensor, advantage: Tensor, _: Tensor, clip: float) -> tuple[Tensor, Tensor]:
@@ -43,13 +53,16 @@ def _cispo(
     return ratio.detach().clamp(max=1 + clip) * advantage * log_probs, ratio > 1 + clip
 
 
-# By rl.loss: what rl.clip does to tokens whose ratio is far from 1.
-LIMITS: dict[str, Limit] = {
+# By rl.loss: the ratios, and what rl.clip does to a ratio that is far from 1.
+LOSSES: dict[str, PolicyLoss] = {
     # min(r · A, clip(r, 1 - ε, 1 + ε) · A)
-    "grpo": _grpo,
+    "grpo": PolicyLoss(_grpo),
     # min(r, 1 + ε) · A · log π, without a gradient of the first factor (MiniMax-M1,
     # arXiv:2506.13585)
-    "cispo": _cispo,
+    "cispo": PolicyLoss(_cispo),
+    # min(s · A, clip(s, 1 - ε, 1 + ε) · A) with the ratio s of an answer (Zheng et al. 2025,
+    # arXiv:2507.18071)
+    "gspo": PolicyLoss(_grpo, of_answers=True),
 }
 
 
@@ -64,6 +77,19 @@ def advantages(rl: RlSection, rewards: Tensor) -> Tensor:
     if not rl.scale_advantages:
         return centered
     return centered / (rewards.std(1, keepdim=True) + _EPSILON)
+
+
+def answer_weights(rl: RlSection, lengths: Tensor) -> dict[str, Tensor]:
+    """Compute the weights of a token's loss by which each answer of a step counts the same, from
+    the learned tokens of all its answers; nothing if each token counts the same.
+
+    `train_step` divides by the tokens of the step. So the mean length, divided by the length of
+    the answer, makes it a mean over answers of the mean over tokens.
+    """
+    if not LOSSES[rl.loss].of_answers:
+        return {}
+    lengths = lengths.float()
+    return {"weights": lengths.mean() / lengths.clamp(min=1)}
 
 
 def policy_objective(rl: RlSection) -> Objective:
@@ -81,12 +107,16 @@ def policy_objective(rl: RlSection) -> Objective:
     arXiv:2512.02556), and a mean over all tokens of the step as in DAPO (Yu et al. 2025,
     arXiv:2503.14476). TRL's GRPOTrainer has the same loss. Without `old_log_probs` in the batch
     π_old is π itself: r is 1, and the gradient is REINFORCE's. ε is `rl.clip` (none: no
-    clipping), β is `rl.kl`. Another `rl.loss` has another first term (LIMITS).
+    clipping), β is `rl.kl`. Another `rl.loss` has another first term, or one r for all tokens of
+    an answer (LOSSES).
     """
 
     def objective(model: torch.nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Metrics]:
         return completion_loss(
-            model, batch, lambda _, logits, tokens: policy_loss(rl, logits, tokens)
+            model,
+            batch,
+            lambda _, logits, tokens: policy_loss(rl, logits, tokens),
+            rl,
         )
 
     return objective
@@ -102,21 +132,59 @@ def policy_loss(rl: RlSection, logits: Tensor, tokens: dict[str, Tensor]) -> tup
     log_probs, entropy = chosen_log_probs(logits, tokens["shift_labels"], rl.temperature)
     counts = (tokens["shift_labels"] != IGNORED).float()
     sampled = counts * tokens["sampled"] if "sampled" in tokens else counts
-    # In the first update the model is the one that has sampled: the ratio is 1, but it has the
-    # gradient of log π.
-    ratio = torch.exp(log_probs - tokens.get("old_log_probs", log_probs.detach()))
-    metrics = {"entropy": (entropy * counts).sum()}
+    if "slopes" in tokens:
+        # Of whole answers, from `answer_values`. The second summand is 0 and has the gradient.
+        found = {name: tokens[name] for name in ("losses", "clipped", "kl") if name in tokens}
+        found["losses"] = tokens["losses"] + tokens["slopes"] * (log_probs - log_probs.detach())
+    else:
+        # In the first update the model is the one that has sampled: the ratio is 1, but it has the
+        # gradient of log π.
+        log_ratios = log_probs - tokens.get("old_log_probs", log_probs.detach())
+        found = _ratio_losses(rl, log_probs, log_ratios, tokens)
+    metrics = {name: (value * sampled).sum() for name, value in found.items()}
+    return metrics.pop("losses"), metrics | {"entropy": (entropy * counts).sum()}
+
+
+def _ratio_losses(
+    rl: RlSection, log_probs: Tensor, log_ratios: Tensor, tokens: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """Compute the loss of each token from its log-probability and log-ratio, in any shape, and what
+    the metrics are made of.
+    """
+    ratio = torch.exp(log_ratios)
+    found = {}
     if rl.clip is None:
         gain = ratio * tokens["advantages"]
     else:
-        gain, limited = LIMITS[rl.loss](ratio, tokens["advantages"], log_probs, rl.clip)
-        metrics["clipped"] = (limited * sampled).sum()
-    loss = -gain
+        limit = LOSSES[rl.loss].limit
+        gain, found["clipped"] = limit(ratio, tokens["advantages"], log_probs, rl.clip)
+    found["losses"] = -gain
     if "reference_log_probs" in tokens:
-        kl = kl_estimate(log_probs, tokens["reference_log_probs"])
-        metrics["kl"] = (kl * sampled).sum()
-        loss = loss + rl.kl * ratio * kl
-    return (loss * sampled).sum(), metrics
+        found["kl"] = kl_estimate(log_probs, tokens["reference_log_probs"])
+        found["losses"] = found["losses"] + rl.kl * ratio * found["kl"]
+    return found
+
+
+def answer_values(rl: RlSection, log_probs: Tensor, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Compute what the loss of a token has to know of its whole answer, (B, K) by name, from the
+    log-probabilities (B, K) of all tokens: the `losses` of tokens, and `slopes`, the gradient of
+    their sum by the log-probability of each token.
+    """
+    counts = batch["shift_labels"] != IGNORED
+    values = {name: value.view(len(counts), -1) for name, value in batch.items()}
+    weights = values["weights"] * counts
+    with torch.enable_grad():
+        log_probs = log_probs.detach().requires_grad_()
+        log_ratios = log_probs - batch.get("old_log_probs", log_probs.detach())
+        lengths = counts.sum(1, keepdim=True).clamp(min=1)
+        mean = log_ratios.sum(1, keepdim=True) / lengths
+        found = _ratio_losses(rl, log_probs, mean.expand_as(log_probs), values)
+        found["losses"] = found["losses"] * weights
+        (found["slopes"],) = torch.autograd.grad(found["losses"].sum(), log_probs)
+    if "clipped" in found:
+        # With the weights the metric is the share of answers.
+        found["clipped"] = found["clipped"] * weights
+    return {name: value.detach() for name, value in found.items()}
 
 
 def kl_estimate(log_probs: Tensor, reference: Tensor) -> Tensor:
@@ -134,7 +202,7 @@ def completion_log_probs(
     model: torch.nn.Module, batch: dict[str, Tensor], temperature: float
 ) -> Tensor:
     """Compute the log-probabilities (B, K) of the targets at the sampling temperature, without a
-    gradient. Where `shift_labels` are -100 the values mean nothing.
+    gradient; 0 where `shift_labels` are -100.
     """
     found = []
 
@@ -147,14 +215,20 @@ def completion_log_probs(
 
 
 def completion_loss(
-    model: torch.nn.Module, batch: dict[str, Tensor], token_loss: TokenLoss
+    model: torch.nn.Module,
+    batch: dict[str, Tensor],
+    token_loss: TokenLoss,
+    rl: RlSection | None = None,
 ) -> tuple[Tensor, Metrics]:
     """Sum a loss and its metrics over the tokens of completions, a chunk of these at a time.
 
     `shift_labels` (B, K) are the targets of the last K positions of `input_ids`: prompts have no
-    logits. Sequences are padded at their end, which needs no mask.
+    logits. Sequences are padded at their end, which needs no mask. If `rl` has a loss of whole
+    answers, the product with the head is computed once more, for their `answer_values`.
     """
     row_loss = _SummedTokens(batch, token_loss)
+    if rl and LOSSES[rl.loss].of_answers:
+        row_loss = _SummedAnswers(batch, token_loss, rl)
     loss = model(
         input_ids=batch["input_ids"],
         shift_labels=batch["shift_labels"],
@@ -195,13 +269,41 @@ class _SummedTokens:
         return loss
 
 
+class _SummedAnswers(_SummedTokens):
+    """`_SummedTokens` whose tokens have the `answer_values` of `rl`."""
+
+    def __init__(self, batch: dict[str, Tensor], token_loss: TokenLoss, rl: RlSection):
+        super().__init__(batch, token_loss)
+        self.batch = batch
+        self.rl = rl
+        self.log_probs: list[Tensor] = []
+
+    def first_pass(self, chunk: slice, logits: Tensor, targets: Tensor) -> Tensor:
+        """Keep the log-probabilities of a chunk; the loss of all tokens follows from them."""
+        return sum_of_slices(self._keep, chunk, logits, targets)
+
+    def _keep(self, chunk: slice, logits: Tensor, targets: Tensor) -> Tensor:
+        self.log_probs.append(chosen_log_probs(logits.float(), targets, self.rl.temperature)[0])
+        labels = self.batch["shift_labels"]
+        # After the last chunk, and not at the first call: that may be under the hooks of a
+        # checkpoint, which repeats it.
+        if sum(map(len, self.log_probs)) == labels.numel():
+            log_probs = torch.cat(self.log_probs).view(labels.shape)
+            values = answer_values(self.rl, log_probs, self.batch)
+            self.tokens |= {name: value.flatten() for name, value in values.items()}
+        return logits.new_zeros(())
+
+
 def chosen_log_probs(logits: Tensor, labels: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Compute from logits (R, V) the log-probabilities (R,) of the labels at a temperature, and the
-    entropies (R,).
+    """Compute from logits (R, V) the log-probabilities (R,) of the labels at a temperature, 0 for
+    ignored ones, and the entropies (R,).
     """
     log_probs = (logits / (temperature or 1.0)).log_softmax(-1)
     # Position 0 of the vocabulary stands in for ignored targets, which gather would refuse.
     chosen = log_probs.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+    # Else an unlikely token 0 would have an infinite ratio or divergence, and infinity times 0 is
+    # NaN.
+    chosen = chosen.where(labels != IGNORED, 0.0)
     with torch.no_grad():
         entropy = -(log_probs.exp() * log_probs).sum(-1)
     return chosen, entropy

@@ -26,7 +26,7 @@ from nanogpt_hf.data.tokenizer import build_tokenizer
 from nanogpt_hf.evaluation.answers import Answers, AnswerSampler, encode_question
 from nanogpt_hf.evaluation.loss import eval_mode
 from nanogpt_hf.generate import Completions
-from nanogpt_hf.methods.policy_loss import advantages, completion_log_probs
+from nanogpt_hf.methods.policy_loss import advantages, answer_weights, completion_log_probs
 from nanogpt_hf.tasks.load import load_task
 from nanogpt_hf.tasks.reward import RewardFunction
 from nanogpt_hf.tasks.task import Question, Task, is_generated
@@ -136,7 +136,9 @@ class Rollouts(Blocks):
         """
         batch = sequence_batch(self._answers, indices)
         batch |= {name: found[tuple(indices)] for name, found in self._log_probs.items()}
-        return batch | {"advantages": self._advantages[indices]}
+        batch["advantages"] = self._advantages[indices]
+        weights = answer_weights(self.config.rl, self._answers.learned.sum(1))
+        return batch | {name: values[indices] for name, values in weights.items()}
 
     def questions_at(self, step: int) -> list[Question]:
         """Choose the questions of a step; every question comes once per epoch, in an order that
@@ -186,7 +188,7 @@ class Rollouts(Blocks):
             batch: Any = send_to_device(sequence_batch(self._answers, indices), accelerator.device)
             with eval_mode(model), accelerator.autocast():
                 found = completion_log_probs(model, batch, self.config.rl.temperature)
-            scored[tuple(indices)] = found.where(batch["shift_labels"] != -100, 0.0).cpu()
+            scored[tuple(indices)] = found.cpu()
         self._log_probs[name] = scored
 
     def metrics(self) -> dict[str, float]:

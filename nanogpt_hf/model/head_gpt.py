@@ -64,6 +64,10 @@ class Head(nn.Linear):
         compute = super().forward
         if targets is None:
             return compute(hidden)
+        if first_pass := getattr(row_loss, "first_pass", None):
+            # In the same call of the layer: FSDP2 would take a second one for another forward pass.
+            with torch.no_grad():
+                Head.forward(self, hidden, targets, vocab_size, first_pass)
         # An evaluation and another loss than the cross-entropy do not call the compiled functions.
         # The losses of single tokens have no common gradient before the caller has combined them.
         is_training = torch.is_grad_enabled() and row_loss is not token_losses
@@ -133,6 +137,9 @@ class SummedLoss(PreTrainedModel if TYPE_CHECKING else object):
         size = self.config.vocab_size
         if isinstance(head, Head):
             return head(hidden, targets, size, row_loss)
+        if first_pass := getattr(row_loss, "first_pass", None):
+            with torch.no_grad():
+                recomputed_loss(head, hidden, targets, size, self.softcap, first_pass)
         return recomputed_loss(head, hidden, targets, size, self.softcap, row_loss)
 
     def logits_of_rows(self, logits_to_keep=0, **inputs):

@@ -127,8 +127,11 @@ class _WithSummedLoss(SummedLoss, PreTrainedModel):
         out.logits = out.logits[..., : self.config.vocab_size]
         targets = shift_labels.reshape(-1).to(out.logits.device)  # (N,)
         items = (targets != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch
-        loss = row_loss or cross_entropy
-        out.loss = loss(slice(None), out.logits.flatten(0, 1), targets) / items
+        logits = out.logits.flatten(0, 1)
+        if first_pass := getattr(row_loss, "first_pass", None):
+            with torch.no_grad():
+                first_pass(slice(None), logits, targets)
+        out.loss = (row_loss or cross_entropy)(slice(None), logits, targets) / items
         return self._with_routing(out, out, shift_labels) if routes else out
 
     def _with_routing(self, result, out, shift_labels):

@@ -32,7 +32,8 @@ CHUNKS_OF_A_COMPILED_GPU = 16
 IGNORED = -100  # a target that is not counted
 # Another loss than the cross-entropy: (which of the N rows, their logits (R, V), targets (R,)) ->
 # the summed loss, to which rows with an IGNORED target add nothing. Only `token_losses` returns the
-# loss of each row, (R,).
+# loss of each row, (R,). If it has `first_pass`, that is called in the same way for all N rows
+# before it, without a gradient: for a loss of a row that depends on other rows.
 RowLoss = Callable[[slice, torch.Tensor, torch.Tensor], torch.Tensor]
 
 

@@ -14,8 +14,9 @@ from nanogpt_hf.config.schema import KNOBS, RlSection, kind_options
 from nanogpt_hf.evaluation.answers import Answers
 from nanogpt_hf.generate import Completions
 from nanogpt_hf.methods.policy_loss import (
-    LIMITS,
+    LOSSES,
     advantages,
+    answer_weights,
     completion_log_probs,
     policy_objective,
 )
@@ -32,6 +33,9 @@ VARIANTS = {
     "clipped": {"clip": 0.1, "updates": 2},
     "cispo": {"clip": 0.1, "updates": 2, "loss": "cispo"},
     "kl": {"kl": 0.3, "clip": 0.2, "updates": 2},
+    "gspo": {"clip": 0.1, "updates": 2, "loss": "gspo", "temperature": 0.7},
+    "gspo and kl": {"clip": 0.2, "updates": 2, "loss": "gspo", "kl": 0.3},
+    "gspo without a clip": {"updates": 2, "loss": "gspo"},
 }
 
 
@@ -69,6 +73,7 @@ def full_batch(answers, rl, old, reference) -> dict[str, torch.Tensor]:
     """All answers as one batch, with the log-probabilities that the knobs need."""
     batch = sequence_batch(answers, range(8))
     batch["advantages"] = advantages(rl, answers.grouped_rewards.double()).reshape(-1)
+    batch |= answer_weights(rl, answers.learned.sum(1))
     models = {
         "old_log_probs": old if rl.updates > 1 else None,
         "reference_log_probs": reference if rl.kl else None,
@@ -103,18 +108,23 @@ def test_objective_and_gradients_equal_bare_pytorch(answers, variant, chunked, m
         behavior = (
             plain_log_probs(old, answers, row, rl.temperature) if rl.updates > 1 else log_probs
         )
-        ratio = (log_probs - behavior.detach()).exp()
+        log_ratio = log_probs - behavior.detach()
+        is_gspo = rl.loss == "gspo"
+        ratio = log_ratio.mean().exp() if is_gspo else log_ratio.exp()
         gain = ratio * advantage
         if rl.loss == "cispo":
             gain = torch.minimum(ratio, torch.tensor(1 + rl.clip)).detach() * advantage * log_probs
         elif rl.clip is not None:
             gain = torch.minimum(gain, ratio.clamp(1 - rl.clip, 1 + rl.clip) * advantage)
-        expected = expected - gain.sum()
+        # A sum over tokens; of gspo over answers, which is then as large as one over tokens.
+        size = sum(LENGTHS) / 8
+        expected = expected - (gain * size if is_gspo else gain.sum())
         if rl.kl:
             log_ratio = (
                 plain_log_probs(reference, answers, row, rl.temperature).detach() - log_probs
             )
-            expected = expected + rl.kl * (ratio * (log_ratio.exp() - log_ratio - 1)).sum()
+            kl = ratio * (log_ratio.exp() - log_ratio - 1)
+            expected = expected + rl.kl * (kl.mean() * size if is_gspo else kl.sum())
     expected.backward()
     # A sum of float32 terms, slice by slice; CPUs round their exponentials differently.
     torch.testing.assert_close(loss.double(), expected, atol=3e-6, rtol=1e-6)
@@ -127,20 +137,23 @@ def test_objective_and_gradients_equal_bare_pytorch(answers, variant, chunked, m
 
 
 def test_each_loss_of_a_recipe_is_a_row_and_is_compared_with_bare_pytorch():
-    assert set(kind_options(KNOBS["rl.loss"].kind)) == LIMITS.keys()
-    assert {RlSection(**knobs).loss for knobs in VARIANTS.values()} == LIMITS.keys()
+    assert set(kind_options(KNOBS["rl.loss"].kind)) == LOSSES.keys()
+    assert {RlSection(**knobs).loss for knobs in VARIANTS.values()} == LOSSES.keys()
 
 
-def test_logits_of_a_chunk_alone_are_in_memory(monkeypatch):
+@pytest.mark.parametrize("loss", ["grpo", "gspo"])
+def test_logits_of_a_chunk_alone_are_in_memory(loss, monkeypatch):
     """512 tokens with 20,000 logits each, 41 MB; a chunk has 52 tokens."""
     monkeypatch.setattr(loss_gpt, "LOGITS_PER_CHUNK", 2**20)
     config = GPTConfig(vocab_size=20_000, n_positions=64, n_embd=16, n_layer=1, n_head=1)
     model = GPTForCausalLM(config)
     ids = torch.randint(20_000, (8, 64))
     batch = {"input_ids": ids, "shift_labels": ids, "advantages": torch.ones(8)}
+    rl = RlSection(loss=loss)
+    batch |= answer_weights(rl, torch.full((8,), 64))
 
     def train():
-        loss, metrics = policy_objective(RlSection())(model, batch)
+        loss, metrics = policy_objective(rl)(model, batch)
         assert metrics["entropy"] > 0
         loss.backward()
 
@@ -155,6 +168,23 @@ def test_log_probs_of_chunks_equal_bare_pytorch(answers, monkeypatch):
     found = completion_log_probs(model, batch, 0.7)[batch["shift_labels"] != -100]
     expected = [plain_log_probs(model, answers, row, 0.7) for row in range(8)]
     torch.testing.assert_close(found.double(), torch.cat(expected), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_padding_has_no_loss_however_unlikely_its_tokens_are(answers, loss):
+    """At a low temperature a token that was not sampled has a log-probability of -1,000."""
+    rl = RlSection(temperature=0.01, kl=0.5, updates=2, clip=0.2, loss=loss)
+    model = build_model(1)
+    with torch.no_grad():
+        model.lm_head.weight[0] -= 30 * model.transformer.ln_f.bias
+    batch = full_batch(answers, rl, model, model)
+    assert (batch["shift_labels"] == -100).any()
+    value, metrics = policy_objective(rl)(model, batch)
+    value.backward()
+    assert value.isfinite()
+    # The reference is the model itself.
+    assert metrics["kl"].item() == pytest.approx(0, abs=1e-3)
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
 
 
 @pytest.mark.slow
@@ -179,7 +209,8 @@ def test_loss_and_gradients_equal_trl(answers, variant, tmp_path, byte_tokenizer
         per_device_train_batch_size=8,
         num_generations=4,
         max_completion_length=5,
-        loss_type="cispo" if rl.loss == "cispo" else "dapo",
+        loss_type={"grpo": "dapo", "cispo": "cispo", "gspo": "grpo"}[rl.loss],
+        importance_sampling_level="sequence" if rl.loss == "gspo" else "token",
         epsilon_high=1 + rl.clip if rl.loss == "cispo" else None,
         temperature=rl.temperature,
         beta=0.0,

@@ -71,10 +71,15 @@ def plain(train) -> RunFolder:
     return train("plain")
 
 
+@pytest.fixture(scope="module", params=["grpo", "gspo"])
+def more(request) -> dict:
+    """All parts of the objective, with ratios of tokens and of answers."""
+    return MORE | {"rl__loss": request.param}
+
+
 @pytest.fixture(scope="module")
-def full(train) -> RunFolder:
-    """A run with all parts of the objective."""
-    return train("full", **MORE)
+def full(train, more) -> RunFolder:
+    return train(f"full_{more['rl__loss']}", **more)
 
 
 def test_run_reports_rewards_lengths_entropy_and_pass_rates(plain):
@@ -101,16 +106,18 @@ def test_rewards_rise(train):
     assert f"{last:.4f} on held-out questions" in (run.best / "README.md").read_text()
 
 
-def test_run_resumes_exactly_in_the_middle(full, train, folder):
-    copy_at(full, 4, folder / "parts")
-    resumed = train("parts", "--resume", **MORE)
+def test_run_resumes_exactly_in_the_middle(full, more, train, folder):
+    parts = f"parts_{more['rl__loss']}"
+    copy_at(full, 4, folder / parts)
+    resumed = train(parts, "--resume", **more)
     assert same_weights(resumed, full)
     for name in ("train/loss", "train/reward", "val/reward", "layers/0/update_ratio"):
         assert series(resumed, name) == series(full, name)
 
 
-def test_accumulation_does_not_change_a_run(full, train):
-    whole = train("whole", train__micro_batch_size=16, rl__batch_size=4, **MORE)
+def test_accumulation_does_not_change_a_run(full, more, train):
+    name = f"whole_{more['rl__loss']}"
+    whole = train(name, train__micro_batch_size=16, rl__batch_size=4, **more)
     assert series(whole, "train/reward") == series(full, "train/reward")
     for name in ("train/loss", "train/entropy", "train/kl", "train/clipped"):
         assert series(whole, name) == pytest.approx(series(full, name), abs=1e-5, rel=3e-5), name
@@ -118,8 +125,9 @@ def test_accumulation_does_not_change_a_run(full, train):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("machine", ["cpu_ddp", "fsdp2"])
-def test_two_processes_equal_one(full, folder, arguments, launch_warm, machine):
-    run = launch_warm(machine, "rl", *arguments(machine, **MORE))
+def test_two_processes_equal_one(full, more, folder, arguments, launch_warm, machine):
+    folder_name = f"{machine}_{more['rl__loss']}"
+    run = launch_warm(machine, "rl", *arguments(folder_name, **more))
     # so the completions are the same
     assert series(run, "train/reward") == series(full, "train/reward")
     for name in ("train/completion_tokens", "samples"):
@@ -130,7 +138,7 @@ def test_two_processes_equal_one(full, folder, arguments, launch_warm, machine):
     # after 12 of AdamW's updates at 0.01, whose size rounding can decide
     ours, theirs = weights(run), weights(full)
     assert max((ours[name] - theirs[name]).abs().max().item() for name in theirs) < 1e-3
-    held = json.loads((folder / f"{machine}.held.0.json").read_text())["weights"]
+    held = json.loads((folder / f"{folder_name}.held.0.json").read_text())["weights"]
     assert {kind for kind, _, _ in held.values()} == (
         {"DTensor"} if machine == "fsdp2" else {"Parameter"}
     )

@@ -11,7 +11,11 @@ from nanogpt_hf.config.schema import Config, DistillSection, RlSection
 from nanogpt_hf.methods import slices
 from nanogpt_hf.methods.distillation import freeze_teacher
 from nanogpt_hf.methods.on_policy import taught_policy_objective
-from nanogpt_hf.methods.policy_loss import completion_log_probs, policy_objective
+from nanogpt_hf.methods.policy_loss import (
+    answer_weights,
+    completion_log_probs,
+    policy_objective,
+)
 from nanogpt_hf.methods.slices import rows_of_a_slice, sum_of_slices
 from nanogpt_hf.methods.terms import text_objective
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM, loss_gpt
@@ -21,6 +25,7 @@ VOCAB = 50
 ROWS, LENGTH, LABELED = 3, 16, 10
 # Logits of a chunk: all rows at once, and about seven rows.
 WHOLE, CHUNKS = 2**26, 7 * VOCAB
+OF_ANSWERS = RlSection(task="arithmetic", clip=0.2, updates=2, kl=0.1, loss="gspo")
 
 
 def build(seed: int, width: int) -> Any:
@@ -52,6 +57,15 @@ def answer_batch() -> dict[str, torch.Tensor]:
     return batch | {"shift_labels": labels, "sampled": sampled, "advantages": sampled - 0.3}
 
 
+def batch_of_whole_answers() -> dict[str, torch.Tensor]:
+    batch = answer_batch()
+    lengths = (batch["shift_labels"] != loss_gpt.IGNORED).sum(1)
+    # The ratios of a policy that has not sampled are not 1.
+    old = torch.full(batch["shift_labels"].shape, -4.0)
+    batch |= {"old_log_probs": old, "reference_log_probs": old - 0.1}
+    return batch | answer_weights(OF_ANSWERS, lengths)
+
+
 def text_teacher(**knobs: Any):
     config = Config(distill=DistillSection(teacher="stated", temperature=2.0, **knobs))
     return lambda teacher: text_objective(config, taught(teacher, config)), text_batch
@@ -62,6 +76,12 @@ def answer_teacher(**knobs: Any):
         distill=DistillSection(teacher="stated", **knobs), rl=RlSection(task="arithmetic")
     )
     return lambda teacher: taught_policy_objective(config, taught(teacher, config)), answer_batch
+
+
+def answer_teacher_and_ratios():
+    config = Config(distill=DistillSection(teacher="stated", weight=0.5), rl=OF_ANSWERS)
+    objective = lambda teacher: taught_policy_objective(config, taught(teacher, config))  # noqa: E731
+    return objective, batch_of_whole_answers
 
 
 def taught(teacher: Any, config: Config) -> Any:
@@ -76,6 +96,11 @@ LOSSES = {
     "a teacher of answers": answer_teacher(),
     "a teacher of answers, and rewards": answer_teacher(weight=0.5, beta=0.5),
     "rewards": (lambda _: policy_objective(RlSection(clip=0.2)), answer_batch),
+    "rewards and ratios of answers": (
+        lambda _: policy_objective(OF_ANSWERS),
+        batch_of_whole_answers,
+    ),
+    "a teacher and ratios of answers": answer_teacher_and_ratios(),
 }
 
 
@@ -132,15 +157,19 @@ class OtherHead(nn.Module):
 
 @pytest.mark.parametrize("loss", LOSSES)
 def test_slices_of_a_head_that_replaces_ours(monkeypatch, models, loss):
-    """Loss, metrics and gradients are the same, and each logit is computed twice."""
+    """Loss, metrics and gradients are the same, and each logit is computed twice; with ratios of
+    answers once more.
+    """
     student, teacher = models
     model = build(0, 16)
     model.set_output_embeddings(OtherHead(model.get_output_embeddings()))
     before = computed(monkeypatch, (student, teacher), loss, WHOLE, 1, 0.25, "fp32")
     after = computed(monkeypatch, (model, teacher), loss, CHUNKS, 7, 0.25, "fp32")
-    rows = ROWS * (LABELED if LOSSES[loss][1] is answer_batch else LENGTH)
+    batch = LOSSES[loss][1]
+    rows = ROWS * (LENGTH if batch is text_batch else LABELED)
     assert rows_of_a_chunk(rows, VOCAB) < rows
-    assert model.get_output_embeddings().rows == 2 * rows
+    times = 3 if batch is batch_of_whole_answers else 2
+    assert model.get_output_embeddings().rows == times * rows
     torch.testing.assert_close(before[:2], after[:2], rtol=3e-6, atol=3e-6)
     bound = 1e-5 * max(gradient.abs().max().item() for gradient in before[2].values())
     for name, gradient in before[2].items():
