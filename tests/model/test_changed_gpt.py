@@ -15,6 +15,7 @@ from torch import nn
 from transformers import GPT2LMHeadModel
 
 import nanogpt_hf
+from assertions import series
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM
 from nanogpt_hf.model.gpt2 import GPT2Architecture
 
@@ -106,20 +107,77 @@ def test_parameter_without_a_field_of_the_config_is_refused_before_training(monk
         architecture.on_meta(GPTConfig(**SIZES))
 
 
-@pytest.mark.long
-@pytest.mark.slow
-def test_a_field_and_its_use_are_a_model_that_trains_resumes_samples_and_is_described(
-    tmp_path, write_recipe
-):
-    """Two edits of a copy of the package, as CONTRIBUTING.md has them."""
-    copy = tmp_path / "changed" / "nanogpt_hf"
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory) -> Path:
+    """A copy of the package with the edits of QK_NORM, as CONTRIBUTING.md has them."""
+    copy = tmp_path_factory.mktemp("changed") / "nanogpt_hf"
     shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(PACKAGE.parent / "recipes", copy.parent / "recipes")
     for name, old, new in QK_NORM:
         text = (copy / name).read_text()
         assert text.count(old) == 1, f"{name} has changed; change this test"
         (copy / name).write_text(text.replace(old, new))
+    return copy
 
+
+@pytest.fixture(scope="module")
+def launch_changed(copy, start_warm):
+    """`launch_warm` of the copy."""
+    with start_warm(PYTHONPATH=str(copy.parent)) as launch:
+        yield launch
+
+
+# Layout, and the variables of its launch.
+LAYOUTS = {
+    "cpu_ddp": {},
+    "fsdp2": {},
+    "pp": {"PARALLELISM_CONFIG_PP_SIZE": "2"},
+    "cp_fsdp2": {},
+}
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_changed_model_trains_on_each_layout_as_on_one_process_or_is_refused(
+    tmp_path, write_recipe, launch_changed
+):
+    recipe = write_recipe(
+        model__extra={"qk_norm": True},
+        train__max_steps=3,
+        train__tokens_per_step=256,
+        train__micro_batch_size=2,
+        tracking__every=1,
+    )
+
+    def losses(layout: str, **variables: str) -> list[float]:
+        run = launch_changed(
+            layout, "pretrain", recipe, "--run-dir", str(tmp_path / layout), **variables
+        )
+        saved = json.loads((run.final / "config.json").read_text())
+        assert (saved["model_type"], saved["qk_norm"]) == ("nanogpt_hf", True)
+        return series(run, "train/loss")
+
+    one = losses("cpu")
+    assert len(one) == 3
+    for layout, variables in LAYOUTS.items():
+        assert losses(layout, **variables) == pytest.approx(one, abs=1e-5), layout
+
+    def refused(status: int, output: str) -> None:
+        assert status == 2
+        assert "no plan that splits gpt2's attn.norms.0" in output
+        assert "use accelerate_configs/fsdp2.yaml" in output
+        assert "Traceback" not in output
+
+    # The norms have no line in the plan of GPTConfig.
+    launch_changed("tp", "pretrain", recipe, "--run-dir", str(tmp_path / "tp"), ends_with=refused)
+    assert not (tmp_path / "tp").exists()
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_a_field_and_its_use_are_a_model_that_trains_resumes_samples_and_is_described(
+    tmp_path, write_recipe, copy
+):
     def run(*arguments: object) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [sys.executable, "-m", "nanogpt_hf", *map(str, arguments)],
@@ -138,6 +196,22 @@ def test_a_field_and_its_use_are_a_model_that_trains_resumes_samples_and_is_desc
     assert "import nanogpt_hf.model\nfrom" in (best / "README.md").read_text()
     assert json.loads((best / "config.json").read_text())["qk_norm"] is True
     (tmp_path / "text.txt").write_text("The cat sat on the mat. " * 500)
+    pair = {"prompt": "The cat", "chosen": " sat", "rejected": " mat"}
+    (tmp_path / "pairs.jsonl").write_text(f"{json.dumps(pair)}\n" * 20)
+    short = ("--train.max_steps", 1, "--train.tokens_per_step", 256, "--train.micro_batch_size", 2)
+    rewards = (
+        "--task",
+        "exact",
+        "--data",
+        "rows.jsonl",
+        "--rl.max_new_tokens",
+        4,
+        "--rl.samples",
+        2,
+    )
+    rewards += ("--rl.updates", 2, "--rl.clip", 0.1, "--rl.loss", "gspo")
+    row = {"question": "The cat", "answer": " sat"}
+    (tmp_path / "rows.jsonl").write_text(f"{json.dumps(row)}\n" * 20)
     finetune = ("finetune", "--from", "run", "--data", "text.txt", "--train.max_steps", 1)
     for command in (
         ("resume", "run", "--train.max_steps", 6),
@@ -145,6 +219,12 @@ def test_a_field_and_its_use_are_a_model_that_trains_resumes_samples_and_is_desc
         finetune,
         (*finetune, "--lora", 2, "--run-dir", "lora"),
         ("sample", "lora", "--prompt", "T", "--max-new-tokens", 4),
+        ("sample", "lora", "--step", 1, "--prompt", "T", "--max-new-tokens", 4),
+        ("evaluate", "lora", "--data", "text.txt"),
+        ("align", "--from", "run", "--data", "pairs.jsonl", *short),
+        ("rl", "--from", "run", *rewards, *short),
+        ("verify", "run"),
+        ("estimate", recipe),
         ("export", "run", "out"),
     ):
         done = run(*command)

@@ -134,6 +134,7 @@ REWARDS = [
     (BF16, {}, 8),
     (ONE, {"rl.kl": "0.1"}, 8),
     (ONE, {"rl.updates": "2", "rl.clip": "0.2"}, 1),
+    (ONE, {"rl.updates": "2", "rl.clip": "0.2", "rl.loss": "gspo"}, 1),
     (DDP, LORA, 8),
     (DDP, {"rl.kl": "0.1"}, 1),
     (FSDP2, {}, 8),
