@@ -4,12 +4,10 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable
-# Three files at a time: the tests that start processes wait for them, and two left a quarter of two cores idle. Forks share
-# imports and the collection, which pytest-xdist repeats in each process; where a fork is unsafe, as on macOS, it is used.
-FILES := $(if $(filter Linux,$(shell uname)),--forks 3,-n 3 --dist loadfile --no-loadscope-reorder)
+# Three files at a time: the tests that start processes wait for them, and two left a quarter of two cores idle.
 # Compiled files are kept, also where the environment says otherwise: each program that a test starts would compile the package
 # again.
-PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest $(FILES)
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 TYPES := $(BIN)/basedpyright --pythonpath $(BIN)/python
 
 .NOTPARALLEL: # pip installs into one environment
@@ -35,7 +33,7 @@ test: $(VENV)/installed-test ## run the tests (about five minutes on two quiet c
 	$(PYTEST) -m 'not slow'
 
 test-quick: $(VENV)/installed-test-quick ## run the tests that start no processes and train little, with few packages
-	$(PYTEST) -m 'not long and not slow'
+	$(PYTEST) -n 2 -m 'not long and not slow'
 
 test-gpu: $(VENV)/installed-test ## run the tests of a GPU, on one (up to five minutes)
 	DEVICE=cuda $(BIN)/python -m pytest tests/gpu

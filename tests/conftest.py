@@ -10,16 +10,14 @@ import os
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
-import tempfile
 import threading
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import TextIO, cast
+from typing import cast
 from unittest import mock
 
 # Before any Hugging Face library is imported: no test waits for a network.
@@ -41,7 +39,6 @@ import yaml
 import browser as chromium
 import fake_hub
 from arguments import argv
-from forks import pytest_addoption, pytest_runtestloop  # noqa: F401
 
 ROOT = Path(__file__).parents[1]
 SHARED = ROOT.parent / "shared"
@@ -632,112 +629,61 @@ def launch_command():
     return command
 
 
-def warm_command(*arguments: object) -> list[str]:
-    return [sys.executable, str(ROOT / "tests" / "training" / "warm.py"), *map(str, arguments)]
-
-
-WARM = pytest.StashKey[tuple[subprocess.Popen, str]]()
-
-
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """Start a process of warm.py for all forks, if a test needs it: its imports take seconds."""
-    needed = any("launch_warm" in getattr(item, "fixturenames", ()) for item in session.items)
-    if not (session.config.option.forks and needed) or session.config.option.collectonly:
-        return
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(address := f"{tempfile.mkdtemp(prefix='warm-')}/socket")
-        listener.listen()
-        process = subprocess.Popen(
-            warm_command(listener.fileno()),
-            stdin=subprocess.PIPE,  # it ends with this process, however that ends
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            env=os.environ | {"PYTHONPATH": str(ROOT)},
-            pass_fds=[listener.fileno()],
-        )
-    session.config.stash[WARM] = process, address
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    if WARM in session.config.stash:
-        process, address = session.config.stash[WARM]
-        process.stdin.close()
-        process.terminate()
-        process.wait()
-        shutil.rmtree(Path(address).parent)
-
-
 @pytest.fixture(scope="session")
-def launch_warm(start_warm, launching, pytestconfig):
+def launch_warm(start_warm):
     """A function that trains like `accelerate launch`, in forks of a process that has imported
     torch: see warm.py.
     """
-    if WARM not in pytestconfig.stash:
-        with start_warm() as launch:
-            yield launch
-        return
-    with socket.socket(socket.AF_UNIX) as connection:
-        connection.connect(pytestconfig.stash[WARM][1])
-        with connection.makefile("w") as orders, connection.makefile("r") as answers:
-            yield launching(orders, answers)
+    with start_warm() as launch:
+        yield launch
 
 
 @pytest.fixture(scope="session")
-def start_warm(launching):
+def start_warm(launch_command):
     """A function that starts a process of warm.py with environment variables: a context with a
     function that launches.
-    """
-
-    @contextlib.contextmanager
-    def start(**environment: str) -> Iterator[Callable]:
-        with subprocess.Popen(
-            warm_command(),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
-        ) as process:
-            yield launching(process.stdin, process.stdout)
-            process.stdin.close()
-
-    return start
-
-
-@pytest.fixture(scope="session")
-def launching(launch_command):
-    """A function from the streams of orders and answers of warm.py to one that launches.
 
     Its arguments are those of `launch_command`, and environment variables. It returns the run of
     --run-dir FOLDER. A launch that may fail is checked by `ends_with(status, output)`.
     """
     from nanogpt_hf.runs.folder import RunFolder
 
-    def launching(orders: TextIO, answers: TextIO) -> Callable:
-        def launch(
-            machine: str,
-            *arguments: object,
-            machine_options: Sequence[str] = (),
-            ends_with: Callable[[int, str], None] | None = None,
-            **variables: str,
-        ) -> RunFolder | None:
-            command = launch_command(machine, *arguments, machine_options=machine_options)
-            # without python -m accelerate.commands.launch
-            order = {"arguments": command[3:], "environment": variables}
-            orders.write(json.dumps(order) + "\n")
-            orders.flush()
-            answer = json.loads(answers.readline())
-            if ends_with:
-                ends_with(answer["status"], answer["output"])
-            else:
-                assert answer["status"] == 0, answer["output"][-5000:]
-            if "--run-dir" not in arguments:
-                return None
-            return RunFolder(Path(arguments[arguments.index("--run-dir") + 1]))
+    @contextlib.contextmanager
+    def start(**environment: str) -> Iterator[Callable]:
+        with subprocess.Popen(
+            [sys.executable, ROOT / "tests" / "training" / "warm.py"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
+        ) as process:
 
-        return launch
+            def launch(
+                machine: str,
+                *arguments: object,
+                machine_options: Sequence[str] = (),
+                ends_with: Callable[[int, str], None] | None = None,
+                **variables: str,
+            ) -> RunFolder | None:
+                command = launch_command(machine, *arguments, machine_options=machine_options)
+                # without python -m accelerate.commands.launch
+                order = {"arguments": command[3:], "environment": variables}
+                process.stdin.write(json.dumps(order) + "\n")
+                process.stdin.flush()
+                answer = json.loads(process.stdout.readline())
+                if ends_with:
+                    ends_with(answer["status"], answer["output"])
+                else:
+                    assert answer["status"] == 0, answer["output"][-5000:]
+                if "--run-dir" not in arguments:
+                    return None
+                return RunFolder(Path(arguments[arguments.index("--run-dir") + 1]))
 
-    return launching
+            yield launch
+            process.stdin.close()
+
+    return start
 
 
 @pytest.fixture(scope="session")

@@ -3,8 +3,6 @@
 They inherit the imported libraries, which saves most of a short run's time. It reads a line of
 JSON, the arguments of `accelerate launch` and environment variables, and answers with one: the
 highest exit status and the output. Each launch runs in a fork, so that it leaves nothing behind.
-
-It reads lines from stdin, or from all who connect to a socket, the file descriptor in its argument.
 """
 
 import functools
@@ -12,13 +10,9 @@ import gc
 import importlib.util
 import json
 import os
-import select
-import signal
-import socket
 import sys
 import tempfile
 from importlib import metadata
-from typing import TextIO
 
 os.environ["DS_ACCELERATOR"] = "cpu"
 
@@ -89,40 +83,19 @@ def simple_launcher(args) -> None:
 torch.distributed.run.run = torchrun
 launch.simple_launcher = simple_launcher
 
-
-def answer(orders: TextIO, answers: TextIO) -> None:
-    """Launch what each line orders, and write a line when it has ended."""
-    for line in orders:
-        with tempfile.TemporaryFile() as output:
-            child = os.fork()
-            if child == 0:
-                os.dup2(output.fileno(), 1)
-                os.dup2(output.fileno(), 2)
-                order = json.loads(line)
-                os.environ |= order["environment"]
-                launch.launch_command(launch.launch_command_parser().parse_args(order["arguments"]))
-                os._exit(1)  # not reached: both launchers end this process
-            status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-            output.seek(0)
-            text = output.read().decode(errors="replace")
-            print(json.dumps({"status": status, "output": text}), file=answers, flush=True)
-
-
-def serve(listener: socket.socket) -> None:
-    """Answer each connection in a fork, until stdin ends."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # no fork has to be waited for
-    while sys.stdin not in select.select([listener, sys.stdin], [], [])[0]:
-        connection, _ = listener.accept()
-        if os.fork() == 0:
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            listener.close()
-            with connection.makefile("r") as orders, connection.makefile("w") as answers:
-                answer(orders, answers)
-            os._exit(0)
-        connection.close()
-
-
-if sys.argv[1:]:
-    serve(socket.socket(fileno=int(sys.argv[1])))
-else:
-    answer(sys.stdin, sys.stdout)
+for line in sys.stdin:
+    with tempfile.TemporaryFile() as output:
+        child = os.fork()
+        if child == 0:
+            os.dup2(output.fileno(), 1)
+            os.dup2(output.fileno(), 2)
+            order = json.loads(line)
+            os.environ |= order["environment"]
+            launch.launch_command(launch.launch_command_parser().parse_args(order["arguments"]))
+            os._exit(1)  # not reached: both launchers end this process
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        output.seek(0)
+        print(
+            json.dumps({"status": status, "output": output.read().decode(errors="replace")}),
+            flush=True,
+        )
