@@ -445,6 +445,10 @@ def test_folder_may_be_a_link(text, make, tmp_path):
     folder.parent.mkdir()
     link.symlink_to(folder)
     config = make(text(), dir=str(link))
+    # A volume that is not mounted looks the same, and nothing may be written below it.
+    assert f"is a link to {folder}, which does not exist" in refusal(prepare, config)
+    assert list(folder.parent.iterdir()) == []
+    folder.mkdir()
     assert (prepare(config)[1], prepare(config)[1]) == (True, False)
     assert link.is_symlink()
     assert (folder / "manifest.json").is_file()
