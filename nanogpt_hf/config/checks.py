@@ -169,20 +169,14 @@ def _schedule_rules(config: Config) -> Rules:
 
 def _family_rules(optim: OptimSection) -> Rules:
     """The rules over what the optimizer sets for some kinds of parameters."""
-    for family, factor in optim.rates.items():
-        yield (
-            "optim.rates",
-            family not in FAMILIES or not _is_number(factor, 1000),
-            f"expected factors of 0 to 1000 for {', '.join(FAMILIES)}, got {family!r:.80}: "
-            f"{factor!r:.80}",
-        )
-    for family, decay in optim.weight_decays.items():
-        yield (
-            "optim.weight_decays",
-            family not in FAMILIES or not _is_number(decay, 1000),
-            f"expected decays of 0 to 1000 for {', '.join(FAMILIES)}, got {family!r:.80}: "
-            f"{decay!r:.80}",
-        )
+    for name, noun in (("rates", "factors"), ("weight_decays", "decays")):
+        for family, value in getattr(optim, name).items():
+            yield (
+                f"optim.{name}",
+                family not in FAMILIES or not _is_number(value, 1000),
+                f"expected {noun} of 0 to 1000 for {', '.join(FAMILIES)}, got {family!r:.80}: "
+                f"{value!r:.80}",
+            )
     for family, betas in optim.betas.items():
         is_pair = isinstance(betas, list | tuple) and len(betas) == 2
         yield (

@@ -39,7 +39,7 @@ _SHARES = 8
 # The share of the steps that warm-up takes.
 _WARMUP = 0.05
 # Small runs were better with less than the formula gives, where it is the rate of all weights.
-_LARGEST_RATE = 4e-3
+LARGEST_RATE = 4e-3
 # The best of the rates that were tried for the smallest run with Muon (docs/performance.md).
 _LARGEST_RATE_WITH_MUON = 1.6e-2
 _MUON_RATE = 0.02
@@ -157,7 +157,7 @@ def _choose_batch_and_rates(dial: _Dial, compute: float) -> int:
     stated_batch = f" × √(batch / {chosen:,})" if per_step != chosen else ""
     # Else AdamW's rate applies to the matrices, too.
     has_own_rate = optim.name == "muon" and optim.muon_scale == "original"
-    largest = _LARGEST_RATE_WITH_MUON if has_own_rate else _LARGEST_RATE
+    largest = _LARGEST_RATE_WITH_MUON if has_own_rate else LARGEST_RATE
     rate = dial.choose(
         "optim.learning_rate",
         _rounded(min(largest, 0.3118 * compute**-0.1250) * math.sqrt(per_step / chosen)),

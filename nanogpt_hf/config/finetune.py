@@ -3,6 +3,7 @@
 from functools import partial
 from typing import Any
 
+from nanogpt_hf.config.dial import LARGEST_RATE
 from nanogpt_hf.config.methods import NEXT_TOKEN, RecipeMethod, recipe_method_of
 from nanogpt_hf.config.schema import Config, FinetuneSection, get_value
 
@@ -28,28 +29,24 @@ _DEFAULTS = {
 _LORA_DEFAULTS = {"optim.learning_rate": 6e-4}
 
 
-# The largest rate of pretraining by AdamW that the default after Muon assumes. Muon's runs have
-# higher ones, which are those of embeddings and vectors.
-_LARGEST_RATE = 4e-3
-
-
 def rates_after(before: Config, optimizer: str, *, lora: bool) -> dict[str, float]:
     """The default rates, as knobs, for a model that the run `before` trained: a tenth of those of
     its pretraining, or those of its fine-tuning, and ten times as much for LoRA.
 
-    None where `before` had another method, or no Muon, whose rates are no measure.
+    None after a run of another method, nor for Muon after a run without it: those rates are no
+    measure.
     """
     optim = before.optim
-    if recipe_method_of(partial(get_value, before)) is not NEXT_TOKEN:
+    is_text = recipe_method_of(partial(get_value, before)) is NEXT_TOKEN
+    if not is_text or (optimizer == "muon" and optim.name != "muon"):
         return {}
-    factor = 1 if before.finetune.model and before.lora.rank is None else 0.1
     rates = {"optim.learning_rate": optim.learning_rate}
     if optimizer == "muon":
         rates["optim.muon_learning_rate"] = optim.muon_learning_rate
-        if optim.name != "muon":
-            return {}
     elif optim.name == "muon":
-        rates = {key: min(rate, _LARGEST_RATE) for key, rate in rates.items()}
+        # Embeddings and vectors had this rate, and may have a higher one than AdamW gives matrices.
+        rates["optim.learning_rate"] = min(optim.learning_rate, LARGEST_RATE)
+    factor = 1 if before.finetune.model and before.lora.rank is None else 0.1
     return {key: float(f"{rate * factor * 10**lora:.3g}") for key, rate in rates.items()}
 
 

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from nanogpt_hf.config.knobs import knob, loss_term, only_with, only_without
 from nanogpt_hf.config.optimizers import OPTIMIZERS
-from nanogpt_hf.config.schedules import ENDLESS, SCHEDULES, wsd_decay_steps
+from nanogpt_hf.config.schedules import ENDLESS, SCHEDULES
 from nanogpt_hf.config.settings import Setting
 
 # Choices without which nothing reads a knob, where several knobs have the same.
@@ -138,11 +138,10 @@ class OptimSection:
         return tenth_of(self.learning_rate) if stated is None else stated
 
     def longest_warmup(self, end: int) -> int:
-        """The steps before the decay of a schedule that ends at step `end`: the warm-up
-        takes at most all of them, or the rate would fall at once.
+        """The steps before the decay of a schedule that ends at step `end`. A longer warm-up would
+        end in a rate that falls at once.
         """
-        is_wsd = self.schedule == "wsd"
-        return end - wsd_decay_steps(end, self.decay_fraction) if is_wsd else end
+        return end - SCHEDULES[self.schedule].decay_steps(end, self)
 
     def warmup_in(self, max_steps: int) -> int | float:
         """The steps of warm-up in a run of `max_steps`."""

@@ -19,6 +19,9 @@ class Schedule(NamedTuple):
     # The share falls to 0 at optim.decay_steps, where the rate is optim.min_learning_rate. Without
     # an end these knobs are not read, and the rate is this share of the peak.
     ends: bool = True
+    # The number of last steps that the decay takes, from the step at which it ends and the section
+    # `optim`; the warm-up must not reach into them. 0 if the decay follows the warm-up.
+    decay_steps: Callable[[int, Any], int] = lambda end, optim: 0
 
 
 def _progress(step: int, warmup_steps: int | float, end: int) -> float:
@@ -31,14 +34,13 @@ def _cosine(step: int, warmup_steps: int | float, end: int, _: Any) -> float:
     return 0.5 * (1 + math.cos(math.pi * _progress(step, warmup_steps, end)))
 
 
-def wsd_decay_steps(end: int, decay_fraction: float) -> int:
-    """The last steps of all, in which the rate decays after warm-up and stable steps."""
-    return max(1, round(decay_fraction * end))
+def _wsd_decay_steps(end: int, optim: Any) -> int:
+    return max(1, round(optim.decay_fraction * end))
 
 
 def _wsd(step: int, _: int | float, end: int, optim: Any) -> float:
-    decay_steps = wsd_decay_steps(end, optim.decay_fraction)
-    return min(1.0, max(0.0, (end - step) / decay_steps))
+    # Constant until the decay (warm-up, stable, decay).
+    return min(1.0, max(0.0, (end - step) / _wsd_decay_steps(end, optim)))
 
 
 SCHEDULES = {
@@ -47,7 +49,7 @@ SCHEDULES = {
     "linear": Schedule(lambda step, warmup, end, _: 1 - _progress(step, warmup, end)),
     "constant": Schedule(lambda *_: 1.0, ends=False),
     # Hu et al. 2024, arXiv:2404.06395, section 4, with a linear decay
-    "wsd": Schedule(_wsd, "constant, then linear decay at the end"),
+    "wsd": Schedule(_wsd, "constant, then linear decay at the end", decay_steps=_wsd_decay_steps),
     # Vaswani et al. 2017, arXiv:1706.03762, section 5.3, whose warm-up ends at update W + 1
     "inverse_sqrt": Schedule(
         lambda step, warmup, *_: math.sqrt((warmup + 1) / (step + 1)),

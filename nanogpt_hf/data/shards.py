@@ -16,8 +16,8 @@ SHARD_BYTES = 500_000_000
 # A record batch has at least this number of tokens: its header costs little then, and the memory
 # that the writer needs is bounded.
 _RECORD_TOKENS = 2**20
-# A record batch counts its tokens in 32 bits.
-_LARGEST_RECORD = 2**31 - 2
+# A record batch counts its tokens in 31 bits. What is left is for the documents beside the longest.
+_LONGEST_DOCUMENT = 2**31 - 2**23
 
 
 def token_dtype(vocab_size: int) -> type[np.unsignedinteger]:
@@ -62,12 +62,11 @@ class ShardWriter:
 
     def write(self, rows: list[Row]) -> None:
         """Add rows, whose documents are complete. Raises DataError if these are too long."""
-        longest = _LARGEST_RECORD - _RECORD_TOKENS
         for row in rows:
-            if len(row.ids) > longest:
+            if len(row.ids) > _LONGEST_DOCUMENT:
                 raise DataError(
                     f"document {row.document + 1:,} has {len(row.ids):,} tokens, and a document "
-                    f"may have {longest:,}; divide it into several files"
+                    f"may have {_LONGEST_DOCUMENT:,}; divide it into several files"
                 )
         if rows and not self._features:
             from datasets import Features, List, Value

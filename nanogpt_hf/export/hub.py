@@ -26,7 +26,7 @@ from nanogpt_hf.export.login import login, reason_of
 from nanogpt_hf.model.architecture import architecture_on_disk
 from nanogpt_hf.program import program
 from nanogpt_hf.runs.files import redact
-from nanogpt_hf.runs.folder import RunFolder
+from nanogpt_hf.runs.folder import RunFolder, run_of_model
 
 # Seconds that a run waits for its last push: one that is finished, and one that a signal has
 # stopped, which launchers kill after 30.
@@ -74,7 +74,7 @@ def push(
         token = login(repo_id)
         with tempfile.TemporaryDirectory(prefix=".push-", dir=beside) as links:
             place = f'"{repo_id}"' + (f", revision={json.dumps(revision)}" if revision else "")
-            contents = _contents(folder, run or _run_of(folder), Path(links), place)
+            contents = _contents(folder, run or run_of_model(folder), Path(links), place)
             if results is not None:
                 card = folder / "README.md"
                 results = Path(os.path.expanduser(results))
@@ -107,12 +107,6 @@ def push(
         outcome = "nothing was pushed" if isinstance(error, HfHubHTTPError) else outcome
         raise UserError(f"{where}{reason_of(error)}; {outcome}") from error
     return commit.commit_url
-
-
-def _run_of(folder: Path) -> RunFolder | None:
-    """The run whose best/ or final/ a folder is."""
-    run = RunFolder(folder.parent)
-    return run if folder in (run.best, run.final) and run.recipe.is_file() else None
 
 
 def _contents(

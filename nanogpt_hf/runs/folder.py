@@ -293,3 +293,9 @@ class RunFolder:
 def run_folder(name: str, run_dir: str | os.PathLike[str] | None) -> RunFolder:
     """Return the folder of a command's run: runs/`name`, the name of its recipe, by default."""
     return RunFolder(Path(run_dir or Path("runs") / name))
+
+
+def run_of_model(folder: Path) -> RunFolder | None:
+    """Return the run whose best/ or final/ a folder is; None if there is none."""
+    run = RunFolder(folder.parent)
+    return run if folder in (run.best, run.final) and run.recipe.is_file() else None

@@ -11,7 +11,7 @@ from nanogpt_hf.config.unread import read_knobs
 from nanogpt_hf.config.values import RecipeLoader, parse_settings, read_settings
 from nanogpt_hf.errors import ConfigError, DamagedFileError, RunFolderError
 from nanogpt_hf.own_files import reading, warn_once
-from nanogpt_hf.runs.folder import RunFolder
+from nanogpt_hf.runs.folder import RunFolder, run_of_model
 from nanogpt_hf.runs.state import is_fixed
 
 # The last line of a run's recipe: YAML's mark of the end of a document. A file that was cut has not
@@ -65,12 +65,9 @@ def recipe_that_trained(model: str) -> Config | None:
     """Return the recipe of the run that a model folder is in, as its best/ or final/; None for any
     other model, and for a run whose recipe cannot be read.
     """
-    folder = Path(model)
-    run = RunFolder(folder.parent)
-    if folder not in (run.best, run.final) or not run.recipe.is_file():
-        return None
+    run = run_of_model(Path(model))
     try:
-        return read_recipe(run)
+        return run and read_recipe(run)
     except RunFolderError:
         return None
 

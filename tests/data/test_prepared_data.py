@@ -107,7 +107,7 @@ def test_identity_covers_ids_masks_and_ends_of_conversations(tmp_path):
 def test_document_that_no_record_batch_can_hold_is_one_line(tmp_path, monkeypatch):
     """pyarrow would not return from a list of 2³¹ values."""
     monkeypatch.setattr(shards, "_RECORD_TOKENS", 10)
-    monkeypatch.setattr(shards, "_LARGEST_RECORD", 30)
+    monkeypatch.setattr(shards, "_LONGEST_DOCUMENT", 20)
     writer = ShardWriter(tmp_path / "shards")
     for length in (9, 20):
         writer.write([Row(0, np.zeros(length, np.uint16), length)])
