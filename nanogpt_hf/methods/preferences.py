@@ -143,10 +143,10 @@ PREFERENCES = Method(
     objective=lambda config, _: preference_objective(config.align),
     evaluate=evaluate_pairs,
     describe_best=lambda score: f"best loss on held-out pairs {format_number(score, 4)}",
-    score=Score("val/loss", "val loss", "loss on held-out pairs"),
+    score=Score("val/loss", "val loss", "loss on held-out preference pairs"),
     # Each loss has its own scale, which beta and the other weights change.
     scored_by=(*(f"align.{field.name}" for field in fields(AlignSection)), "data.tokenizer"),
-    score_across=Score("val/accuracy", "accuracy", "accuracy on held-out pairs"),
+    score_across=Score("val/accuracy", "accuracy", "accuracy on held-out preference pairs"),
     begin_step=begin_pairs,
     full_blocks=full_answers,
     noun="pairs",
@@ -163,8 +163,8 @@ KTO = replace(
     objective=lambda config, _: kto_objective(config.align),
     evaluate=evaluate_answers,
     describe_best=lambda score: f"best loss on held-out answers {format_number(score, 4)}",
-    score=Score("val/loss", "val loss", "loss on held-out answers"),
-    score_across=Score("val/accuracy", "accuracy", "accuracy on held-out answers"),
+    score=Score("val/loss", "val loss", "loss on held-out labeled answers"),
+    score_across=Score("val/accuracy", "accuracy", "accuracy on held-out labeled answers"),
     begin_step=begin_answers,
     noun="answers",
     # The mismatched pair of an answer is read without a gradient.

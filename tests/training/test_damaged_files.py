@@ -17,7 +17,7 @@ from arguments import argv
 from assertions import copy_at, file_contents
 from nanogpt_hf.commands import main
 from nanogpt_hf.errors import RunFolderError
-from nanogpt_hf.own_files import file_sha256, warn_once
+from nanogpt_hf.own_files import file_sha256, log_once
 from nanogpt_hf.reports import curves
 from nanogpt_hf.runs.find import find_model
 from nanogpt_hf.runs.folder import RunFolder
@@ -283,7 +283,7 @@ def call(capsys, forget_accelerate, monkeypatch):
 
     def call(words: list[str]) -> tuple[int, list[str], list[str]]:
         forget_accelerate()
-        warn_once.cache_clear()
+        log_once.cache_clear()
         capsys.readouterr()
         signal.alarm(SECONDS)
         status = main(words)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from assertions import weights
 from nanogpt_hf.commands import main
 from nanogpt_hf.config.schema import Config, replace_knobs
-from nanogpt_hf.own_files import warn_once
+from nanogpt_hf.own_files import log_once
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.origin import needed_at_resume, origin_of
 
@@ -183,7 +183,7 @@ def test_changed_start_is_refused_where_it_is_read_again(
     capsys.readouterr()
     dry_status = resume("--dry-run")
     dry_line = capsys.readouterr().err.splitlines()[-1:]
-    warn_once.cache_clear()
+    log_once.cache_clear()
     status = resume()
     line = capsys.readouterr().err.splitlines()[-1:]
     assert dry_status == status, (dry_line, line)
