@@ -29,25 +29,29 @@ _DEFAULTS = {
 _LORA_DEFAULTS = {"optim.learning_rate": 6e-4}
 
 
-def rates_after(before: Config, optimizer: str, *, lora: bool) -> dict[str, float]:
+def rates_after(
+    before: Config, optimizer: str, *, lora: bool, muon_scale: str = "original"
+) -> dict[str, float]:
     """The default rates, as knobs, for a model that the run `before` trained: a tenth of those of
     its pretraining, or those of its fine-tuning, and ten times as much for LoRA.
 
-    None after a run of another method, nor for Muon after a run without it: those rates are no
-    measure.
+    None after a run of another method, nor for Muon after a run without it or with another scale
+    of updates, nor a rate of 0: those rates are no measure.
     """
     optim = before.optim
     is_text = recipe_method_of(partial(get_value, before)) is NEXT_TOKEN
-    if not is_text or (optimizer == "muon" and optim.name != "muon"):
+    is_muon = optim.name == "muon"
+    if not is_text or (optimizer == "muon" and not is_muon):
         return {}
     rates = {"optim.learning_rate": optim.learning_rate}
     if optimizer == "muon":
-        rates["optim.muon_learning_rate"] = optim.muon_learning_rate
-    elif optim.name == "muon":
+        if optim.muon_scale == muon_scale:
+            rates["optim.muon_learning_rate"] = optim.muon_learning_rate
+    elif is_muon:
         # Embeddings and vectors had this rate, and may have a higher one than AdamW gives matrices.
         rates["optim.learning_rate"] = min(optim.learning_rate, LARGEST_RATE)
     factor = 1 if before.finetune.model and before.lora.rank is None else 0.1
-    return {key: float(f"{rate * factor * 10**lora:.3g}") for key, rate in rates.items()}
+    return {key: float(f"{rate * factor * 10**lora:.3g}") for key, rate in rates.items() if rate}
 
 
 def finetune_defaults(

@@ -62,6 +62,11 @@ def finetune_config(
         other = {Setting.OTHER_POSITIONS: Setting.OTHER_POSITIONS.value}
         check_settings(recipe_settings(config) | other)
     check_balance(config, base)
+    for key, rate in _rates(start).items():
+        # A method may have a default of its own.
+        if start.before and key not in stated and get_value(config, key) == rate:
+            was = get_value(start.before, key)
+            log_once(f"{key} {rate:g}: the default for a model trained with {was:g}")
     # The recipe of the run folder names the exact commit, so that a resume starts from the same.
     resolved = {"finetune.model": name, "finetune.revision": start.revision}
     if generated:
@@ -94,6 +99,8 @@ class _Start:
     model: str
     revision: str | None
     base: "PreTrainedConfig"
+    # The recipe of the run that trained it, if that is known.
+    before: Config | None
 
 
 def _find_start(recipe: str | None, overrides: Overrides, method: RecipeMethod) -> _Start:
@@ -111,7 +118,7 @@ def _find_start(recipe: str | None, overrides: Overrides, method: RecipeMethod) 
         raise UserError(f"finetune.model: {error}") from None
     revision = stated.get("finetune.revision")
     base, commit = load_base_config(model, revision)
-    return _Start(stated, task, model, commit or revision, base)
+    return _Start(stated, task, model, commit or revision, base, recipe_that_trained(model))
 
 
 def _defaults(found: _Start, method: RecipeMethod) -> dict[str, Any]:
@@ -122,10 +129,6 @@ def _defaults(found: _Start, method: RecipeMethod) -> dict[str, Any]:
     stated, start, base = found.stated, found.model, found.base
     architecture = architecture_of(base)
     positions = base.max_position_embeddings
-    lora = _stated_value(stated, "lora.rank") is not None
-    optimizer = _stated_value(stated, "optim.name") or KNOBS["optim.name"].default
-    before = recipe_that_trained(start)
-    rates = rates_after(before, optimizer, lora=lora) if before else {}
     # A recipe that states more positions than the model has wants blocks that long.
     longest = _stated_value(stated, "model.n_positions") or positions
     block_size = longest if longest > positions else min(positions, _LONGEST_DEFAULT)
@@ -134,19 +137,27 @@ def _defaults(found: _Start, method: RecipeMethod) -> dict[str, Any]:
         block_size=_stated_value(stated, "data.block_size") or block_size,
         max_steps=_stated_value(stated, "train.max_steps"),
         epochs=_stated_value(stated, "train.epochs"),
-        lora=lora,
+        lora=_stated_value(stated, "lora.rank") is not None,
         method=method,
         # A model that has learned without dropout starts worse with it.
         dropout=getattr(base, "dropout", None),
-        rates=rates,
+        rates=_rates(found),
     )
-    for key, rate in rates.items():
-        if before and defaults[key] == rate and key not in stated:
-            was = get_value(before, key)
-            log_once(f"{key} {rate:g}: the default for a model trained with {was:g}")
     defaults["data.tokenizer"] = "gpt2" if start in GPT2_NAMES else start
     defaults["lora.targets"] = list(lora_targets(architecture, base))
     return defaults
+
+
+def _rates(found: _Start) -> dict[str, float]:
+    """The default rates that follow from the run that trained the model."""
+    if found.before is None:
+        return {}
+    optimizer, scale = (
+        _stated_value(found.stated, key) or KNOBS[key].default
+        for key in ("optim.name", "optim.muon_scale")
+    )
+    lora = _stated_value(found.stated, "lora.rank") is not None
+    return rates_after(found.before, optimizer, lora=lora, muon_scale=scale)
 
 
 def _contradictions(config: Config, start: str, base: "PreTrainedConfig") -> list[str]:

@@ -1,5 +1,6 @@
 """The recipe in a run folder: read it, and compare the recipe of a resumed run with it."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -63,13 +64,21 @@ def _check_end(text: str, stated: dict[str, Any]) -> None:
 
 def recipe_that_trained(model: str) -> Config | None:
     """Return the recipe of the run that a model folder is in, as its best/ or final/; None for any
-    other model, and for a run whose recipe cannot be read.
+    other model, and, with a warning, for a run whose recipe cannot be read.
     """
-    run = run_of_model(Path(model))
-    try:
-        return run and read_recipe(run)
-    except RunFolderError:
+    # A Hub id may be named like a folder.
+    if not os.path.isdir(model):
         return None
+    # `.` in best/, and a link to it.
+    for path in (os.path.abspath(model), os.path.realpath(model)):
+        if run := run_of_model(Path(path)):
+            try:
+                return read_recipe(run)
+            except RunFolderError as error:
+                reason = str(error).rpartition("; ")[0]
+                warn_once(f"{reason}; the default rates do not follow from it")
+                return None
+    return None
 
 
 def known_recipe(run: RunFolder) -> Config | None:

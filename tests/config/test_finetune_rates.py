@@ -1,12 +1,17 @@
 """Default learning rates of fine-tuning, after the run that trained the model."""
 
+import shutil
+
 import pytest
 
+from nanogpt_hf.commands import main
 from nanogpt_hf.config.finetune import rates_after
 from nanogpt_hf.config.schema import Config, replace_knobs
+from nanogpt_hf.own_files import log_once
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.recipe import recipe_text, recipe_that_trained
 
+LEARNING_RATE = "optim.learning_rate"
 ADAMW = {"optim.learning_rate": 3e-3}
 MUON = {"optim.name": "muon", "optim.learning_rate": 4e-3, "optim.muon_learning_rate": 0.02}
 TUNED = {"finetune.model": "base", "data.source": "my.txt"}
@@ -26,6 +31,11 @@ TUNED = {"finetune.model": "base", "data.source": "my.txt"}
         (MUON | {"optim.learning_rate": 3e-3}, "adamw", False, {"optim.learning_rate": 3e-4}),
         (MUON | {"optim.learning_rate": 0.02}, "adamw", False, {"optim.learning_rate": 4e-4}),
         (MUON | {"optim.learning_rate": 0.02}, "adamw", True, {"optim.learning_rate": 4e-3}),
+        # of Muon with another scale of updates
+        (MUON | {"optim.muon_scale": "match_rms_adamw"}, "muon", False, {LEARNING_RATE: 4e-4}),
+        # A run that trained nothing.
+        ({LEARNING_RATE: 0.0}, "adamw", False, {}),
+        ({LEARNING_RATE: 0.0} | TUNED, "adamw", True, {}),
         # the rates of another optimizer or method are no measure
         (ADAMW, "muon", False, {}),
         (ADAMW | TUNED | {"align.loss": "dpo"}, "adamw", False, {}),
@@ -36,7 +46,7 @@ def test_rates_after_a_run(before, optimizer, lora, rates):
     assert rates_after(replace_knobs(Config(), before), optimizer, lora=lora) == rates
 
 
-def test_recipe_of_a_model_in_a_run_folder(tmp_path):
+def test_recipe_of_a_model_in_a_run_folder(tmp_path, caplog):
     run = RunFolder(tmp_path / "run")
     for folder in (run.best, run.final, run.checkpoints / "step_1", tmp_path / "model"):
         folder.mkdir(parents=True)
@@ -48,3 +58,39 @@ def test_recipe_of_a_model_in_a_run_folder(tmp_path):
     assert [recipe_that_trained(str(name)) for name in others] == [None] * 5
     run.recipe.write_text("optim: 3")
     assert recipe_that_trained(str(run.best)) is None
+    (line,) = caplog.messages
+    assert line.startswith(f"{run.recipe}: ")
+    assert line.endswith("the default rates do not follow from it")
+
+
+def test_recipe_of_a_model_by_other_names_of_its_folder(tmp_path, monkeypatch):
+    run = RunFolder(tmp_path / "run")
+    run.best.mkdir(parents=True)
+    run.recipe.write_text(recipe_text(replace_knobs(Config(), ADAMW | {"data.source": "my.txt"})))
+    (tmp_path / "link").symlink_to(run.best)
+    (tmp_path / "moved").mkdir()
+    run.final.symlink_to(tmp_path / "moved")
+    monkeypatch.chdir(run.best)
+    for name in (".", "../best/", "../../link", run.final):
+        assert recipe_that_trained(str(name)).optim.learning_rate == 3e-3, name
+    # A Hub id.
+    monkeypatch.chdir(run.path)
+    run.best.rmdir()
+    assert recipe_that_trained("best") is None
+
+
+def test_default_rate_is_a_line_of_a_run_that_is_not_refused(
+    refused, tiny_base, tmp_path, text_file, capsys
+):
+    run = RunFolder(tmp_path / "run")
+    shutil.copytree(tiny_base, run.best)
+    run.recipe.write_text(recipe_text(replace_knobs(Config(), ADAMW | {"data.source": "my.txt"})))
+    words = ["finetune", "--from", str(run.path), "--data", str(text_file)]
+    line = "optim.learning_rate 0.0003: the default for a model trained with 0.003\n"
+    log_once.cache_clear()
+    assert "optim.name" in refused(*words, "--optim.name", "lion")
+    assert main([*words, "--dry-run"]) == 0
+    assert capsys.readouterr().out.count(line) == 1
+    log_once.cache_clear()
+    assert main([*words, "--dry-run", "--optim.learning_rate", "1e-3"]) == 0
+    assert line not in capsys.readouterr().out
