@@ -91,21 +91,29 @@ def with_recorded_steps(config: Config, steps: int | None) -> Config:
     return with_known_steps(config, steps)
 
 
-def change_lines(folder: RunFolder, config: Config) -> list[str]:
-    """The knobs that a resume changes, in lines, and what follows from them for its next step."""
+def change_lines(folder: RunFolder, config: Config, step: int) -> list[str]:
+    """The knobs that a resume at `step` changes, in lines, and what follows from them for its next
+    step.
+    """
     changes = changed_knobs(folder, config)
     lines = [f"changed since the run began: {change}" for change in changes]
     before = known_recipe(folder) if changes else None
     if before is None:
         return lines
-    step = newest_checkpoint(folder).state.step
-    was = _learning_rate(before, step)
-    now = _learning_rate(config, step)
-    # A longer schedule decays later, so the rate may rise.
-    if abs(now - was) > 0.05 * was:
-        lines.append(f"  so the learning rate of the next step is {now:.3g} instead of {was:.3g}")
-    if before.model.dropout and config.train.micro_batch_size != before.train.micro_batch_size:
-        lines.append("  so dropout draws other masks: they follow from the micro-batches")
+    # Without the data, the steps of train.epochs are not counted yet.
+    if config.train.steps_from is None:
+        was = _learning_rate(before, step)
+        now = _learning_rate(config, step)
+        # A longer schedule decays later, so the rate may rise.
+        if abs(now - was) > 0.05 * was:
+            rates = f"{now:.3g} instead of {was:.3g}"
+            lines.append(f"  so the learning rate of the next step is {rates}")
+    # `auto` keeps the size of the run.
+    if config.train.micro_batch_size not in ("auto", before.train.micro_batch_size):
+        lora = before.lora
+        extra = (value for name, value in before.model.extra.items() if "drop" in name)
+        if before.model.dropout or any(extra) or (lora.rank is not None and lora.dropout):
+            lines.append("  so dropout draws other masks: they follow from the micro-batches")
     return lines
 
 
@@ -142,8 +150,8 @@ def check_resume(
     if not decision["resumes"]:
         return [f"{folder.path}: starts at step 0"]
     config = with_recorded_steps(config, decision.get("max_steps"))
-    lines = change_lines(folder, config)
     checkpoint = newest_checkpoint(folder)
+    lines = change_lines(folder, config, checkpoint.state.step)
     method = method_of(config)
     # Without the data, the steps of train.epochs are not counted yet.
     if config.train.epochs is None:

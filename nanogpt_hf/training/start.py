@@ -141,10 +141,6 @@ def _start_or_resume(
     origin = facts["origin"]
     if facts["resumes"]:
         config = with_recorded_steps(config, facts.get("max_steps"))
-        if accelerator.is_main_process:
-            # Only now: steps that follow from the data are known, and with them a warm-up.
-            for line in change_lines(folder, config):
-                logger.info(line)
         origin = needed_at_resume(config, origin)
     run_facts = run_identity(config, data.manifest, origin)
     checkpoint = None
@@ -161,6 +157,10 @@ def _start_or_resume(
         checkpoint = find_checkpoint(accelerator, folder, run_facts)
         check_end(config, folder, checkpoint)
         is_main = accelerator.is_main_process
+        if is_main:
+            # Only now: steps that follow from the data are known, and with them a warm-up.
+            for line in change_lines(folder, config, checkpoint.state.step):
+                logger.info(line)
         resume_problem = method_of(config).resume_problem
         problem = resume_problem(config, folder, data, checkpoint.state) if is_main else None
         raise_on_all_ranks(problem)

@@ -10,6 +10,7 @@ from nanogpt_hf.commands import main
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.schema import Config, get_value, replace_knobs
 from nanogpt_hf.runs.folder import RunFolder
+from nanogpt_hf.runs.recipe import recipe_text
 from nanogpt_hf.runs.state import changing_knobs, is_fixed
 from nanogpt_hf.training.resume import change_lines
 
@@ -198,21 +199,55 @@ def test_starts_of_other_steps_do_not_count(resumed, call):
 
 
 @pytest.mark.parametrize(
-    ("changes", "follows"),
+    ("changes", "left_out", "follows"),
     [
-        ({"train.max_steps": 16}, "learning rate of the next step is 0.0"),
-        ({"optim.learning_rate": 0.5, "optim.min_learning_rate": 0.4}, "is 0.4 instead of 0.0"),
-        ({"train.micro_batch_size": 1}, "dropout draws other masks"),
-        ({"optim.weight_decay": 0.4}, None),
-        ({"train.max_time": "9h"}, None),
+        ({}, {}, None),
+        ({"train.max_steps": 16}, {}, "learning rate of the next step is 0.0"),
+        ({"optim.learning_rate": 0.5, "optim.min_learning_rate": 0.4}, {}, "is 0.4 instead of 0.0"),
+        ({"train.micro_batch_size": 1}, {}, "dropout draws other masks"),
+        ({"optim.weight_decay": 0.4}, {}, None),
+        ({"train.max_time": "9h"}, {}, None),
+        # It keeps the size of the run.
+        ({"optim.weight_decay": 0.4}, {"train.micro_batch_size": "auto"}, None),
+        # The steps are not counted yet, and with them the rates.
+        (
+            {"optim.learning_rate": 0.5, "optim.min_learning_rate": 0.4},
+            {"train.epochs": 2.0},
+            None,
+        ),
     ],
 )
-def test_resume_says_what_follows_for_its_next_step(honest, changes, follows):
-    now = replace_knobs(load_config(honest.recipe), changes)
-    lines = change_lines(honest, now)
+def test_resume_says_what_follows_for_its_next_step(honest, changes, left_out, follows):
+    now = replace_knobs(load_config(honest.recipe), changes | left_out)
+    lines = change_lines(honest, now, step=8)
     assert len(lines) == len(changes) + bool(follows)
     assert not follows or follows in lines[-1]
 
 
-def test_resume_without_a_change_has_no_lines(honest):
-    assert change_lines(honest, load_config(honest.recipe)) == []
+@pytest.mark.parametrize(
+    "dropout",
+    [
+        {"model.dropout": 0.1},
+        {"lora.rank": 2, "lora.dropout": 0.1},
+        {"model.architecture": "llama", "model.extra": {"attention_dropout": 0.1}},
+    ],
+)
+@pytest.mark.parametrize("factor", [0, 1])
+def test_resume_says_that_masks_change_with_any_dropout(tmp_path, dropout, factor):
+    knobs = {key: value * factor if value == 0.1 else value for key, value in dropout.items()}
+    if "model.extra" in knobs:
+        knobs["model.extra"] = {"attention_dropout": 0.1 * factor}
+    before = replace_knobs(Config(), knobs | {"finetune.model": "gpt2", "data.source": "my.txt"})
+    run = RunFolder(tmp_path)
+    run.recipe.write_text(recipe_text(before))
+    lines = change_lines(run, replace_knobs(before, {"train.micro_batch_size": 1}), step=0)
+    assert any("dropout draws other masks" in line for line in lines) == bool(factor)
+
+
+def test_damaged_checkpoint_of_a_resume_with_a_change_is_one_warning(resumed, call, caplog):
+    run = resumed()
+    (run.checkpoint(8) / "state.json").write_text("{")
+    status, out = call("resume {} --train.max_steps 9", run.path)
+    assert status == 0, out
+    assert caplog.text.count("trying an older one") == 1
+    assert caplog.text.count("changed since the run began: train.max_steps: 8 -> 9") == 1
