@@ -16,6 +16,7 @@ from nanogpt_hf.config.settings import KnobSetting
 from nanogpt_hf.config.sources import is_mixture, learns_teacher_alone, sources_of
 from nanogpt_hf.config.stages import stage_problem, stages_of
 from nanogpt_hf.errors import UserError
+from nanogpt_hf.formatting import plural
 
 # The name of a repository on the Hub, user/name, by the Hub's own rules: no -- or .. in it, at most
 # 96 characters, no .git at its end.
@@ -134,6 +135,8 @@ def _schedule_rules(config: Config) -> Rules:
     end = "optim.decay_steps" if optim.decay_steps else "train.max_steps"
     last = optim.decay_steps or train.max_steps
     warmup_steps = optim.warmup_in(train.max_steps)
+    # With train.budget and train.epochs they are known when the run starts, and compared there.
+    knows_steps = train.steps_from is None
     yield (
         "optim.warmup_steps",
         warmup_steps != round(warmup_steps),
@@ -141,16 +144,16 @@ def _schedule_rules(config: Config) -> Rules:
     )
     yield (
         f"optim.warmup_steps {end}",
-        # With train.budget the steps are known when the run starts, and are compared there.
-        train.budget is None and warmup_steps > last,
+        knows_steps and warmup_steps > last,
         f"{warmup_steps} is more than {end} {last}; below 1 it is a share of the steps, such as "
         "0.05",
     )
     longest = optim.longest_warmup(last)
     yield (
         f"optim.warmup_steps optim.decay_fraction {end}",
-        train.budget is None and longest < warmup_steps <= last,
-        f"{warmup_steps} steps of warm-up and {last - longest} of decay are more than {end} "
+        knows_steps and longest < warmup_steps <= last,
+        f"{plural(round(warmup_steps), 'step')} of warm-up and {last - longest} of decay are more "
+        f"than {end} "
         f"{last}: the rate would fall at once; lower optim.warmup_steps or optim.decay_fraction",
     )
     lowest = optim.lowest_learning_rate

@@ -220,6 +220,16 @@ def test_too_long_warm_up_is_one_line_before_anything_is_written(pretrain, sched
     assert not ended.run.path.exists()
 
 
+@pytest.mark.parametrize("knob", ["train.epochs", "train.budget"])
+@pytest.mark.parametrize("schedule", ["cosine", "wsd"])
+def test_warm_up_is_not_compared_with_a_default_number_of_steps(knob, schedule):
+    """Fine-tuning has 500 steps by default, and epochs may be more."""
+    knobs = {"optim.schedule": schedule, "optim.warmup_steps": 450 if schedule == "wsd" else 600}
+    knobs |= {"data.source": "my.txt", knob: "1h" if knob == "train.budget" else 3.0}
+    config = load_config(None, knobs, {"train.max_steps": 500}, "name")
+    assert config.optim.warmup_steps == knobs["optim.warmup_steps"]
+
+
 def test_warm_up_of_fine_tuning_is_a_share_of_few_steps():
     options = {"block_size": 8, "lora": False, "method": NEXT_TOKEN, "dropout": None, "rates": {}}
     steps = finetune_defaults({}, max_steps=None, epochs=None, **options)
