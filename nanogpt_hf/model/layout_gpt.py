@@ -7,6 +7,7 @@ import copy
 import os
 import re
 import shutil
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -228,17 +229,23 @@ class GPT2Files(PreTrainedModel if TYPE_CHECKING else object):
         """Write a plain GPT-2, or our own type if GPT-2 cannot represent the model; the adapters
         alone, if the model has peft's.
 
-        `state_dict` has our names. A new folder is removed if it cannot be written whole.
+        `state_dict` has our names. A new folder is removed if it cannot be written whole, unless it
+        is to be pushed as well.
         """
         folder = os.path.expanduser(save_directory)
         # For a file transformers logs a line, and returns.
         if os.path.lexists(folder) and not os.path.isdir(folder):
             raise FileExistsError(f"{folder}: is no folder, or a link to none; name another")
-        is_new = not os.path.isdir(folder)
+        # Of several processes the main one writes.
+        is_new = kwargs.get("is_main_process", True) and not os.path.isdir(folder)
         try:
             return self._save(folder, state_dict, **kwargs)
         except BaseException:
-            if is_new:
+            if is_new and kwargs.get("push_to_hub"):
+                # A push that fails comes after the last file: the model is whole.
+                with suppress(OSError):
+                    os.rmdir(folder)
+            elif is_new:
                 shutil.rmtree(folder, ignore_errors=True)
             raise
 
@@ -246,4 +253,7 @@ class GPT2Files(PreTrainedModel if TYPE_CHECKING else object):
         if getattr(self, "_hf_peft_config_loaded", False) or not self.config.is_gpt2:
             return super().save_pretrained(folder, state_dict=state_dict, **kwargs)
         weights = self.state_dict() if state_dict is None else state_dict
+        # With FSDP2 accelerate's get_state_dict gives them to the main process alone.
+        if not weights and not kwargs.get("is_main_process", True):
+            return None
         return save_as_gpt2(folder, self.config, weights, self.generation_config, **kwargs)

@@ -253,6 +253,42 @@ def test_model_that_cannot_be_saved_leaves_nothing(
     assert (tmp_path / "old" / "notes").is_file()
 
 
+@pytest.mark.parametrize("is_gpt2", [True, False])
+def test_model_whose_push_is_interrupted_is_kept(tmp_path, monkeypatch, is_gpt2):
+    """The push comes after the last file."""
+    save = GPTForCausalLM._save
+
+    def interrupted(model, folder, state_dict, push_to_hub):
+        save(model, folder, state_dict)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(GPTConfig, "is_gpt2", is_gpt2)
+    monkeypatch.setattr(GPTForCausalLM, "_save", interrupted)
+    model = ours()
+    with pytest.raises(KeyboardInterrupt):
+        model.save_pretrained(tmp_path / "new", push_to_hub=True)
+    saved = GPTForCausalLM.from_pretrained(tmp_path / "new")
+    assert torch.equal(saved.lm_head.weight, model.lm_head.weight)
+
+
+def test_other_processes_write_nothing_and_remove_nothing(tmp_path, monkeypatch):
+    """With FSDP2 accelerate's get_state_dict gives the weights to the main process alone."""
+    model = ours()
+    model.save_pretrained(tmp_path / "new", is_main_process=False, state_dict={})
+    assert list(tmp_path.iterdir()) == []
+    # The main process makes this folder while another one fails.
+    save = GPTForCausalLM._save
+
+    def fail(model, folder, *arguments, **options):
+        save(model, folder, None)
+        raise RuntimeError
+
+    monkeypatch.setattr(GPTForCausalLM, "_save", fail)
+    with pytest.raises(RuntimeError):
+        model.save_pretrained(tmp_path / "new", is_main_process=False)
+    assert (tmp_path / "new" / "model.safetensors").is_file()
+
+
 def test_model_is_not_saved_where_a_file_or_a_dead_link_is_and_tilde_is_home(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
