@@ -238,7 +238,8 @@ class RunFolder:
         resume = f"continue with {program()} resume {shlex.quote(str(self.path))}"
         # The folder that is missing, not the file that was to be written in it.
         for folder in (self.path, self.checkpoints):
-            if not folder.is_dir():
+            # Unlike Path.is_dir, this takes a volume that does not answer for a lost one.
+            if not os.path.isdir(folder):
                 return (
                     f"{path}: cannot be written: {folder} is no folder any more; if its volume is "
                     f"not mounted, mount it and {resume}; if it was removed, train again"

@@ -206,13 +206,13 @@ def run_process(command: list[str], stop: StopRequest) -> int:
     stdout = 2 if sys.stdout is sys.stderr else None
     with ctrl_c_waits():
         process = subprocess.Popen(command, env=environment, stdout=stdout)
-    while process.poll() is None and not stop.reason:
-        time.sleep(0.1)
-    # Ctrl-C has reached the process already. It gets SIGTERM, since a second SIGINT would end it
-    # at once, without a checkpoint.
-    if stop.reason:
-        process.terminate()
     try:
+        while process.poll() is None and not stop.reason:
+            time.sleep(0.1)
+        # Ctrl-C has reached the process already. It gets SIGTERM, since a second SIGINT would end
+        # it at once, without a checkpoint.
+        if stop.reason:
+            process.terminate()
         return process.wait()
     except KeyboardInterrupt:
         # A second Ctrl-C, which has reached the process, too. Its folder stays locked to its end.

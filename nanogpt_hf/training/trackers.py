@@ -7,6 +7,7 @@ import secrets
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,9 @@ def start_trackers(run: Run, start: dict[str, Any]) -> None:
         }
         for name, value in ids.items():
             options.setdefault(name, {})[_RUN_ID[name][0]] = value
-        threading.excepthook = _leave_out_raised_again
+        hook: Any = threading.excepthook
+        if getattr(hook, "func", None) is not _leave_out_raised_again:
+            threading.excepthook = partial(_leave_out_raised_again, hook)
         accelerator.init_trackers(config.tracking.project, init_kwargs=options)
         for tracker in accelerator.trackers:
             # mlflow refuses to change a value of a run that continues.
@@ -78,12 +81,14 @@ def start_trackers(run: Run, start: dict[str, Any]) -> None:
     write_whole(ids_file, json.dumps(ids) + "\n")
 
 
-def _leave_out_raised_again(thrown: threading.ExceptHookArgs) -> None:
-    """Print the error of a thread, unless the thread keeps it for the main thread, which raises it
-    again: TensorBoard's does.
+def _leave_out_raised_again(
+    hook: Callable[[threading.ExceptHookArgs], Any], thrown: threading.ExceptHookArgs
+) -> None:
+    """Hand the error of a thread to `hook`, unless the thread keeps it for the main thread, which
+    raises it again: TensorBoard's does.
     """
     if not thrown.exc_value or thrown.exc_value is not getattr(thrown.thread, "exception", None):
-        threading.__excepthook__(thrown)
+        hook(thrown)
 
 
 def _read_ids(path: Path) -> dict[str, str]:

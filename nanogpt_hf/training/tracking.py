@@ -3,11 +3,15 @@
 import json
 import logging
 import math
+import os
 import shlex
+import socket
+import ssl
 import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
@@ -124,8 +128,15 @@ class Tracking:
             yield
         except OSError as error:
             # An error of the network has no number, or is one of these.
-            if error.errno is None or isinstance(error, ConnectionError | TimeoutError):
+            network = (ConnectionError, TimeoutError, socket.gaierror, ssl.SSLError)
+            if error.errno is None or isinstance(error, network):
                 raise
+            # A tracker may write files of its own elsewhere.
+            name = error.filename
+            if isinstance(name, str | bytes):
+                file = Path(os.path.abspath(os.fsdecode(name)))
+                if not file.is_relative_to(os.path.abspath(self.folder.path)):
+                    raise
             problem = self.folder.write_problem(self.folder.trackers, error)
             raise RunFolderError(problem) from None
 

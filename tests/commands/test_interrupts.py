@@ -241,6 +241,34 @@ with stop_on_signals(message="") as stop:
     assert done.stdout == "received SIGINT 1\n", done.stderr
 
 
+def test_two_ctrl_c_at_once_wait_for_the_run_of_a_sweep(tmp_path):
+    """Both come before the sweep has looked whether it should stop."""
+    run = (
+        "import pathlib, time; pathlib.Path('started').touch(); time.sleep(1); "
+        "pathlib.Path('ended').touch()"
+    )
+    script = f"""
+import os, signal, sys
+from types import SimpleNamespace
+from nanogpt_hf.distributed.signals import stop_on_signals
+from nanogpt_hf.training import sweep
+def twice(seconds):
+    if os.path.exists("started"):
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+sweep.time = SimpleNamespace(sleep=twice)
+with stop_on_signals(message="") as stop:
+    try:
+        sweep.run_process([sys.executable, "-c", {run!r}], stop)
+    except KeyboardInterrupt:
+        print(stop.reason, os.path.exists("ended"))
+"""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    words = [sys.executable, "-c", script]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert done.stdout == "received SIGINT True\n", done.stderr
+
+
 def test_a_terminal_has_the_line_below_its_mark():
     ours, theirs = os.openpty()
     with open(theirs, "wb") as terminal:

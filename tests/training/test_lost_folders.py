@@ -5,11 +5,17 @@ and no new folder that lacks what was in the old one.
 import errno
 import os
 import shutil
+import socket
+import ssl
+from types import SimpleNamespace
 
 import pytest
 
+from nanogpt_hf.errors import RunFolderError
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.training import loop
+from nanogpt_hf.training.trackers import _leave_out_raised_again
+from nanogpt_hf.training.tracking import Tracking
 
 STEPS = {"checkpoint__every": 2, "eval__every": 2, "train__max_steps": 4}
 
@@ -100,3 +106,58 @@ def test_line_of_a_file_that_cannot_be_written(tmp_path, error, reason, remedy):
     run.checkpoint(2).mkdir()
     line = run.write_problem(run.best, error)
     assert line.endswith(f"then continue with nanogpt-hf resume {os.fspath(tmp_path)}")
+
+
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.ENOTCONN, errno.EIO])
+def test_folder_on_a_volume_that_does_not_answer_is_a_lost_one(tmp_path, monkeypatch, number):
+    """Of NFS and FUSE: each question fails, also whether a folder is there."""
+    run = RunFolder(tmp_path)
+    run.checkpoints.mkdir()
+
+    def stat(path, *arguments, **options):
+        raise OSError(number, "x", path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "stat", stat)
+        line = run.write_problem(run.best, OSError(number, "x"))
+    assert line.startswith(f"{run.best}: cannot be written: {tmp_path} is no folder any more")
+
+
+@pytest.mark.parametrize(
+    ("error", "is_of_the_folder"),
+    [
+        (OSError(errno.ENOSPC, "x"), True),
+        (OSError(errno.ENOENT, "x", "run/trackers/events"), True),
+        (OSError(errno.ENOENT, "x", b"run/trackers/events"), True),
+        # a tracker's own file, and the network
+        (OSError(errno.ENOENT, "x", "elsewhere/log.txt"), False),
+        (OSError(errno.ENOENT, "x", "run/../log.txt"), False),
+        (PermissionError(errno.EACCES, "x", "/root/.netrc"), False),
+        (socket.gaierror(-2, "x"), False),
+        (ssl.SSLError(1, "x"), False),
+        (ConnectionRefusedError(errno.ECONNREFUSED, "x"), False),
+        (OSError("x"), False),
+    ],
+)
+def test_error_of_a_tracker_is_of_the_folder_if_it_is_in_there(
+    tmp_path, monkeypatch, error, is_of_the_folder
+):
+    monkeypatch.chdir(tmp_path)
+    run = RunFolder("run")
+    run.checkpoints.mkdir(parents=True)
+    tracking = SimpleNamespace(folder=run)
+    expected = RunFolderError if is_of_the_folder else type(error)
+    with pytest.raises(expected) as caught, Tracking._one_line_for_trackers(tracking):
+        raise error
+    assert is_of_the_folder or caught.value is error
+    assert not is_of_the_folder or str(caught.value).startswith("run/trackers: cannot be written")
+
+
+def test_errors_of_other_threads_have_the_hook_that_was_there(monkeypatch):
+    seen = []
+    kept = ValueError("raised again")
+    thread = SimpleNamespace(exception=kept)
+    for error in (kept, ValueError("another")):
+        thrown = SimpleNamespace(exc_value=error, thread=thread)
+        _leave_out_raised_again(lambda thrown: seen.append(str(thrown.exc_value)), thrown)
+    assert seen == ["another"]
