@@ -13,7 +13,7 @@ _WITH_BETAS = only_with("optim.name", *(n for n, row in OPTIMIZERS.items() if ro
 _WITH_MUON = only_with("optim.name", "muon")
 _WITH_AN_END = only_without("optim.schedule", *ENDLESS)
 
-# Kinds of parameters, for optim.rates and optim.betas.
+# Kinds of parameters, for optim.rates, optim.betas and optim.weight_decays.
 FAMILIES = (
     # The token embedding, and a head that is tied to it.
     "tokens",

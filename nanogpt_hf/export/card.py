@@ -241,7 +241,7 @@ def _score(config: Config, state: TrainState) -> dict[str, Any]:
     if value is not None and score.is_rising:
         # The lowest score is the best.
         value = -value
-    return {"noun": noun, "score": name, "value": value}
+    return {"noun": noun or "documents", "score": name, "value": value}
 
 
 def escape(value: str) -> str:

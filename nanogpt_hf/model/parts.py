@@ -103,7 +103,9 @@ class ModelParts:
         return {name: depth.get(id(p), above) for name, p in model.named_parameters()}
 
     def families(self, model: PreTrainedModel) -> dict[str, str]:
-        """Parameter name -> its kind in optim.rates and optim.betas, or `other`."""
+        """Parameter name -> its kind in optim.rates, optim.betas and optim.weight_decays, or
+        `other`.
+        """
         found: dict[int, str] = {}
 
         def note(family: str, module: nn.Module) -> None:

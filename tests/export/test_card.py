@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -11,8 +12,10 @@ from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.schedules import SCHEDULES
 from nanogpt_hf.config.schema import replace_knobs
 from nanogpt_hf.data.manifest import Manifest, SplitFacts
+from nanogpt_hf.export import card as module
 from nanogpt_hf.export.card import model_card
 from nanogpt_hf.model import GPTConfig
+from nanogpt_hf.runs.metrics import Score
 from nanogpt_hf.runs.state import MeasuredLoss, TrainState
 
 MODEL = GPTConfig(vocab_size=4, n_positions=8, n_embd=8, n_layer=1, n_head=2, bias=False)
@@ -153,3 +156,13 @@ def test_card_states_the_score_of_its_weights(write_recipe, method, fields, expe
     assert found == ([expected] if expected else [])
     assert ("Training has diverged" in text) == (expected == "nan")
     assert ("Not measured." in text) == (expected is None)
+
+
+def test_card_states_a_score_that_names_no_documents(write_recipe, monkeypatch):
+    """Of a method that is not ours."""
+    method = SimpleNamespace(score=Score("val/f1", "f1", "F1 of labels"))
+    monkeypatch.setattr(module, "method_of", lambda config: method)
+    state = TrainState(step=3, evaluated_step=3, score=0.25)
+    text = card_of(load_config(write_recipe()), state=state).text
+    assert "| F1 of labels | 0.2500 on held-out documents (step 3) |" in text
+    assert "| training split | 1 documents, 9,000 tokens |" in text
