@@ -11,7 +11,7 @@ from nanogpt_hf.config.settings import Setting
 from nanogpt_hf.distributed.context_parallel import RING_MACHINES, heads_of, needs_ring
 from nanogpt_hf.distributed.expert_parallel import experts_problem
 from nanogpt_hf.distributed.launch import Launch
-from nanogpt_hf.distributed.pipeline_stages import stages_problem, tiny_model
+from nanogpt_hf.distributed.pipeline_stages import once_per_section, stages_problem, tiny_model
 from nanogpt_hf.distributed.tensor_parallel import splits_of
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.formatting import plural
@@ -20,9 +20,6 @@ from nanogpt_hf.model.build import model_of_run
 from nanogpt_hf.model.checks import check_causal
 from nanogpt_hf.model.experts import experts_of
 from nanogpt_hf.model.recompute import check_level
-
-# Answers of _mixes_by_attention by section: `estimate --gpus` asks for each layout.
-_PROBED: dict[str, bool] = {}
 
 
 def check_layout(config: Config, launch: Launch, model: PreTrainedModel | None = None) -> int:
@@ -171,18 +168,16 @@ def _sizes_problem(config: Config, model: Any, launch: Launch) -> str | None:
     return None
 
 
+@once_per_section
 def _mixes_by_attention(section: ModelSection) -> bool:
     """Whether tokens of a tiny model reach others by attention alone, and not by a convolution or a
     state, which do not know position ids; False if there is no model so small.
     """
-    key = repr(section)
-    if key not in _PROBED:
-        try:
-            check_causal(tiny_model(section), packs=True)
-            _PROBED[key] = True
-        except Exception:
-            _PROBED[key] = False
-    return _PROBED[key]
+    try:
+        check_causal(tiny_model(section), packs=True)
+    except Exception:
+        return False
+    return True
 
 
 def _micro_batches_problem(config: Config, launch: Launch) -> str | None:

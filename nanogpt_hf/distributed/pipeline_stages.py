@@ -17,8 +17,9 @@ forward pass of the model's own class has two uses:
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -28,6 +29,8 @@ from nanogpt_hf.config.schema import ModelSection
 from nanogpt_hf.model.architecture import GPT2, architecture_of, padding_rows
 from nanogpt_hf.model.build import build_config, build_model
 from nanogpt_hf.model.head_gpt import CACHE, Head
+
+Answer = TypeVar("Answer")
 
 
 class Links:
@@ -210,9 +213,32 @@ def own_blocks(blocks: nn.ModuleList) -> list[nn.Module]:
     return [block for block in blocks if not isinstance(block, AbsentBlock)]
 
 
+def once_per_section(
+    probe: Callable[[ModelSection], Answer],
+) -> Callable[[ModelSection], Answer]:
+    """Remember the answer about each section: `estimate --gpus` asks for every layout."""
+    answers: dict[str, Answer] = {}
+
+    @functools.wraps(probe)
+    def remembered(section: ModelSection) -> Answer:
+        key = repr(section)
+        if key not in answers:
+            answers[key] = probe(section)
+        return answers[key]
+
+    return remembered
+
+
 def tiny_model(section: ModelSection) -> PreTrainedModel:
     """A tiny model of the same architecture, with weights large enough that a difference shows."""
     sizes: dict[str, Any] = {"n_head": min(2, section.n_head), "n_embd": 32, "n_positions": 16}
+    # Experts have widths of their own, such as moe_intermediate_size.
+    sizes["extra"] = {
+        name: min(value, 32)
+        if name.endswith("intermediate_size") and isinstance(value, int)
+        else value
+        for name, value in section.extra.items()
+    }
     # A list in model.extra has a value for each block: then their number has to stay.
     if not any(isinstance(value, list) for value in section.extra.values()):
         sizes["n_layer"] = 2
@@ -226,6 +252,7 @@ def tiny_model(section: ModelSection) -> PreTrainedModel:
     return model
 
 
+@once_per_section
 def stages_problem(section: ModelSection) -> str | None:
     """Say why a model of this architecture is not cut into stages, if it is not.
 

@@ -44,7 +44,7 @@ DDP = Launch(2, 2)
 FSDP2 = Launch(2, 2, sharding="fsdp", reshards=True)
 FSDP2_BF16 = replace(FSDP2, precision="bf16")
 LORA: dict[str, Any] = {"lora.rank": "4"}
-CHUNKS = 2**19  # logits: of 8 pairs 8 chunks, of one pair one
+CHUNKS = 2**21  # logits: of 8 pairs 2 chunks, of one pair one
 
 # loss, launch, knobs, micro-batch
 CASES = [
