@@ -132,8 +132,15 @@ ON_GPUS = {
 }
 
 
+# The largest of a kind differ from the others in their number of layers only.
+LARGEST = ("gpt2_774m", "gpt2_1558m")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ON_GPUS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.exhaustive] * (name in LARGEST)) for name in ON_GPUS],
+)
 def test_recipes_for_gpus_are_rehearsed(name, tmp_path):
     file = tmp_path / "figures.json"
     # A rehearsal is not compiled, and a compiled loss holds fewer tensors.
