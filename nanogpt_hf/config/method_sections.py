@@ -125,6 +125,12 @@ class RlSection:
         0,
         read=only_above("rl.updates", 1),
     )
+    clip_high: float | None = knob(
+        None,
+        "clip the importance ratio above 1 to 1 + this (default: rl.clip)",
+        0,
+        read=only_with("rl.clip"),
+    )
     loss: Literal["grpo", "cispo", "gspo"] = knob(
         "grpo",
         "what rl.clip does beyond it: grpo takes a token's gradient away; cispo keeps it, with a "

@@ -25,9 +25,9 @@ TokenLoss = Callable[[slice, Tensor, dict[str, Tensor]], tuple[Tensor, Metrics]]
 _EPSILON = 1e-4
 
 
-# From the ratios r, the advantages and the log-probabilities of tokens, and ε = rl.clip: the gains,
-# whose gradient is followed, and which of them are limited.
-Limit = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+# From the ratios r, the advantages and the log-probabilities of tokens, and the limits of a ratio,
+# 1 - ε and 1 + ε: the gains, whose gradient is followed, and which of them are limited.
+Limit = Callable[[Tensor, Tensor, Tensor, tuple[float, float]], tuple[Tensor, Tensor]]
 
 
 class PolicyLoss(NamedTuple):
@@ -39,18 +39,21 @@ class PolicyLoss(NamedTuple):
     of_answers: bool = False
 
 
-def _grpo(ratio: Tensor, advantage: Tensor, _: Tensor, clip: float) -> tuple[Tensor, Tensor]:
+def _grpo(
+    ratio: Tensor, advantage: Tensor, _: Tensor, limits: tuple[float, float]
+) -> tuple[Tensor, Tensor]:
     # The smaller gain, so that clipping never rewards a step away from the old policy.
     gain = ratio * advantage
-    clipped = ratio.clamp(1 - clip, 1 + clip) * advantage
+    clipped = ratio.clamp(*limits) * advantage
     return torch.minimum(gain, clipped), clipped < gain
 
 
 def _cispo(
-    ratio: Tensor, advantage: Tensor, log_probs: Tensor, clip: float
+    ratio: Tensor, advantage: Tensor, log_probs: Tensor, limits: tuple[float, float]
 ) -> tuple[Tensor, Tensor]:
     # A weight of REINFORCE's gradient: every token keeps a gradient.
-    return ratio.detach().clamp(max=1 + clip) * advantage * log_probs, ratio > 1 + clip
+    _, highest = limits
+    return ratio.detach().clamp(max=highest) * advantage * log_probs, ratio > highest
 
 
 # By rl.loss: the ratios, and what rl.clip does to a ratio that is far from 1.
@@ -107,8 +110,8 @@ def policy_objective(rl: RlSection) -> Objective:
     arXiv:2512.02556), and a mean over all tokens of the step as in DAPO (Yu et al. 2025,
     arXiv:2503.14476). TRL's GRPOTrainer has the same loss. Without `old_log_probs` in the batch
     π_old is π itself: r is 1, and the gradient is REINFORCE's. ε is `rl.clip` (none: no
-    clipping), β is `rl.kl`. Another `rl.loss` has another first term, or one r for all tokens of
-    an answer (LOSSES).
+    clipping), above 1 `rl.clip_high` if it is given, as in DAPO; β is `rl.kl`. Another `rl.loss`
+    has another first term, or one r for all tokens of an answer (LOSSES).
     """
 
     def objective(model: torch.nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Metrics]:
@@ -157,7 +160,8 @@ def _ratio_losses(
         gain = ratio * tokens["advantages"]
     else:
         limit = LOSSES[rl.loss].limit
-        gain, found["clipped"] = limit(ratio, tokens["advantages"], log_probs, rl.clip)
+        limits = (1 - rl.clip, 1 + (rl.clip if rl.clip_high is None else rl.clip_high))
+        gain, found["clipped"] = limit(ratio, tokens["advantages"], log_probs, limits)
     found["losses"] = -gain
     if "reference_log_probs" in tokens:
         found["kl"] = kl_estimate(log_probs, tokens["reference_log_probs"])

@@ -31,9 +31,12 @@ VARIANTS = {
     "temperature": {"temperature": 0.7},
     "scaled": {"scale_advantages": True},
     "clipped": {"clip": 0.1, "updates": 2},
+    "clipped higher": {"clip": 0.1, "clip_high": 0.3, "updates": 2},
     "cispo": {"clip": 0.1, "updates": 2, "loss": "cispo"},
+    "cispo, clipped higher": {"clip": 0.1, "clip_high": 0.3, "updates": 2, "loss": "cispo"},
     "kl": {"kl": 0.3, "clip": 0.2, "updates": 2},
     "gspo": {"clip": 0.1, "updates": 2, "loss": "gspo", "temperature": 0.7},
+    "gspo, clipped lower": {"clip": 0.1, "clip_high": 0.02, "updates": 2, "loss": "gspo"},
     "gspo and kl": {"clip": 0.2, "updates": 2, "loss": "gspo", "kl": 0.3},
     "gspo without a clip": {"updates": 2, "loss": "gspo"},
 }
@@ -67,6 +70,10 @@ def plain_log_probs(model, answers, row, temperature) -> torch.Tensor:
     ids = torch.tensor([prompt + answers.completions.ids[row, :length].tolist()])
     logits = model(ids).logits[0, len(prompt) - 1 : -1] / temperature
     return F.log_softmax(logits, -1)[torch.arange(length), ids[0, len(prompt) :]]
+
+
+def highest_clip(rl) -> float:
+    return rl.clip if rl.clip_high is None else rl.clip_high
 
 
 def full_batch(answers, rl, old, reference) -> dict[str, torch.Tensor]:
@@ -112,10 +119,12 @@ def test_objective_and_gradients_equal_bare_pytorch(answers, variant, chunked, m
         is_gspo = rl.loss == "gspo"
         ratio = log_ratio.mean().exp() if is_gspo else log_ratio.exp()
         gain = ratio * advantage
-        if rl.loss == "cispo":
-            gain = torch.minimum(ratio, torch.tensor(1 + rl.clip)).detach() * advantage * log_probs
-        elif rl.clip is not None:
-            gain = torch.minimum(gain, ratio.clamp(1 - rl.clip, 1 + rl.clip) * advantage)
+        if rl.clip is not None:
+            highest = torch.tensor(1 + highest_clip(rl))
+            if rl.loss == "cispo":
+                gain = torch.minimum(ratio, highest).detach() * advantage * log_probs
+            else:
+                gain = torch.minimum(gain, ratio.clamp(1 - rl.clip, highest) * advantage)
         # A sum over tokens; of gspo over answers, which is then as large as one over tokens.
         size = sum(LENGTHS) / 8
         expected = expected - (gain * size if is_gspo else gain.sum())
@@ -211,7 +220,7 @@ def test_loss_and_gradients_equal_trl(answers, variant, tmp_path, byte_tokenizer
         max_completion_length=5,
         loss_type={"grpo": "dapo", "cispo": "cispo", "gspo": "grpo"}[rl.loss],
         importance_sampling_level="sequence" if rl.loss == "gspo" else "token",
-        epsilon_high=1 + rl.clip if rl.loss == "cispo" else None,
+        epsilon_high=1 + highest_clip(rl) if rl.loss == "cispo" else rl.clip_high,
         temperature=rl.temperature,
         beta=0.0,
         epsilon=1e9 if rl.clip is None else rl.clip,
