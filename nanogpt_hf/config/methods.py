@@ -36,6 +36,8 @@ _POLICY_DEFAULTS = {
     "data.order": "shuffled",
     # TRL's default for GRPO. Small models want a higher one.
     "optim.learning_rate": 1e-6,
+    # As far below the default of fine-tuning as AdamW's rate is.
+    "optim.muon_learning_rate": 3e-5,
     "optim.min_learning_rate": 0.0,
     "optim.schedule": "constant",
     "optim.warmup_steps": 0,
@@ -53,6 +55,7 @@ _PREFERENCE_DEFAULTS = {
     "align.loss": "dpo",
     "data.order": "shuffled",
     "optim.learning_rate": 1e-6,
+    "optim.muon_learning_rate": 3e-5,
     "optim.min_learning_rate": 0.0,
     "optim.schedule": "linear",
     "optim.weight_decay": 0.0,

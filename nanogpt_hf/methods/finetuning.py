@@ -143,6 +143,12 @@ def _defaults(found: _Start, method: RecipeMethod) -> dict[str, Any]:
         dropout=getattr(base, "dropout", None),
         rates=_rates(found),
     )
+    key = "optim.muon_learning_rate"
+    follows_a_run = key in _rates(found) and key not in method.defaults
+    if _value_or_default(stated, "optim.muon_scale") == "match_rms_adamw" and not follows_a_run:
+        # Muon's updates are as large as AdamW's then.
+        rate = _stated_value(stated, "optim.learning_rate")
+        defaults[key] = defaults["optim.learning_rate"] if rate is None else rate
     defaults["data.tokenizer"] = "gpt2" if start in GPT2_NAMES else start
     defaults["lora.targets"] = list(lora_targets(architecture, base))
     return defaults
@@ -152,12 +158,12 @@ def _rates(found: _Start) -> dict[str, float]:
     """The default rates that follow from the run that trained the model."""
     if found.before is None:
         return {}
-    optimizer, scale = (
-        _stated_value(found.stated, key) or KNOBS[key].default
-        for key in ("optim.name", "optim.muon_scale")
+    return rates_after(
+        found.before,
+        _value_or_default(found.stated, "optim.name"),
+        lora=_stated_value(found.stated, "lora.rank") is not None,
+        muon_scale=_value_or_default(found.stated, "optim.muon_scale"),
     )
-    lora = _stated_value(found.stated, "lora.rank") is not None
-    return rates_after(found.before, optimizer, lora=lora, muon_scale=scale)
 
 
 def _contradictions(config: Config, start: str, base: "PreTrainedConfig") -> list[str]:
@@ -221,6 +227,12 @@ def _stated_value(stated: dict[str, Any], key: str) -> Any:
         return convert(KNOBS[key], stated[key])
     except (KeyError, ValueError):
         return None
+
+
+def _value_or_default(stated: dict[str, Any], key: str) -> Any:
+    """Read a stated value, or the default of every recipe."""
+    value = _stated_value(stated, key)
+    return KNOBS[key].default if value is None else value
 
 
 def check_tokenizer(config: Config, base: "PreTrainedConfig") -> str:

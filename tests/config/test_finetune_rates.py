@@ -6,7 +6,9 @@ import pytest
 
 from nanogpt_hf.commands import main
 from nanogpt_hf.config.finetune import rates_after
+from nanogpt_hf.config.methods import NEXT_TOKEN, POLICY, PREFERENCES
 from nanogpt_hf.config.schema import Config, replace_knobs
+from nanogpt_hf.methods.finetuning import finetune_config
 from nanogpt_hf.own_files import log_once
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.recipe import recipe_text, recipe_that_trained
@@ -15,6 +17,7 @@ LEARNING_RATE = "optim.learning_rate"
 ADAMW = {"optim.learning_rate": 3e-3}
 MUON = {"optim.name": "muon", "optim.learning_rate": 4e-3, "optim.muon_learning_rate": 0.02}
 TUNED = {"finetune.model": "base", "data.source": "my.txt"}
+TASK = {"rl.task": "arithmetic", "rl.max_new_tokens": 8}
 
 
 @pytest.mark.parametrize(
@@ -94,3 +97,24 @@ def test_default_rate_is_a_line_of_a_run_that_is_not_refused(
     log_once.cache_clear()
     assert main([*words, "--dry-run", "--optim.learning_rate", "1e-3"]) == 0
     assert line not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("method", "knobs", "rate"),
+    [
+        (NEXT_TOKEN, {}, 2e-3),
+        (NEXT_TOKEN, {"optim.muon_scale": "match_rms_adamw"}, 6e-5),
+        (NEXT_TOKEN, {"optim.muon_scale": "match_rms_adamw", LEARNING_RATE: 1e-4}, 1e-4),
+        (PREFERENCES, {}, 3e-5),
+        (PREFERENCES, {"optim.muon_scale": "match_rms_adamw"}, 1e-6),
+        (POLICY, TASK, 3e-5),
+        (POLICY, TASK | {"optim.muon_scale": "match_rms_adamw"}, 1e-6),
+    ],
+)
+def test_default_rate_of_muon_fits_the_scale_of_its_updates(tiny_base, method, knobs, rate):
+    stated = {"finetune.model": tiny_base, "optim.name": "muon"} | knobs
+    if method is not POLICY:
+        stated["data.source"] = "my.txt"
+    stated = {key: str(value) for key, value in stated.items()}
+    config, _ = finetune_config(None, [*stated.items()], method)
+    assert config.optim.muon_learning_rate == rate
