@@ -4,6 +4,7 @@ and no new folder that lacks what was in the old one.
 
 import errno
 import os
+import shlex
 import shutil
 import socket
 import ssl
@@ -59,7 +60,8 @@ def test_lost_folder_is_one_line_and_is_not_made_again(
     assert ended.status == 2
     assert ended.err.count("\n") == 1
     assert f"cannot be written: {folder} is no folder any more" in ended.line
-    assert f"resume {tmp_path / 'run'}; if it was removed, train again" in ended.line
+    run = shlex.quote(str(tmp_path / "run"))
+    assert f"resume {run}; if it was removed, train again" in ended.line
     assert not folder.is_dir()
     # The remedy of the line.
     if becomes_file:
@@ -105,7 +107,7 @@ def test_line_of_a_file_that_cannot_be_written(tmp_path, error, reason, remedy):
     assert line.endswith("then start again with --overwrite")
     run.checkpoint(2).mkdir()
     line = run.write_problem(run.best, error)
-    assert line.endswith(f"then continue with nanogpt-hf resume {os.fspath(tmp_path)}")
+    assert line.endswith(f"then continue with nanogpt-hf resume {shlex.quote(str(tmp_path))}")
 
 
 @pytest.mark.parametrize("number", [errno.ESTALE, errno.ENOTCONN, errno.EIO])
