@@ -135,8 +135,7 @@ def _schedule_rules(config: Config) -> Rules:
     end = "optim.decay_steps" if optim.decay_steps else "train.max_steps"
     last = optim.decay_steps or train.max_steps
     warmup_steps = optim.warmup_in(train.max_steps)
-    # With train.budget and train.epochs they are known when the run starts, and compared there.
-    knows_steps = train.steps_from is None
+    longest = optim.longest_warmup(last)
     yield (
         "optim.warmup_steps",
         warmup_steps != round(warmup_steps),
@@ -144,17 +143,16 @@ def _schedule_rules(config: Config) -> Rules:
     )
     yield (
         f"optim.warmup_steps {end}",
-        knows_steps and warmup_steps > last,
-        f"{warmup_steps} is more than {end} {last}; below 1 it is a share of the steps, such as "
-        "0.05",
+        # With train.budget and train.epochs the steps are compared when the run starts.
+        train.steps_from is None and warmup_steps > last,
+        f"{warmup_steps} is more than {end} {last}; below 1 it is a share of the steps, like 0.05",
     )
-    longest = optim.longest_warmup(last)
     yield (
         f"optim.warmup_steps optim.decay_fraction {end}",
-        knows_steps and longest < warmup_steps <= last,
+        train.steps_from is None and longest < warmup_steps <= last,
         f"{plural(round(warmup_steps), 'step')} of warm-up and {last - longest} of decay are more "
-        f"than {end} "
-        f"{last}: the rate would fall at once; lower optim.warmup_steps or optim.decay_fraction",
+        f"than {end} {last}: the rate would fall at once; lower optim.warmup_steps or "
+        "optim.decay_fraction",
     )
     lowest = optim.lowest_learning_rate
     yield (

@@ -62,9 +62,8 @@ def finetune_config(
         other = {Setting.OTHER_POSITIONS: Setting.OTHER_POSITIONS.value}
         check_settings(recipe_settings(config) | other)
     check_balance(config, base)
-    for key, rate in _rates(start).items():
-        # A method may have a default of its own.
-        if start.before and key not in stated and get_value(config, key) == rate:
+    for key, rate in start.rates.items():
+        if start.before and key not in stated:
             was = get_value(start.before, key)
             log_once(f"{key} {rate:g}: the default for a model trained with {was:g}")
     # The recipe of the run folder names the exact commit, so that a resume starts from the same.
@@ -99,8 +98,9 @@ class _Start:
     model: str
     revision: str | None
     base: "PreTrainedConfig"
-    # The recipe of the run that trained it, if that is known.
+    # The recipe of the run that trained it, if that is known, and the default rates that follow.
     before: Config | None
+    rates: dict[str, float]
 
 
 def _find_start(recipe: str | None, overrides: Overrides, method: RecipeMethod) -> _Start:
@@ -118,7 +118,18 @@ def _find_start(recipe: str | None, overrides: Overrides, method: RecipeMethod) 
         raise UserError(f"finetune.model: {error}") from None
     revision = stated.get("finetune.revision")
     base, commit = load_base_config(model, revision)
-    return _Start(stated, task, model, commit or revision, base, recipe_that_trained(model))
+    # A method with a rate of its own does not follow that run.
+    follows = "optim.learning_rate" not in method.defaults
+    before = recipe_that_trained(model) if follows else None
+    rates: dict[str, float] = {}
+    if before:
+        rates = rates_after(
+            before,
+            _value_or_default(stated, "optim.name"),
+            lora=_stated_value(stated, "lora.rank") is not None,
+            muon_scale=_value_or_default(stated, "optim.muon_scale"),
+        )
+    return _Start(stated, task, model, commit or revision, base, before, rates)
 
 
 def _defaults(found: _Start, method: RecipeMethod) -> dict[str, Any]:
@@ -141,29 +152,18 @@ def _defaults(found: _Start, method: RecipeMethod) -> dict[str, Any]:
         method=method,
         # A model that has learned without dropout starts worse with it.
         dropout=getattr(base, "dropout", None),
-        rates=_rates(found),
+        rates=found.rates,
     )
-    key = "optim.muon_learning_rate"
-    follows_a_run = key in _rates(found) and key not in method.defaults
-    if _value_or_default(stated, "optim.muon_scale") == "match_rms_adamw" and not follows_a_run:
-        # Muon's updates are as large as AdamW's then.
+    # Muon's updates are as large as AdamW's then.
+    fits_adamw = _value_or_default(stated, "optim.muon_scale") == "match_rms_adamw"
+    if fits_adamw and "optim.muon_learning_rate" not in found.rates:
         rate = _stated_value(stated, "optim.learning_rate")
-        defaults[key] = defaults["optim.learning_rate"] if rate is None else rate
+        defaults["optim.muon_learning_rate"] = (
+            defaults["optim.learning_rate"] if rate is None else rate
+        )
     defaults["data.tokenizer"] = "gpt2" if start in GPT2_NAMES else start
     defaults["lora.targets"] = list(lora_targets(architecture, base))
     return defaults
-
-
-def _rates(found: _Start) -> dict[str, float]:
-    """The default rates that follow from the run that trained the model."""
-    if found.before is None:
-        return {}
-    return rates_after(
-        found.before,
-        _value_or_default(found.stated, "optim.name"),
-        lora=_stated_value(found.stated, "lora.rank") is not None,
-        muon_scale=_value_or_default(found.stated, "optim.muon_scale"),
-    )
 
 
 def _contradictions(config: Config, start: str, base: "PreTrainedConfig") -> list[str]:

@@ -228,7 +228,7 @@ def test_folders_that_a_run_would_remove_are_refused(refused, base, in_process):
     single = "--data text.txt --run-dir sweep/seed=1 --overwrite"
     line = refused(*argv(f"finetune --from sweep/seed=1/best {single}"))
     assert "--run-dir sweep/seed=1: finetune.model sweep/seed=1/best is inside it" in line
-    # Without a recipe that can be read: a warning says so before the refusal of a fine-tuning.
+    # After the fine-tuning, which would warn that this recipe cannot be read.
     Path("sweep/seed=1/recipe.yaml").touch()
     line = refused(*argv(f"sweep --from {base} {words} --sweep-dir sweep/seed=1/best/x"))
     assert "is inside the run" in line

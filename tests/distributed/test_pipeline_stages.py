@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from nanogpt_hf.config.schema import ModelSection
-from nanogpt_hf.distributed.pipeline_stages import Links, ModelStage, split_blocks, stages_problem
+from nanogpt_hf.distributed import pipeline_stages
+from nanogpt_hf.distributed.pipeline_stages import (
+    Links,
+    ModelStage,
+    split_blocks,
+    stages_problem,
+    tiny_model,
+)
 from nanogpt_hf.model.build import build_config, build_model
 from nanogpt_hf.model.head_gpt import CACHE
 
@@ -97,3 +104,19 @@ def test_decoder_is_cut(architecture):
 def test_decoder_that_cannot_be_cut_is_refused():
     # its blocks return tuples
     assert "cannot be cut into stages" in str(stages_problem(section("falcon")))
+
+
+def test_tiny_model_of_a_mixture_has_tiny_experts():
+    widths = {"num_experts": 64, "moe_intermediate_size": 11008}
+    model = tiny_model(section("qwen3_moe", extra=widths))
+    assert model.config.num_experts == 64
+    assert model.num_parameters() < 1_000_000
+
+
+def test_architecture_is_cut_once_for_all_layouts(monkeypatch):
+    built = []
+    monkeypatch.setattr(pipeline_stages, "tiny_model", lambda s: built.append(s) or tiny_model(s))
+    # Sizes that no other test has, since answers are remembered.
+    for width in (48, 48, 64):
+        assert stages_problem(section("llama", n_inner=width)) is None
+    assert [each.n_inner for each in built] == [48, 64]
