@@ -46,7 +46,7 @@ def rates_after(
     rates = {"optim.learning_rate": optim.learning_rate}
     if optimizer == "muon":
         if optim.muon_scale == muon_scale:
-            rates["optim.muon_learning_rate"] = optim.muon_learning_rate
+            rates["optim.muon_learning_rate"] = optim.peak_muon_rate
     elif is_muon:
         # Embeddings and vectors had this rate, and may have a higher one than AdamW gives matrices.
         rates["optim.learning_rate"] = min(optim.learning_rate, LARGEST_RATE)
@@ -63,6 +63,7 @@ def finetune_defaults(
     lora: bool,
     method: RecipeMethod,
     dropout: float | None,
+    muon_scale: str,
     rates: dict[str, float],
 ) -> dict[str, Any]:
     """The defaults of a fine-tuning run, or of one by another method.
@@ -80,6 +81,9 @@ def finetune_defaults(
         sizes["optim.warmup_steps"] = 20 / _DEFAULTS["train.max_steps"]
     defaults = base | _DEFAULTS | sizes | (_LORA_DEFAULTS if lora else {})
     defaults |= rates | method.defaults
+    # The numbers suit the scale `original`; any other one has the default of every recipe.
+    if muon_scale != "original" and "optim.muon_learning_rate" not in rates:
+        defaults["optim.muon_learning_rate"] = None
     if base.get("model.architecture", "gpt2") != "gpt2":
         defaults.pop("model.dropout", None)
     elif dropout is not None:

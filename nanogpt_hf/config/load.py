@@ -50,7 +50,10 @@ def load_config(
     # Shares and values that follow from others become numbers, so that the recorded recipe says
     # what was used.
     if not stage_problem(config):
+        follows = config.optim.muon_learning_rate is None
         config = with_schedule(config)
+        if follows:
+            config = replace(config, unstated=frozenset({"optim.muon_learning_rate"}))
     wrong = set()
     for keys, message in find_conflicts(config):
         if not stated.bad & set(keys):

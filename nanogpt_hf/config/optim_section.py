@@ -28,6 +28,9 @@ FAMILIES = (
 )
 # The kinds that are matrices inside the blocks, which Muon updates.
 MATRIX_FAMILIES = FAMILIES[4:]
+# Jordan et al. 2024 (github.com/KellerJordan/Muon). It suits the update scale `original`, with
+# which a rate does not depend on the size of a matrix.
+_MUON_RATE = 0.02
 # The largest value of a decay of a moment: 1 would never read a gradient.
 LARGEST_BETA = 0.999999
 
@@ -50,10 +53,13 @@ class OptimSection:
     learning_rate: float = knob(
         6e-4, "peak learning rate; with muon, the rate of the parameters that AdamW updates", 0
     )
-    # Jordan et al. 2024 (github.com/KellerJordan/Muon). It suits the update scale `original`, with
-    # which a rate does not depend on the size of a matrix.
-    muon_learning_rate: float = knob(
-        0.02, "Muon's peak learning rate; it follows the same schedule", 0, read=_WITH_MUON
+    muon_learning_rate: float | None = knob(
+        None,
+        "Muon's peak learning rate; it follows the same schedule (default: 0.02, or with "
+        "match_rms_adamw optim.learning_rate)",
+        0,
+        # A recipe may state the number that was the default for all optimizers.
+        read=_WITH_MUON._replace(idle=(_MUON_RATE,)),
     )
     rates: dict[str, Any] = knob(  # noqa: RUF009
         {},
@@ -136,6 +142,14 @@ class OptimSection:
         """The learning rate at the end of the decay: the stated one, or a tenth of the peak."""
         stated = self.min_learning_rate
         return tenth_of(self.learning_rate) if stated is None else stated
+
+    @property
+    def peak_muon_rate(self) -> float:
+        """Muon's peak learning rate: the stated one, or the default of its scale of updates."""
+        if self.muon_learning_rate is not None:
+            return self.muon_learning_rate
+        # These updates are as large as AdamW's: Liu et al. 2025, arXiv:2502.16982, section 2.2.
+        return self.learning_rate if self.muon_scale == "match_rms_adamw" else _MUON_RATE
 
     def longest_warmup(self, end: int) -> int:
         """The steps before the decay of a schedule that ends at step `end`. A longer warm-up would

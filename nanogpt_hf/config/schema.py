@@ -11,7 +11,7 @@ import inspect
 import types
 import typing
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from itertools import groupby
 from types import NoneType
 from typing import Any, Literal
@@ -72,6 +72,8 @@ class Config:
     name: str = "run"
     # What follows from model.depth, for display. It is no part of the recipe.
     derived: tuple[Choice, ...] = ()
+    # Knobs whose value follows from others, since nothing states them.
+    unstated: frozenset[str] = field(default=frozenset(), compare=False)
     # In the recipe of a later stage (config/stages.py): the recipe with all stages, and the first
     # step of this one.
     full_recipe: "Config | None" = None

@@ -87,8 +87,8 @@ def stages_of(config: Config) -> list[Stage]:
 
 
 def with_schedule(config: Config) -> Config:
-    """The recipe with the warm-up and the lowest learning rate of every stage as numbers: a share
-    becomes a number of steps, and null a tenth of the peak.
+    """The recipe with the warm-up, the lowest learning rate and Muon's rate of every stage as
+    numbers: a share becomes a number of steps, and null what follows from the peak.
 
     The recipe must have no `stage_problem`.
     """
@@ -116,7 +116,7 @@ def with_known_steps(config: Config, steps: int) -> Config:
 def _schedule(config: Config) -> dict[str, Any]:
     """The knobs of the schedule that follow from others. One without an end has no lowest rate."""
     optim = config.optim
-    values: dict[str, Any] = {}
+    values: dict[str, Any] = {"optim.muon_learning_rate": optim.peak_muon_rate}
     # Else the number of steps is found when the run starts.
     if config.train.steps_from is None:
         values["optim.warmup_steps"] = optim.warmup_in(config.train.max_steps)

@@ -152,15 +152,9 @@ def _defaults(found: _Start, method: RecipeMethod) -> dict[str, Any]:
         method=method,
         # A model that has learned without dropout starts worse with it.
         dropout=getattr(base, "dropout", None),
+        muon_scale=_value_or_default(stated, "optim.muon_scale"),
         rates=found.rates,
     )
-    # Muon's updates are as large as AdamW's then.
-    fits_adamw = _value_or_default(stated, "optim.muon_scale") == "match_rms_adamw"
-    if fits_adamw and "optim.muon_learning_rate" not in found.rates:
-        rate = _stated_value(stated, "optim.learning_rate")
-        defaults["optim.muon_learning_rate"] = (
-            defaults["optim.learning_rate"] if rate is None else rate
-        )
     defaults["data.tokenizer"] = "gpt2" if start in GPT2_NAMES else start
     defaults["lora.targets"] = list(lora_targets(architecture, base))
     return defaults

@@ -98,7 +98,7 @@ def build_muon(
     """
     inside = matrices(model)
     # A step stacks matrices that are stored alike, so each way to store them has groups of its own.
-    scale = optim.muon_learning_rate / optim.learning_rate
+    scale = optim.peak_muon_rate / optim.learning_rate
     muon_groups: list[dict[str, Any]] = []
     for stored in dict.fromkeys(inside.values()):
         for group in groups:
@@ -151,7 +151,7 @@ def _below_stack(placement: Placement) -> Placement:
 
 def describe(optim: OptimSection) -> str:
     return (
-        f"Muon, learning rate {optim.muon_learning_rate:g}, Nesterov momentum "
+        f"Muon, learning rate {optim.peak_muon_rate:g}, Nesterov momentum "
         f"{optim.muon_momentum:g}, update scale {optim.muon_scale}, for the matrices inside the "
         "blocks"
     )

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from nanogpt_hf.config.load import config_to_yaml, load_config
+from nanogpt_hf.config.optim_section import OptimSection
 from nanogpt_hf.config.schema import SECTIONS, Config
 from nanogpt_hf.config.stages import comparable
 from nanogpt_hf.config.unread import read_knobs
@@ -127,4 +128,22 @@ def changed_knobs(run: RunFolder, config: Config) -> list[str]:
             f"{run.path}: --resume continues the same experiment, but the recipe has "
             f"changed: {'; '.join(other)}"
         )
+    if before:
+        _check_muon_rate(run, before.optim, config)
     return lines
+
+
+def _check_muon_rate(run: RunFolder, before: OptimSection, config: Config) -> None:
+    """Raises RunFolderError if the run had a rate of Muon that the recipe does not state, and that
+    is not the default of its scale: earlier versions had one number for both scales.
+    """
+    key = "optim.muon_learning_rate"
+    now = config.optim
+    follows = before.muon_scale == now.muon_scale == "match_rms_adamw"
+    rate = before.peak_muon_rate
+    if follows and key in config.unstated and rate != before.learning_rate:
+        raise RunFolderError(
+            f"{run.path}: was trained with {key} {rate:g}, which the recipe does not state; its "
+            f"default is optim.learning_rate, {now.learning_rate:g}; to continue as before, set "
+            f"--{key} {rate:g}"
+        )

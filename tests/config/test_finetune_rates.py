@@ -1,4 +1,4 @@
-"""Default learning rates of fine-tuning, after the run that trained the model."""
+"""Default learning rates: of fine-tuning, after the run that trained the model; of Muon."""
 
 import shutil
 
@@ -6,14 +6,23 @@ import pytest
 
 from nanogpt_hf.commands import main
 from nanogpt_hf.config.finetune import rates_after
+from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.methods import NEXT_TOKEN, POLICY, PREFERENCES
-from nanogpt_hf.config.schema import Config, replace_knobs
+from nanogpt_hf.config.schema import Config, knob_values, replace_knobs
+from nanogpt_hf.config.stages import stages_of
+from nanogpt_hf.errors import RunFolderError
 from nanogpt_hf.methods.finetuning import finetune_config
 from nanogpt_hf.own_files import log_once
 from nanogpt_hf.runs.folder import RunFolder
-from nanogpt_hf.runs.recipe import recipe_text, recipe_that_trained
+from nanogpt_hf.runs.recipe import (
+    changed_knobs,
+    read_recipe,
+    recipe_text,
+    recipe_that_trained,
+)
 
 LEARNING_RATE = "optim.learning_rate"
+MUON_RATE = "optim.muon_learning_rate"
 ADAMW = {"optim.learning_rate": 3e-3}
 MUON = {"optim.name": "muon", "optim.learning_rate": 4e-3, "optim.muon_learning_rate": 0.02}
 TUNED = {"finetune.model": "base", "data.source": "my.txt"}
@@ -118,3 +127,68 @@ def test_default_rate_of_muon_fits_the_scale_of_its_updates(tiny_base, method, k
     stated = {key: str(value) for key, value in stated.items()}
     config, _ = finetune_config(None, [*stated.items()], method)
     assert config.optim.muon_learning_rate == rate
+
+
+SCALED = {"optim.name": "muon", "optim.muon_scale": "match_rms_adamw"}
+
+
+@pytest.mark.parametrize(
+    ("knobs", "rate"),
+    [
+        ({}, 0.02),
+        ({"optim.name": "muon"}, 0.02),
+        (SCALED, 6e-4),
+        (SCALED | {LEARNING_RATE: 1e-4}, 1e-4),
+        (SCALED | {MUON_RATE: 0.02}, 0.02),
+        (SCALED | {MUON_RATE: 0.02, LEARNING_RATE: 1e-4}, 0.02),
+        # AdamW does not read the number that was the default.
+        ({MUON_RATE: 0.02}, 0.02),
+    ],
+)
+def test_default_rate_of_muon_in_pretraining_fits_its_scale(knobs, rate):
+    config = load_config(None, {"data.source": "my.txt"} | knobs)
+    assert config.optim.muon_learning_rate == rate
+    # What was resolved stays, whatever the other knobs become.
+    assert config.unstated == (set() if MUON_RATE in knobs else {MUON_RATE})
+    recorded = load_config(None, knob_values(config))
+    assert (recorded.optim, recorded.unstated) == (config.optim, set())
+
+
+def test_default_rate_of_muon_follows_in_each_stage():
+    stages = [
+        {"at": 2, LEARNING_RATE: 1e-4},
+        {"at": 4, "optim.muon_scale": "original"},
+        {"at": 6, MUON_RATE: 3e-5},
+    ]
+    config = load_config(None, {"data.source": "my.txt", "train.stages": stages} | SCALED)
+    rates = [stage.config.optim.muon_learning_rate for stage in stages_of(config)]
+    assert rates == [6e-4, 1e-4, 0.02, 3e-5]
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "line"),
+    [
+        # The default of earlier versions.
+        (SCALED | {MUON_RATE: 0.02}, SCALED, "set --optim.muon_learning_rate 0.02"),
+        (SCALED | {MUON_RATE: 0.02}, SCALED | {MUON_RATE: 0.02}, ""),
+        (SCALED | {MUON_RATE: 0.02}, SCALED | {MUON_RATE: 6e-4}, ""),
+        (SCALED, SCALED, ""),
+        (SCALED, SCALED | {LEARNING_RATE: 1e-4}, ""),
+        ({"optim.name": "muon"}, {"optim.name": "muon"}, ""),
+        ({"optim.name": "muon"}, SCALED, ""),
+        ({}, {}, ""),
+    ],
+)
+def test_resume_does_not_change_to_a_new_default_of_muon(tmp_path, before, now, line):
+    text = {"data.source": "my.txt"}
+    run = RunFolder(tmp_path / "run")
+    run.path.mkdir()
+    run.recipe.write_text(recipe_text(load_config(None, text | before, name="run")))
+    config = load_config(None, text | now, name="run")
+    if line:
+        with pytest.raises(RunFolderError, match=line):
+            changed_knobs(run, config)
+    else:
+        changed_knobs(run, config)
+    # By its own recipe it continues as it began.
+    assert changed_knobs(run, read_recipe(run)) == []
