@@ -25,7 +25,7 @@ from nanogpt_hf.program import program
 from nanogpt_hf.runs.files import write_json
 from nanogpt_hf.runs.find import find_checkpoint, find_run
 from nanogpt_hf.runs.folder import RunFolder, step_of
-from nanogpt_hf.runs.recipe import read_recipe, recipe_differences
+from nanogpt_hf.runs.recipe import read_recipe, read_recipe_to_train, recipe_differences
 from nanogpt_hf.runs.state import KnobChange, is_fixed, knobs_at
 
 _SHOWN = 60  # characters of a text; --json has all
@@ -242,7 +242,7 @@ def run_branch(arguments: Namespace, overrides: Overrides) -> None:
     # The branch has the knobs with which the step was taken, then the ones on the command line.
     checkpoint = read_checkpoint(folder)
     held = as_overrides(_read_at(read_recipe(old), checkpoint.state.history, step - 1))
-    config = read_recipe(old, [*held, *overrides])
+    config = read_recipe_to_train(old, [*held, *overrides])
     changes = recipe_differences(read_recipe(old, held), config)
     if other := [line for line in changes if is_fixed(line) and not line.startswith(_FREE)]:
         raise UserError(

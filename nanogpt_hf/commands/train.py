@@ -43,7 +43,7 @@ from nanogpt_hf.methods.resolve import missing_path, resolve_from_model
 from nanogpt_hf.program import program
 from nanogpt_hf.runs.find import find_run
 from nanogpt_hf.runs.folder import run_folder
-from nanogpt_hf.runs.recipe import read_recipe
+from nanogpt_hf.runs.recipe import read_recipe_to_train
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -175,7 +175,7 @@ def run_resume(arguments: Namespace, overrides: Overrides) -> None:
     that command, for example --train.max_steps 2000; what differs is printed before the first step.
     """
     run = find_run(arguments.run)
-    config = read_recipe(run, overrides)
+    config = read_recipe_to_train(run, overrides)
     # From here on it is the command that began the run, with --resume.
     run_arguments = {"run_dir": run.path, "resume": True, "auto_resume": False, "overwrite": False}
     arguments = Namespace(recipe=str(run.recipe), **vars(arguments) | run_arguments)

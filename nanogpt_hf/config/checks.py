@@ -36,12 +36,18 @@ class Conflict(NamedTuple):
 Rules = Iterator[tuple[str, object, str]]
 
 
-def find_conflicts(config: Config) -> Iterator[Conflict]:
-    """Every rule that `config` breaks, in all its stages."""
-    found = list(_conflicts(config))
+def find_conflicts(config: Config, *, is_recorded: bool = False) -> Iterator[Conflict]:
+    """Every rule that `config` breaks, in all its stages.
+
+    A recipe that a run has recorded met the rules of its time, and others may be newer: it only has
+    to have stages that can be listed.
+    """
+    found = [] if is_recorded else list(_conflicts(config))
     yield from found
     if problem := stage_problem(config):
         yield Conflict(["train.stages", "train.max_steps", "data.source"], problem)
+        return
+    if is_recorded:
         return
     # A later stage repeats most knobs, and so most conflicts. Report a conflict of a stage only if
     # the stage brings it about.

@@ -26,6 +26,8 @@ def load_config(
     overrides: Sequence[tuple[str, str]] | Mapping[str, Any] = (),
     defaults: dict[str, Any] | None = None,
     name: str = "",
+    *,
+    is_recorded: bool = False,
 ) -> Config:
     """Read a recipe, apply `overrides` to it, and check the result. Unstated knobs have `defaults`,
     or the schema's.
@@ -37,6 +39,9 @@ def load_config(
 
     `recipe` is a file, or the name of a shipped recipe such as quickstart. Without a recipe, the
     config has `name`.
+
+    `is_recorded`: the recipe is a run's own, and is read to look at the run, not to train. Rules
+    over several knobs are not applied, since they may be newer than the run.
 
     Raises ConfigError with every problem: unknown keys, wrong types, values out of bounds,
     knobs that nothing reads, values that conflict. A rule over several knobs is not applied if one
@@ -55,7 +60,7 @@ def load_config(
         if follows:
             config = replace(config, unstated=frozenset({"optim.muon_learning_rate"}))
     wrong = set()
-    for keys, message in find_conflicts(config):
+    for keys, message in find_conflicts(config, is_recorded=is_recorded):
         if not stated.bad & set(keys):
             wrong.add(keys[0])
             origin = stated.origins.get(keys[0], stated.source)

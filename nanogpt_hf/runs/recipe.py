@@ -29,13 +29,13 @@ def recipe_text(config: Config) -> str:
 
 
 def read_recipe(run: RunFolder, overrides: Sequence[tuple[str, str]] = ()) -> Config:
-    """Return the run's recipe, with other knobs. Raises RunFolderError, with the remedy, if the
-    file is missing or damaged.
+    """Return the run's recipe, with other knobs, to look at the run: it may break rules that are
+    newer. Raises RunFolderError, with the remedy, if the file is missing or damaged.
     """
     try:
         # A file that was cut is still a recipe, but lacks a section: all are written.
         with reading(run.recipe):
-            config = load_config(run.recipe)
+            config = load_config(run.recipe, is_recorded=True)
             text = read_settings(run.recipe)
             stated = parse_settings(text, RecipeLoader)
             if missing := [name for name in SECTIONS if name not in stated]:
@@ -47,7 +47,15 @@ def read_recipe(run: RunFolder, overrides: Sequence[tuple[str, str]] = ()) -> Co
             f"{reason}; the command that trained the run, with the same recipe and "
             f"knobs and with --run-dir {run.path} --resume, writes it again"
         ) from None
-    return load_config(run.recipe, overrides) if overrides else config
+    return load_config(run.recipe, overrides, is_recorded=True) if overrides else config
+
+
+def read_recipe_to_train(run: RunFolder, overrides: Sequence[tuple[str, str]] = ()) -> Config:
+    """Return the run's recipe, with other knobs, to train with it. Raises ConfigError for the rules
+    that it breaks, and what `read_recipe` raises.
+    """
+    read_recipe(run)
+    return load_config(run.recipe, overrides)
 
 
 def _check_end(text: str, stated: dict[str, Any]) -> None:

@@ -8,13 +8,15 @@ from pathlib import Path
 import filelock
 import pytest
 
+from arguments import argv
 from assertions import column
 from nanogpt_hf.commands import main
 from nanogpt_hf.config.load import config_to_yaml, load_config
-from nanogpt_hf.errors import RunFolderError
+from nanogpt_hf.config.schema import get_value, replace_knobs
+from nanogpt_hf.errors import ConfigError, RunFolderError
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.metrics import read_metrics
-from nanogpt_hf.runs.recipe import read_recipe, recipe_text
+from nanogpt_hf.runs.recipe import read_recipe, read_recipe_to_train, recipe_text
 
 
 @pytest.fixture(scope="module")
@@ -229,6 +231,54 @@ def test_recipe_that_was_cut_in_its_last_section_is_damaged(
     # An editor may leave the last newline out.
     kept = [end] if license else ["\n" + end, end]
     assert whole == ([*kept, "\n", ""] if end else kept)
+
+
+OVERLAP = {"optim.schedule": "wsd", "optim.warmup_steps": 6}
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        OVERLAP,
+        {"train.gradient_groups": 3},
+        {"optim.min_learning_rate": 9.0},
+        {"lora.quantize": "4bit", "lora.merge": True},
+        {"data.format": "chat", "data.tokenizer": "char"},
+        {"data.validation_fraction": 0.0},
+        {"hub.license": "No License"},
+        {"train.stages": [{"at": 3, "optim.min_learning_rate": 9.0}]},
+    ],
+)
+def test_recipe_of_a_run_that_breaks_a_rule_is_read_but_not_trained(tmp_path, write_recipe, broken):
+    """The rule may be newer than the run."""
+    config = replace_knobs(load_config(write_recipe()), broken)
+    run = RunFolder(tmp_path / "run")
+    run.path.mkdir()
+    run.recipe.write_text(recipe_text(config))
+    assert {key: get_value(read_recipe(run), key) for key in broken} == broken
+    seed = [("train.seed", "7")]
+    assert read_recipe(run, seed).train.seed == 7
+    for overrides in ((), seed):
+        with pytest.raises(ConfigError):
+            read_recipe_to_train(run, overrides)
+
+
+def test_commands_look_at_a_run_that_breaks_a_newer_rule(run, tmp_path, refused, capsys):
+    run.recipe.write_text(recipe_text(replace_knobs(read_recipe(run), OVERLAP)))
+    for line in (
+        "report {}",
+        "compare {} --output {out}.png",
+        "verify {} --steps 4:6",
+        "inspect {} --step 2",
+        "sample {} --step 4 --max-new-tokens 2",
+        "evaluate {} --json {out}",
+    ):
+        line = line.replace("{out}", str(tmp_path / "out"))
+        assert main(argv(line, run.path)) == 0, capsys.readouterr()
+        assert "optim.warmup_steps" not in capsys.readouterr().err
+    assert "6 steps of warm-up and 1 of decay" in refused("resume", run.path)
+    # What it says to do helps.
+    assert main(argv("resume {} --dry-run --optim.warmup_steps 2", run.path)) == 0
 
 
 def test_waiting_process_keeps_its_lock_after_a_run_that_was_not_started(tmp_path, monkeypatch):
