@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedConfig, PreTrainedModel
 
 import nanogpt_hf
+from nanogpt_hf import cpu
 from nanogpt_hf.config.method_sections import FinetuneSection
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.distributed import expert_parallel, pipeline
@@ -233,6 +234,8 @@ def _run_on_a_device(replacements: _Replacements, launch: Launch) -> None:
     replacements.replace(nn.Module, "to", lambda module, *_, **__: module)
     replacements.replace(_fully_shard, "_get_device_from_mesh", lambda mesh: DEVICE)
     replacements.replace(FakeTensor, "data_ptr", place_of_data)
+    # The precision is the launch's, whatever the CPU of this machine computes fast.
+    replacements.replace(cpu, "multiplies_bfloat16", lambda: True)
     if not launch.on_cpu:
         # Its type is cpu, so training/build.py and the loss would take it for one.
         replacements.replace(run_build, "write_out_attention", lambda model: None)

@@ -104,6 +104,13 @@ def test_the_largest_stage_is_rehearsed_as_a_recipe_of_its_own(write_recipe):
     assert found.peak > rehearse(replace_knobs(staged, {"train.stages": None}), Launch()).peak
 
 
+def test_a_rehearsal_has_the_precision_of_its_launch_on_any_machine(write_recipe, monkeypatch):
+    config, launch = load_config(write_recipe()), Launch(precision="bf16")
+    found = rehearse(config, launch)
+    monkeypatch.setattr("nanogpt_hf.cpu.multiplies_bfloat16", lambda: False)
+    assert rehearse(config, launch) == found
+
+
 def test_a_rehearsal_finds_a_tensor_on_the_wrong_device(tmp_path, write_recipe, monkeypatch):
     forward = GPTForCausalLM.forward
 
