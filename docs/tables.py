@@ -163,7 +163,9 @@ def _default(knob: dict[str, Any]) -> str:
 def _values(knob: dict[str, Any]) -> str:
     """The types and names that a knob accepts, and its bounds."""
     kinds, low, high = knob["types"], knob["low"], knob["high"]
-    words = [kind for kind in kinds if kind != "null"]
+    numbers = " or ".join(kind for kind in kinds if kind in ("int", "float"))
+    words = [numbers] * bool(numbers)
+    words += [kind for kind in kinds if kind not in ("int", "float", "null")]
     words += [f"`{choice}`" for choice in knob["choices"]]
     if "float" in kinds and low is not None and high is not None:
         words[0] += f" {low:g} to {high:g}"

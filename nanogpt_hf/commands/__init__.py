@@ -230,9 +230,9 @@ def _show_error(message: str, mesh: Mesh, on_all_processes: bool) -> None:
 def main(arguments: list[str]) -> int:
     """Run a command line; return its exit status.
 
-    0: done. 1: another process of the run was lost, or `doctor` found a fault. 2: an error of
-    the user or the machine. 75: stopped by a signal, after saving. Any other exception is a bug,
-    and is raised.
+    0: done. 1: another process of the run was lost, `doctor` found a fault, `verify` a difference,
+    or a run of a sweep failed. 2: an error of the user or the machine. 75: stopped by a signal,
+    after saving. Any other exception is a bug, and is raised.
     """
     log_level = None
     mesh = Mesh()

@@ -219,8 +219,8 @@ def add_evaluate_arguments(parser: ArgumentParser) -> None:
 def run_evaluate(arguments: Namespace, overrides: Overrides) -> None:
     """Measure a model: loss on a text, lm-eval's tasks, pass@k of its answers, the CORE score.
 
-    Under `accelerate launch` the processes share the work; the results do not depend on their
-    number.
+    Several processes (nanogpt-hf launch ... evaluate ...) share the work; their number changes the
+    results by rounding only.
     """
     wanted, knobs = table.asked_for(arguments, overrides)
 

@@ -259,7 +259,9 @@ def run_branch(arguments: Namespace, overrides: Overrides) -> None:
     if new.path.resolve().is_relative_to(old.path.resolve()):
         raise UserError(f"--run-dir {new.path}: is inside {old.path}; choose another")
     if step >= config.train.max_steps:
-        raise UserError(f"--train.max_steps {config.train.max_steps}: is not past step {step}")
+        raise UserError(
+            f"--train.max_steps {config.train.max_steps}: is not past step {step}; give more steps"
+        )
     make_branch(old, checkpoint, new, config)
     for change in changes:
         show(f"changed: {change}")

@@ -83,10 +83,12 @@ def run_prepare(arguments: Namespace, overrides: Overrides) -> None:
 def _add_run_arguments(parser: ArgumentParser, recipe: str, *knobs: str, **meanings: str) -> None:
     """Add the arguments of a command that trains; one that starts from a model needs no recipe."""
     # The model states its own sizes, and the other knobs have defaults.
-    nargs = "?" if "from" in knobs else None
+    from_model = "from" in knobs
+    nargs = "?" if from_model else None
     add_recipe_argument(parser, f"a recipe, for example {recipe}", nargs=nargs)
     add_knobs(parser, *knobs, **meanings)
-    add_option(parser, "--run-dir DIR", "the run folder (default runs/<recipe name>)")
+    without = ", without a recipe runs/<model>-<data>" if from_model else ""
+    add_option(parser, "--run-dir DIR", f"the run folder (default runs/<recipe name>{without})")
     add_flag(parser, "--resume", "continue from the newest checkpoint in the run folder")
     add_flag(parser, "--overwrite", "delete the run that is in the run folder")
     automatic = "--resume if there is a checkpoint, otherwise start from step 0"

@@ -59,7 +59,8 @@ class DataSection:
     )
     max_tokens: int | None = knob(
         None,
-        "read only the first documents of each split, up to this many tokens (default: all)",
+        "read only the first documents, up to this many tokens: of each split, or of both together "
+        "without data.validation_split (default: all)",
         1,
     )
     max_bad_rows: float = knob(

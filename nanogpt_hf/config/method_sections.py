@@ -134,7 +134,7 @@ class RlSection:
     loss: Literal["grpo", "cispo", "gspo"] = knob(
         "grpo",
         "what rl.clip does beyond it: grpo takes a token's gradient away; cispo keeps it, with a "
-        "weight of at most 1 + rl.clip; gspo clips the ratio of a whole answer",
+        "weight of at most 1 + rl.clip_high; gspo clips the ratio of a whole answer",
         read=only_with("rl.clip"),
     )
     kl: float = knob(0.0, "weight of the KL divergence to the model that the run started from", 0)

@@ -193,7 +193,8 @@ def knob_lines(section: str | None = None) -> list[str]:
             names = described["choices"]
             choices = f" [{'|'.join(names)}]" if len(names) > 1 else ""
             value = described["default"]
-            default = "" if value in (None, "") else f" (default {value})"
+            # An empty value sets nothing; the meaning says what holds then.
+            default = "" if value in (None, "", [], {}) else f" (default {value})"
             lines.append(f"  --{key:<32} {described['meaning']}{choices}{default}")
     return lines[1:]
 

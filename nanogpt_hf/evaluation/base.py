@@ -50,7 +50,11 @@ TASKS = Option(
     "lm-eval tasks: names, patterns or YAML files; or rl:NAME, a task of the `rl` command, for "
     "pass@k",
 )
-LIMIT = Option("--limit N", "number of questions per task, the first ones (default: all)", COUNT)
+LIMIT = Option(
+    "--limit N",
+    "number of questions per task, the first ones (default: all; of generated questions 500)",
+    COUNT,
+)
 DATA = Option(
     "--data TEXT",
     "text to measure: a file, folder, URL, data set or prepared data (default: the validation "

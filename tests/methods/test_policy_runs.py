@@ -3,6 +3,8 @@ report what they did.
 """
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from nanogpt_hf.training.tracking import read_metrics
 from policy_runs import policy_trainer, policy_words
 
 pytestmark = pytest.mark.long
+DOCS = Path(__file__).parents[2] / "docs"
 KNOBS = {
     "data.block_size": 64,
     "train.tokens_per_step": 1024,  # 16 sequences: 2 questions × 8 completions
@@ -95,6 +98,24 @@ def test_run_reports_rewards_lengths_entropy_and_pass_rates(plain):
     samples = [event["samples"] for event in events if "samples" in event]
     assert [len(answers) for answers in samples] == [3, 3, 3]
     assert [s["prompt"] for s in samples[0]] == [s["prompt"] for s in samples[-1]]
+
+
+def test_the_pages_list_the_metrics_that_are_logged(full):
+    pages = {name: (DOCS / name).read_text("utf-8") for name in ("alignment.md", "watching.md")}
+    table = pages["alignment.md"].partition("### What to watch")[2].partition("###")[0]
+    rows = re.findall(r"^\| (`.*?) \| (`.*?) \|", table, re.MULTILINE)
+    quoted = re.compile(r"`(.+?)`")
+    listed = {
+        under + name
+        for names, places in rows
+        for name in quoted.findall(names)
+        for under in quoted.findall(places)
+    }
+    common = set(quoted.findall("\n".join(re.findall(r"^\|(.*?)\|", pages["watching.md"], re.M))))
+    # The samples are "examples" there, and the layers are by number here.
+    named = re.compile(r"layers/|val/pass@|samples$").match
+    logged = {name for event in read_metrics(full) for name in event if not named(name)}
+    assert logged - common <= listed <= logged
 
 
 def test_rewards_rise(train):

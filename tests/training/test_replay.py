@@ -73,7 +73,7 @@ def test_branch_has_other_text_rates_and_steps(honest, branch, text_file, tmp_pa
         ("--at 4 --run-dir NEW --model.n_layer 3", "model.n_layer: 2 -> 3"),
         ("--at 4 --run-dir NEW --optim.name muon", "optim.name: adamw -> muon"),
         ("--at 3 --run-dir NEW", "--at 3: STEM has checkpoints of the steps 2, 4, 6, 8"),
-        ("--at 8 --run-dir NEW", "--train.max_steps 8: is not past step 8"),
+        ("--at 8 --run-dir NEW", "--train.max_steps 8: is not past step 8; give more steps"),
         ("--at 4 --run-dir STEM/new", "is inside"),
         ("--at 4 --run-dir NEW --data.dir NEW/data", "one is inside the other"),
     ],
