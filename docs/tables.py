@@ -5,7 +5,7 @@ machines.md, all refused combinations in refusals.md, what may change at a resum
 """
 
 import re
-from itertools import groupby
+from itertools import groupby, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -130,9 +130,9 @@ def recipe_table() -> str:
     """Each recipe with the first sentence of its comment."""
     lines = ["", "| recipe | content |", "|---|---|"]
     for path in sorted((Path(__file__).parents[1] / "recipes").glob("*.yaml")):
-        comment = re.match(r"(#.*\n)+", path.read_text(encoding="utf-8"))[0]
+        comment = takewhile(lambda line: line[:1] == "#", path.read_text("utf-8").splitlines())
         # An indented line is a command.
-        prose = [line for line in comment.splitlines() if not line.startswith("#  ")]
+        prose = [line for line in comment if not line.startswith("#  ")]
         words = " ".join(line.lstrip("# ") for line in prose if line.strip("# "))
         first = re.split(r"[.] (?=[A-Z])|: http", words)[0].rstrip(".")
         lines.append(f"| `{path.stem}` | {first} |")

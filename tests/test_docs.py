@@ -6,17 +6,20 @@ import argparse
 import ast
 import importlib
 import importlib.util
+import inspect
 import re
+import shlex
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import yaml
 
-from nanogpt_hf.commands import COMMANDS, functions_of
+from nanogpt_hf.commands import COMMANDS, functions_of, main
 from nanogpt_hf.commands.arguments import add_help, add_logging_options
 from nanogpt_hf.config.aliases import ALIASES, MACHINE_SETTINGS
-from nanogpt_hf.config.load import load_config
+from nanogpt_hf.config.load import check_knobs, load_config
+from nanogpt_hf.config.names import shipped_recipes
 from nanogpt_hf.config.schema import KNOBS, SECTIONS
 
 ROOT = Path(__file__).parents[1]
@@ -212,3 +215,49 @@ def test_skill_has_what_coding_agents_read_first():
     assert re.fullmatch(r"[a-z0-9-]{1,64}", facts["name"])
     assert 0 < len(facts["description"]) <= 1024
     assert len(text.splitlines()) < 500
+
+
+def commands_of(page: str) -> list[list[str]]:
+    """The words of every command in a page's blocks and rows that begins with the program's name,
+    without its options of `launch`.
+    """
+    page = page.replace("\\\n", " ")
+    lines = re.findall(r"^ *(?:\$ )?(nanogpt-hf .*)$", page, re.MULTILINE)
+    lines += re.findall(r"`(nanogpt-hf [^`]*)`", page)
+    found = []
+    for line in lines:
+        words = shlex.split(line, comments=True)[1:]
+        if words[:1] == ["launch"]:
+            start = next((n for n, word in enumerate(words) if word in COMMANDS and n), None)
+            words = words[start:] if start else []
+        # A name alone, "COMMAND --help" and "evaluate ... --json FILE" are no whole commands.
+        if words[1:] and words[0] in COMMANDS and not {"...", "--help"} & set(words):
+            found.append(words)
+    return found
+
+
+@all_pages
+def test_commands_have_the_options_and_values_that_pages_show(name, monkeypatch, capsys):
+    """Each is parsed as it is written, and its recipe and knobs are resolved; it is not run."""
+
+    def resolve(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None:
+        recipe = getattr(arguments, "recipe", None)
+        if recipe and recipe.strip("[]") != "RECIPE" and not recipe.endswith(".yaml"):
+            assert recipe in shipped_recipes()
+        shipped = shipped_recipes().get(Path(recipe or "").stem)
+        # A model to start from has sizes of its own, which are not here.
+        alone = shipped and not any(key == "finetune.model" for key, _ in overrides)
+        (load_config if alone else check_knobs)(shipped if alone else None, overrides)
+
+    def parts(command: str):
+        add_arguments, run = functions_of(command)
+        if len(inspect.signature(run).parameters) == 1:
+            return add_arguments, lambda arguments: None
+        # A value of a sweep is several.
+        check = resolve if command != "sweep" else lambda arguments, overrides: None
+        return add_arguments, lambda arguments, overrides: check(arguments, overrides)
+
+    monkeypatch.setattr("nanogpt_hf.commands.functions_of", parts)
+    for words in commands_of(TEXTS[name]):
+        if "--optim.learning_rat" not in words:  # a mistake that is shown on purpose
+            assert main(words) == 0, (words, capsys.readouterr().err)

@@ -226,7 +226,8 @@ def _step_rules(config: Config) -> Rules:
     yield (
         "train.gradient_groups train.tokens_per_step train.micro_batch_size",
         not uneven_tree and micro_batches % groups,
-        f"{groups} does not divide the {micro_batches} micro-batches of a step",
+        f"{groups} does not divide the {micro_batches} micro-batches of a step; lower "
+        "train.micro_batch_size, or set other train.tokens_per_step",
     )
     uneven = _uneven_step(config)
     yield "train.tokens_per_step train.micro_batch_size data.block_size", uneven, uneven
@@ -275,7 +276,8 @@ def _rl_rules(config: Config) -> Rules:
         yield (
             f"{knob} train.tokens_per_step data.block_size",
             sequences % size,
-            f"{size} does not divide the {sequences} sequences of a step",
+            f"{size} does not divide the {plural(sequences, 'sequence')} of a step; set a divisor, "
+            "or other train.tokens_per_step",
         )
     # A teacher alone needs no baseline, and nothing that shapes the rewards' part of the loss.
     only_taught = learns_teacher_alone(config)
@@ -296,7 +298,8 @@ def _rl_rules(config: Config) -> Rules:
     yield (
         "rl.max_new_tokens data.block_size",
         rl.max_new_tokens >= block_size,
-        f"{rl.max_new_tokens} leaves no room for a question in data.block_size {block_size}",
+        f"{rl.max_new_tokens} leaves no room for a question in data.block_size {block_size}; lower "
+        "it, or set longer blocks",
     )
 
 

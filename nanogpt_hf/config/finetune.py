@@ -4,8 +4,8 @@ from functools import partial
 from typing import Any
 
 from nanogpt_hf.config.dial import LARGEST_RATE
-from nanogpt_hf.config.methods import NEXT_TOKEN, RecipeMethod, recipe_method_of
-from nanogpt_hf.config.schema import Config, FinetuneSection, get_value
+from nanogpt_hf.config.methods import NEXT_TOKEN, POLICY, RecipeMethod, recipe_method_of
+from nanogpt_hf.config.schema import KNOBS, Config, FinetuneSection, get_value
 
 # They replace the schema's defaults, which are for pretraining from scratch. Recipe and command
 # line override them.
@@ -76,6 +76,10 @@ def finetune_defaults(
         "train.tokens_per_step": method.sequences_per_step * block_size,
         "optim.warmup_steps": min(20, (max_steps or _DEFAULTS["train.max_steps"]) // 10),
     }
+    if method is POLICY:
+        # The rest of a short block is for the question.
+        longest = KNOBS["rl.max_new_tokens"].default
+        sizes["rl.max_new_tokens"] = max(1, min(longest, block_size // 2))
     if epochs is not None:
         # The number of steps is not known yet, and may be small: the same share of it.
         sizes["optim.warmup_steps"] = 20 / _DEFAULTS["train.max_steps"]

@@ -80,6 +80,14 @@ def test_finetune_defaults_without_a_recipe(tiny_base, tmp_path, capsys):
     assert column(run, "samples") == column(repeated, "samples")
 
 
+@pytest.mark.parametrize(("words", "length"), [("", 16), ("--data.block_size 24", 12)])
+def test_answers_leave_half_of_a_short_block_to_the_question(tiny_base, capsys, words, length):
+    """With 256 tokens, the default for long blocks, no run without a recipe could start."""
+    command = f"rl --from {{}} --task arithmetic {words} --dry-run"
+    assert main(argv(command, tiny_base)) == 0
+    assert f"  max_new_tokens: {length}\n" in capsys.readouterr().out
+
+
 @pytest.mark.long
 def test_finetune_from_run_folder_keeps_architecture(run, tmp_path, make_recipe, forget_accelerate):
     recipe = make_recipe(tmp_path / "first.yaml", model__dropout=0.0)

@@ -232,6 +232,7 @@ def test_warm_up_is_not_compared_with_a_default_number_of_steps(knob, schedule):
 
 def test_warm_up_of_fine_tuning_is_a_share_of_few_steps():
     options = {"block_size": 8, "lora": False, "method": NEXT_TOKEN, "dropout": None, "rates": {}}
+    options["muon_scale"] = "original"
     steps = finetune_defaults({}, max_steps=None, epochs=None, **options)
     share = finetune_defaults({}, max_steps=None, epochs=3.0, **options)
     assert steps["optim.warmup_steps"] == 20
