@@ -21,11 +21,14 @@ EXIT_STOPPED = 75  # EX_TEMPFAIL in sysexits.h: start again with --resume to con
 class UserError(Exception):
     """An error that the user can correct.
 
-    The message is one line with the remedy; `main` exits with status 2.
+    The message is one line with the remedy; `main` exits with status 2. A caller who knows another
+    remedy reads `fault`, the message without the one that was given apart.
     """
 
-    def __init__(self, message: object = ""):
-        super().__init__(escape_controls(str(message), lines=True))
+    def __init__(self, message: object = "", remedy: str = ""):
+        self.fault = escape_controls(str(message), lines=True)
+        end = f"; {escape_controls(remedy, lines=True)}" if remedy else ""
+        super().__init__(self.fault + end)
 
 
 class ConfigError(UserError):
@@ -34,6 +37,7 @@ class ConfigError(UserError):
     def __init__(self, problems: Iterable[str]):
         self.problems = [escape_controls(problem, lines=True) for problem in problems]
         end = f"{plural(len(self.problems), 'problem')}; nothing was started."
+        self.fault = self.problems[0]
         Exception.__init__(self, "\n".join([*self.problems, end]))
 
 
@@ -49,7 +53,7 @@ class ChangedError(DataError):
     """
 
     def __init__(self, fault: str, remedy: str, remedy_of_a_run: str):
-        super().__init__(f"{fault}; {remedy}")
+        super().__init__(fault, remedy)
         self.of_a_run = f"{fault}; {remedy_of_a_run}"
 
 

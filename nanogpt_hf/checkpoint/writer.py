@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from nanogpt_hf.checkpoint.files import MODEL, OPTIMIZER, file_names, write_state
 from nanogpt_hf.checkpoint.reader import recovery_advice
 from nanogpt_hf.distributed.full_state import FullState, Tensors, own_weights
-from nanogpt_hf.errors import DivergedError, RunFolderError, Stopped
+from nanogpt_hf.errors import DivergedError, Stopped
 from nanogpt_hf.place import hidden, replaced_folder
 from nanogpt_hf.runs.folder import VERSION, RunFolder
 from nanogpt_hf.runs.state import TrainState
@@ -240,6 +240,6 @@ class CheckpointWriter:
                 f"optim.learning_rate and {recovery_advice(self.run, save.state)}"
             )
         except OSError as error:
-            self._error = RunFolderError(self.run.write_problem(target, error))
+            self._error = self.run.write_error(target, error)
         except Exception as error:
             self._error = error

@@ -121,8 +121,8 @@ def _start_again(run: Run) -> None:
             checkpoints.save(run.model, run.optimizer, run.state)
     except RunFolderError as error:
         # What to do for a run that trains follows there.
-        reason = str(error).partition(";")[0]
-        raise RunFolderError(f"{reason}; correct that, or set TMPDIR to another folder") from None
+        remedy = "correct that, or set TMPDIR to another folder"
+        raise RunFolderError(error.fault, remedy) from None
     run.saved = replace(run.state)
     with _without_lines():
         start_again(run)

@@ -233,16 +233,17 @@ class RunFolder:
                     folder.rmdir()
         self._lock.release()
 
-    def write_problem(self, path: Path, error: BaseException) -> str:
-        """Return why a run that trains cannot write `path`, and what to do, in one line."""
+    def write_error(self, path: Path, error: BaseException) -> RunFolderError:
+        """Return the error of a run that trains and cannot write `path`, with what to do."""
         resume = f"continue with {program()} resume {shlex.quote(str(self.path))}"
         # The folder that is missing, not the file that was to be written in it.
         for folder in (self.path, self.checkpoints):
             # Unlike Path.is_dir, this takes a volume that does not answer for a lost one.
             if not os.path.isdir(folder):
-                return (
-                    f"{path}: cannot be written: {folder} is no folder any more; if its volume is "
-                    f"not mounted, mount it and {resume}; if it was removed, train again"
+                return RunFolderError(
+                    f"{path}: cannot be written: {folder} is no folder any more",
+                    f"if its volume is not mounted, mount it and {resume}; if it was removed, "
+                    "train again",
                 )
         # safetensors and other threads state the number in the message alone.
         found = _ERROR_NUMBER.search(str(error))
@@ -253,7 +254,7 @@ class RunFolder:
             reason = process[0] + reason
         remedy = _REMEDIES.get(number, "correct that")
         again = resume if self.checkpoint_folders() else "start again with --overwrite"
-        return f"{path}: cannot be written: {reason}; {remedy}, then {again}"
+        return RunFolderError(f"{path}: cannot be written: {reason}", f"{remedy}, then {again}")
 
     def checkpoint_folders(self) -> list[Path]:
         """Complete checkpoints, oldest first."""

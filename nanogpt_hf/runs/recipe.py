@@ -42,10 +42,10 @@ def read_recipe(run: RunFolder, overrides: Sequence[tuple[str, str]] = ()) -> Co
                 raise ValueError(f"it has no section {missing[0]}")
             _check_end(text, stated)
     except (ConfigError, DamagedFileError) as error:
-        reason = error.problems[0] if isinstance(error, ConfigError) else error
         raise RunFolderError(
-            f"{reason}; the command that trained the run, with the same recipe and "
-            f"knobs and with --run-dir {run.path} --resume, writes it again"
+            error.fault,
+            "the command that trained the run, with the same recipe and knobs and with --run-dir "
+            f"{run.path} --resume, writes it again",
         ) from None
     return load_config(run.recipe, overrides, is_recorded=True) if overrides else config
 
@@ -84,8 +84,7 @@ def recipe_that_trained(model: str) -> Config | None:
             try:
                 return read_recipe(run)
             except RunFolderError as error:
-                reason = str(error).rpartition("; ")[0]
-                warn_once(f"{reason}; the default rates do not follow from it")
+                warn_once(f"{error.fault}; the default rates do not follow from it")
                 return None
     return None
 
@@ -97,7 +96,7 @@ def known_recipe(run: RunFolder) -> Config | None:
     try:
         return read_recipe(run)
     except RunFolderError as error:
-        warn_once(f"{str(error).rpartition('; ')[0]}; it is written again from this recipe")
+        warn_once(f"{error.fault}; it is written again from this recipe")
         return None
 
 

@@ -20,7 +20,6 @@ from nanogpt_hf.distributed.accelerator import describe_machine, sum_over_ranks
 from nanogpt_hf.distributed.full_state import full_weights
 from nanogpt_hf.distributed.rendezvous import one_line_for_a_lost_process
 from nanogpt_hf.distributed.signals import StopRequest, stop_on_signals
-from nanogpt_hf.errors import RunFolderError
 from nanogpt_hf.evaluation.base import Measure, Subject
 from nanogpt_hf.evaluation.table import load_training_evaluations
 from nanogpt_hf.export.hub import BackgroundPush
@@ -162,7 +161,7 @@ class RunReporter:
                     run.generation_config,
                 )
             except (OSError, SafetensorError) as error:
-                raise RunFolderError(run.folder.write_problem(path, error)) from None
+                raise run.folder.write_error(path, error) from None
         run.accelerator.wait_for_everyone()
 
     @contextlib.contextmanager

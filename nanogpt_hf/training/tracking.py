@@ -25,7 +25,6 @@ from nanogpt_hf.distributed.accelerator import (
     is_deterministic,
     precision_of,
 )
-from nanogpt_hf.errors import RunFolderError
 from nanogpt_hf.formatting import format_duration, format_number, shows_bars
 from nanogpt_hf.methods.run import Evaluated, Run
 from nanogpt_hf.methods.table import method_of
@@ -137,8 +136,7 @@ class Tracking:
                 file = Path(os.path.abspath(os.fsdecode(name)))
                 if not file.is_relative_to(os.path.abspath(self.folder.path)):
                     raise
-            problem = self.folder.write_problem(self.folder.trackers, error)
-            raise RunFolderError(problem) from None
+            raise self.folder.write_error(self.folder.trackers, error) from None
 
     def _append(self, values: dict[str, Any]) -> None:
         state = self.run.state
@@ -150,8 +148,7 @@ class Tracking:
                     file.write(json.dumps(event | values) + "\n")
             except OSError as error:
                 # If a part of the line was written, the resume removes it.
-                problem = self.folder.write_problem(self.folder.metrics, error)
-                raise RunFolderError(problem) from None
+                raise self.folder.write_error(self.folder.metrics, error) from None
 
     def step_done(self) -> None:
         # After a rollback the difference is negative.

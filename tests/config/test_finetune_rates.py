@@ -58,8 +58,9 @@ def test_rates_after_a_run(before, optimizer, lora, rates):
     assert rates_after(replace_knobs(Config(), before), optimizer, lora=lora) == rates
 
 
-def test_recipe_of_a_model_in_a_run_folder(tmp_path, caplog):
-    run = RunFolder(tmp_path / "run")
+@pytest.mark.parametrize("name", ["run", "a; run"])
+def test_recipe_of_a_model_in_a_run_folder(tmp_path, caplog, name):
+    run = RunFolder(tmp_path / name)
     for folder in (run.best, run.final, run.checkpoints / "step_1", tmp_path / "model"):
         folder.mkdir(parents=True)
     config = replace_knobs(Config(), ADAMW | {"data.source": "my.txt"})
@@ -72,7 +73,7 @@ def test_recipe_of_a_model_in_a_run_folder(tmp_path, caplog):
     assert recipe_that_trained(str(run.best)) is None
     (line,) = caplog.messages
     assert line.startswith(f"{run.recipe}: ")
-    assert line.endswith("the default rates do not follow from it")
+    assert line.endswith("got '3'; the default rates do not follow from it")
 
 
 def test_recipe_of_a_model_by_other_names_of_its_folder(tmp_path, monkeypatch):

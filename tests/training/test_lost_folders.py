@@ -100,13 +100,13 @@ def test_lost_folder_of_a_tracker_is_one_line(pretrain, tmp_path, lose):
 def test_line_of_a_file_that_cannot_be_written(tmp_path, error, reason, remedy):
     run = RunFolder(tmp_path)
     run.checkpoints.mkdir()
-    line = run.write_problem(run.best, error)
+    line = str(run.write_error(run.best, error))
     assert line.startswith(f"{run.best}: cannot be written: ")
     assert reason in line
     assert f"; {remedy}" in line
     assert line.endswith("then start again with --overwrite")
     run.checkpoint(2).mkdir()
-    line = run.write_problem(run.best, error)
+    line = str(run.write_error(run.best, error))
     assert line.endswith(f"then continue with nanogpt-hf resume {shlex.quote(str(tmp_path))}")
 
 
@@ -121,7 +121,7 @@ def test_folder_on_a_volume_that_does_not_answer_is_a_lost_one(tmp_path, monkeyp
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "stat", stat)
-        line = run.write_problem(run.best, OSError(number, "x"))
+        line = str(run.write_error(run.best, OSError(number, "x")))
     assert line.startswith(f"{run.best}: cannot be written: {tmp_path} is no folder any more")
 
 

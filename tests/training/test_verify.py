@@ -266,12 +266,12 @@ def test_repeated_progress_is_the_recorded_one(run, first):
 
 def test_full_temporary_folder_is_one_line_of_verify(tmp_path, monkeypatch):
     def full(*arguments, **options):
-        raise RunFolderError("x: cannot be written: No space left; free some, then --overwrite")
+        raise RunFolderError("x;y: cannot be written: No space; left", "free some; --overwrite")
 
     monkeypatch.setattr(replay, "CheckpointWriter", full)
     copy = SimpleNamespace(accelerator=None, folder=RunFolder(tmp_path))
     with pytest.raises(RunFolderError) as caught:
         replay._start_again(copy)
     assert str(caught.value) == (
-        "x: cannot be written: No space left; correct that, or set TMPDIR to another folder"
+        "x;y: cannot be written: No space; left; correct that, or set TMPDIR to another folder"
     )
