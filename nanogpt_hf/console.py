@@ -52,6 +52,7 @@ def show_text(
 
     `is_dim`: for a terminal that `has_styles`.
     """
+    _release()
     shown = escape_controls(text) if sys.stdout.isatty() else text
     # Each part by itself, so that an interruption leaves the terminal as it was.
     shown = f"\x1b[2m{shown}\x1b[22m" if is_dim else shown
@@ -104,10 +105,33 @@ def survive_closed_streams() -> None:
         setattr(sys, name, replaced)
 
 
+# Lines about a command that may still be refused, and their handlers.
+_held: list[tuple["_Console", logging.LogRecord]] = []
+
+
+def _release() -> None:
+    """Print the lines that were held back."""
+    lines = _held[:]
+    _held.clear()
+    for handler, record in lines:
+        handler.write(record)
+
+
 class _Console(logging.Handler):
-    """Writes to the current sys.stdout and sys.stderr, above a progress bar."""
+    """Writes to the current sys.stdout and sys.stderr, above a progress bar.
+
+    A record with `is_notice` waits for the next line or result: a command that is refused before
+    prints its refusal only.
+    """
 
     def emit(self, record: logging.LogRecord) -> None:
+        if getattr(record, "is_notice", False):
+            _held.append((self, record))
+        else:
+            _release()
+            self.write(record)
+
+    def write(self, record: logging.LogRecord) -> None:
         # Here, since --help does without.
         from tqdm import tqdm
 
@@ -141,6 +165,8 @@ def configure_logging(log_level: str | None, rank: int = 0) -> Iterator[None]:
     package.addHandler(handler)
     try:
         yield
+        _release()
     finally:
+        _held.clear()
         package.removeHandler(handler)
         package.setLevel(before)

@@ -98,14 +98,23 @@ def read_json_lines(path: Path, check: Callable[[Any], bool]) -> list[Any]:
 
 
 @cache
-def log_once(message: str, level: int = logging.INFO) -> None:
+def log_once(
+    message: str, level: int = logging.INFO, *, is_notice: bool = False, to_stderr: bool = False
+) -> None:
     """Log a line, once per process: a run reads some of its files several times."""
-    logger.log(level, message)
+    logger.log(level, message, extra={"is_notice": is_notice, "to_stderr": to_stderr})
 
 
 def warn_once(message: str) -> None:
     """Log a warning, once per process."""
     log_once(message, logging.WARNING)
+
+
+def notice_once(message: str, level: int = logging.INFO, *, to_stderr: bool = False) -> None:
+    """Log a line about a command that may still be refused, once per process. The console prints it
+    with the next line of the command, and not before a refusal.
+    """
+    log_once(message, level, is_notice=True, to_stderr=to_stderr)
 
 
 def as_type(value: Any, annotation: Any, name: str = "") -> Any:

@@ -1,7 +1,5 @@
 """Load a recipe and overrides into a checked Config, and write a Config as a recipe."""
 
-import functools
-import logging
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -17,8 +15,7 @@ from nanogpt_hf.config.stages import stage_problem, with_schedule
 from nanogpt_hf.config.stated import COMMAND_LINE, Stated, read_stated
 from nanogpt_hf.config.unread import Unread, read_knobs, unread_knobs
 from nanogpt_hf.errors import ConfigError
-
-logger = logging.getLogger(__name__)
+from nanogpt_hf.own_files import notice_once
 
 
 def load_config(
@@ -140,18 +137,13 @@ def _refused_unread(stated: Stated) -> list[Unread]:
             default = stated.defaults.get(knob.key, KNOBS[knob.key].default)
             stated.values[knob.key] = default
             del stated.origins[knob.key]
-            _announce_left_out(f"{stated.source}{knob.key}: left out, {knob.message}")
+            line = f"{stated.source}{knob.key}: left out, {knob.message}"
+            notice_once(line, to_stderr=True)
             left_out = True
     # Without them other knobs are read: a share of the text that is held out, instead of a split.
     if left_out:
         return _refused_unread(stated)
     return by_overrides + [knob for knob in by_recipe if knob.key in alone]
-
-
-@functools.cache
-def _announce_left_out(line: str) -> None:
-    """Log a line once, however often a command loads the recipe."""
-    logger.info(line, extra={"to_stderr": True})
 
 
 def _dialled(stated: Stated) -> Config:
@@ -204,10 +196,11 @@ def _without_higher_minimum(stated: Stated, config: Config) -> Config:
     above = optim.lowest_learning_rate > optim.learning_rate
     if not (of_recipe and above and "optim.learning_rate" in overriding) or stated.problems:
         return config
-    _announce_left_out(
+    line = (
         f"{stated.source}{key}: left out, {optim.lowest_learning_rate} is above "
         f"optim.learning_rate {optim.learning_rate}; a tenth of that holds"
     )
+    notice_once(line, to_stderr=True)
     return replace_knobs(config, {key: None})
 
 

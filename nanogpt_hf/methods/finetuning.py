@@ -22,7 +22,7 @@ from nanogpt_hf.config.settings import Setting
 from nanogpt_hf.config.stated import Overrides, stated_knobs
 from nanogpt_hf.config.values import convert
 from nanogpt_hf.errors import ConfigError, DataError, UserError
-from nanogpt_hf.own_files import log_once
+from nanogpt_hf.own_files import notice_once
 from nanogpt_hf.program import program
 from nanogpt_hf.runs.find import find_model
 from nanogpt_hf.runs.recipe import recipe_that_trained
@@ -65,7 +65,7 @@ def finetune_config(
     for key, rate in start.rates.items():
         if start.before and key not in stated:
             was = get_value(start.before, key)
-            log_once(f"{key} {rate:g}: the default for a model trained with {was:g}")
+            notice_once(f"{key} {rate:g}: the default for a model trained with {was:g}")
     # The recipe of the run folder names the exact commit, so that a resume starts from the same.
     resolved = {"finetune.model": name, "finetune.revision": start.revision}
     if generated:

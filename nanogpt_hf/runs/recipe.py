@@ -1,5 +1,6 @@
 """The recipe in a run folder: read it, and compare the recipe of a resumed run with it."""
 
+import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ from nanogpt_hf.config.stages import comparable
 from nanogpt_hf.config.unread import read_knobs
 from nanogpt_hf.config.values import RecipeLoader, parse_settings, read_settings
 from nanogpt_hf.errors import ConfigError, DamagedFileError, RunFolderError
-from nanogpt_hf.own_files import reading, warn_once
+from nanogpt_hf.own_files import notice_once, reading
 from nanogpt_hf.runs.folder import RunFolder, run_of_model
 from nanogpt_hf.runs.state import is_fixed
 
@@ -84,7 +85,8 @@ def recipe_that_trained(model: str) -> Config | None:
             try:
                 return read_recipe(run)
             except RunFolderError as error:
-                warn_once(f"{error.fault}; the default rates do not follow from it")
+                line = f"{error.fault}; the default rates do not follow from it"
+                notice_once(line, logging.WARNING)
                 return None
     return None
 
@@ -96,7 +98,8 @@ def known_recipe(run: RunFolder) -> Config | None:
     try:
         return read_recipe(run)
     except RunFolderError as error:
-        warn_once(f"{error.fault}; it is written again from this recipe")
+        line = f"{error.fault}; it is written again from this recipe"
+        notice_once(line, logging.WARNING)
         return None
 
 

@@ -102,11 +102,48 @@ def test_default_rate_is_a_line_of_a_run_that_is_not_refused(
     line = "optim.learning_rate 0.0003: the default for a model trained with 0.003\n"
     log_once.cache_clear()
     assert "optim.name" in refused(*words, "--optim.name", "lion")
+    # What is refused after the model was read.
+    other = RunFolder(tmp_path / "other")
+    other.path.mkdir()
+    other.recipe.touch()
+    for run_dir, reason in ((run.path, "is inside it"), (other.path, "holds a run")):
+        log_once.cache_clear()
+        assert reason in refused(*words, "--run-dir", run_dir)
+    log_once.cache_clear()
     assert main([*words, "--dry-run"]) == 0
     assert capsys.readouterr().out.count(line) == 1
     log_once.cache_clear()
     assert main([*words, "--dry-run", "--optim.learning_rate", "1e-3"]) == 0
     assert line not in capsys.readouterr().out
+    run.recipe.write_text("optim: 3")
+    log_once.cache_clear()
+    assert "is inside it" in refused(*words, "--run-dir", run.path)
+    log_once.cache_clear()
+    assert main([*words, "--dry-run"]) == 0
+    assert "the default rates do not follow from it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("recipe", "override"),
+    [
+        ({"optim__name": "muon", "optim__muon_momentum": 0.9}, ("--optim.name", "adamw")),
+        ({"optim__min_learning_rate": 1e-3}, ("--optim.learning_rate", "1e-4")),
+    ],
+)
+def test_line_of_a_knob_that_is_left_out_is_of_a_run_that_is_not_refused(
+    refused, write_recipe, tmp_path, capsys, recipe, override
+):
+    words = ["pretrain", str(write_recipe(**recipe)), *override]
+    other = RunFolder(tmp_path / "other")
+    other.path.mkdir()
+    other.recipe.touch()
+    log_once.cache_clear()
+    assert "holds a run" in refused(*words, "--run-dir", other.path)
+    log_once.cache_clear()
+    assert main([*words, "--dry-run"]) == 0
+    captured = capsys.readouterr()
+    assert captured.err.count(": left out, ") == 1
+    assert captured.out.endswith("nothing was started\n")
 
 
 @pytest.mark.parametrize(
