@@ -1,7 +1,7 @@
 """Run: what a training run is made of, as one object; results of its steps and evaluations."""
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -20,6 +20,9 @@ from nanogpt_hf.model.build import load_resized
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.state import MeasuredLoss, TrainState
 
+if TYPE_CHECKING:
+    from nanogpt_hf.methods.method import Method
+
 
 @dataclass
 class Run:
@@ -28,6 +31,8 @@ class Run:
     """
 
     config: Config
+    # The kind of training that the recipe chooses: no stage changes it.
+    method: "Method"
     accelerator: Accelerator
     model: torch.nn.Module
     model_config: PreTrainedConfig

@@ -221,7 +221,7 @@ def _compare_tensors(run: Run, folder: RunFolder, bound: float) -> list[str]:
 
 def _evaluate(run: Run) -> dict[str, float]:
     """Evaluate; return the metrics that the run has logged for it."""
-    evaluated = method_of(run.config).evaluate(run, lambda: False)
+    evaluated = run.method.evaluate(run, lambda: False)
     if evaluated is None:
         return {}
     record_evaluation(run, evaluated)

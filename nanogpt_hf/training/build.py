@@ -86,8 +86,10 @@ def build_at(
 
     model = build_model(config, accelerator, data, step)
     placed, optimizer = place_on_devices(model, config, accelerator)
+    method = method_of(config)
     run = Run(
         config=config,
+        method=method,
         accelerator=accelerator,
         model=placed,
         model_config=model.config,
@@ -98,7 +100,7 @@ def build_at(
         ),
         data=data,
         batches=build_batches(config, accelerator, data.train, config.train.min_micro_batch_size),
-        objective=method_of(config).objective(config, data),
+        objective=method.objective(config, data),
         state=TrainState(),
         run_folder=folder,
     )
