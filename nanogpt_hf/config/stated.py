@@ -35,6 +35,8 @@ def _read_recipe(path: Path) -> tuple[dict[str, Any], list[str]]:
     if not os.path.lexists(path):
         near = did_you_mean(path.stem, shipped_recipes())
         raise ConfigError([f"{path}: no such recipe{near}"])
+    if os.path.isfile(path / "recipe.yaml"):
+        raise ConfigError([f"{path}: is a run folder; give its recipe: {path / 'recipe.yaml'}"])
     try:
         tree = parse_settings(read_settings(path), RecipeLoader) or {}
     except (OSError, ValueError) as error:
