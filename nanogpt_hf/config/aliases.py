@@ -20,6 +20,9 @@ _OTHER_NAMES = {
     "model.pad_vocab_to_multiple_of": "make_vocab_size_divisible_by",
     "data.source": "data path data_path file files text dataset dataset_name train_dataset "
     "train_file",
+    # Of a Hub data set, and Megatron-LM's shares.
+    "data.split": "split",
+    "data.validation_fraction": "split",
     "data.text_column": "dataset_text_field text_field",
     "data.tokenizer": "tokenizer_name tokenizer_name_or_path tokenizer_type tokenizer_model",
     "data.dir": "data_cache_path",
@@ -131,8 +134,8 @@ MACHINE_SETTINGS = _inverted(_OF_THE_MACHINE)
 
 
 def suggestion(word: str, candidates: Iterable[str]) -> str:
-    """`; did you mean X?` for the candidate that `word` is called elsewhere, or that is written
-    almost like it; '' without one.
+    """`; did you mean X?` for what `word` is called here, or else for what is written almost like
+    it; '' without one.
 
     Candidates are knobs, sections, options or commands. An option of other programs that describes
     the machine has no candidate here, and the accelerate config is named instead.
@@ -142,10 +145,9 @@ def suggestion(word: str, candidates: Iterable[str]) -> str:
     plain = word.lstrip("-").replace("-", "_").lower()
     # The whole name comes first: `eval.steps` is not `train.steps`.
     for name in (word, plain, last_part(plain)):
-        for alias in ALIASES.get(name, []):
-            for candidate in (alias, f"--{alias}"):
-                if candidate in candidates:
-                    return f"; did you mean {candidate}?"
+        named = [n for alias in ALIASES.get(name, []) for n in (alias, f"--{alias}")]
+        if found := [candidate for candidate in named if candidate in candidates]:
+            return f"; did you mean {' or '.join(found)}?"
         if knobs and name in MACHINE_SETTINGS:
             setting = MACHINE_SETTINGS[name][0]
             return f"; {setting} of an accelerate config sets it: `launch --config_file FILE ...`"
