@@ -261,3 +261,19 @@ def test_commands_have_the_options_and_values_that_pages_show(name, monkeypatch,
     for words in commands_of(TEXTS[name]):
         if "--optim.learning_rat" not in words:  # a mistake that is shown on purpose
             assert main(words) == 0, (words, capsys.readouterr().err)
+
+
+def test_messages_to_look_up_are_messages_of_the_program():
+    """What is between the dots is in a string of the package."""
+    strings = {
+        node.value
+        for path in (ROOT / "nanogpt_hf").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+    rows = re.findall(r"^\| (`.*?) \|", TEXTS["troubleshooting.md"], re.MULTILINE)
+    quoted = [message for row in rows for message in re.findall(r"`(.+?)`", row)]
+    parts = [part.strip(" .") for message in quoted for part in message.split("...")]
+    assert len(quoted) > 9
+    for part in filter(None, parts):
+        assert any(part in string for string in strings), part
