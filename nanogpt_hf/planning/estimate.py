@@ -99,7 +99,6 @@ def estimate(
     micro = config.train.min_micro_batch_size
     # Sequences of a process in a step, which any micro-batch size divides.
     sequences = micro * accumulation
-    per_token = _mean_flops_per_token(config, model)
     size = _size(config, model)
     step = footprint_arguments(config)
 
@@ -113,21 +112,21 @@ def estimate(
     # Experts that a token does not reach, and embeddings that are only looked up, compute nothing.
     active = size.parameters - architecture_of(model).sizes(model.config).idle
     # Sampling takes a time that is not estimated.
-    timed_flops = None if config.rl.task else planned_tokens(config) * per_token
+    timed_flops = None if config.rl.task else planned_tokens(config) * size.flops_per_token
     return Estimate(
         recipe=config.name,
         machine=str(launch),
         vocabulary=vocabulary,
         parameters=size.parameters,
         active=active,
-        trainable=_parameters(model)[1],
+        trainable=size.trainable,
         by_part=_parameters_by_part(model),
         micro_batch_size=micro,
         block_size=config.data.block_size,
         accumulation=accumulation,
         memory=footprint_of(micro, launch),
         useless=useless_checkpointing(model, launch, **one),
-        flops_per_token=per_token,
+        flops_per_token=size.flops_per_token,
         flops=size.flops,
         mfu=mfu,
         devices=_devices(footprint_of, sequences, launch, memory, timed_flops, mfu),
@@ -148,7 +147,9 @@ class Size:
     """What of an `Estimate` needs neither memory nor devices, which take most of its time."""
 
     parameters: int
+    trainable: int
     tokens: int
+    flops_per_token: float
     flops: float
 
 
@@ -164,11 +165,14 @@ def planned_size(config: Config) -> Size:
 def _size(config: Config, model: PreTrainedModel) -> Size:
     method, tokens = method_of(config), planned_tokens(config)
     updates = config.train.max_steps * method.updates(config)
-    flops = tokens * _mean_flops_per_token(config, model)
+    parameters, trainable = _parameters(model)
+    per_token = _mean_flops_per_token(config, model)
     return Size(
-        parameters=_parameters(model)[0],
+        parameters=parameters,
+        trainable=trainable,
         tokens=tokens * method.sequences,
-        flops=flops + kind_of(config.optim).update_flops(model) * updates,
+        flops_per_token=per_token,
+        flops=tokens * per_token + kind_of(config.optim).update_flops(model) * updates,
     )
 
 
