@@ -18,6 +18,7 @@ from nanogpt_hf.methods.finetuning import learned_ids
 from nanogpt_hf.model.architecture import Architecture, Metrics, Objective, architecture_of
 from nanogpt_hf.model.build import load_resized
 from nanogpt_hf.runs.folder import RunFolder
+from nanogpt_hf.runs.origin import check_start_folder
 from nanogpt_hf.runs.state import MeasuredLoss, TrainState
 
 if TYPE_CHECKING:
@@ -65,6 +66,12 @@ class Run:
     def folder(self) -> RunFolder:
         assert self.run_folder is not None, "a run that is only measured has no run folder"
         return self.run_folder
+
+    def check_start_folder(self) -> None:
+        """Raises RunFolderError if the run started from a model in a folder that is gone."""
+        # A run that is only measured has no identity.
+        if origin := (self.state.identity or {}).get("origin"):
+            check_start_folder(self.folder, self.config.finetune.model, origin)
 
     @property
     def pipeline(self) -> Pipeline | None:
@@ -114,6 +121,7 @@ def start_model_of(run: Run) -> PreTrainedModel:
     if run.start_model is None:
         config = run.config
         assert config.finetune.model is not None, "a method that compares with it requires one"
+        run.check_start_folder()
         model = load_resized(config, run.data.vocab_size, learned_ids(config, run.data))
         run.start_model = model.to(run.accelerator.device).requires_grad_(False)
     return run.start_model

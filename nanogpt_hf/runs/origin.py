@@ -4,19 +4,25 @@ that it starts from, and that model's tokenizer; as digests of their files.
 
 import hashlib
 import json
+import os
 import re
+import shlex
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from nanogpt_hf.config.schema import Config
+from nanogpt_hf.errors import RunFolderError
 from nanogpt_hf.own_files import file_sha256, read_json, reading
+from nanogpt_hf.program import program
+from nanogpt_hf.runs.folder import RunFolder
 
 # Fields of a config.json that change no number of the model.
 _NAMES = {"_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version"}
 # Files with weights; a folder with files of the first pattern is read without the second.
 _WEIGHTS = ("model*.safetensors", "pytorch_model*.bin")
 START_WEIGHTS = "finetune.model: weights"
+_START_CONFIG = "finetune.model: config.json"
 _TOKENIZER = ("tokenizer*", "chat_template*", "vocab.*", "merges.txt", "special_tokens_map.json")
 
 
@@ -32,7 +38,7 @@ def origin_of(config: Config, *, resumes: bool) -> dict[str, str]:
     found: dict[str, str] = {}
     if not finetune.model or not Path(finetune.model).is_dir():
         return found
-    found["finetune.model: config.json"] = config_digest(Path(finetune.model) / "config.json")
+    found[_START_CONFIG] = config_digest(Path(finetune.model) / "config.json")
     if _reads_weights(config) or (config.align.loss and not resumes):
         found |= weights_of(finetune.model)
     # Only methods that read questions or pairs tokenize during the run: text is prepared before.
@@ -66,8 +72,23 @@ def weights_of(model: str) -> dict[str, str]:
     return {START_WEIGHTS: _files_digest(folder, patterns)}
 
 
+def check_start_folder(run: RunFolder, model: str | None, origin: dict[str, str]) -> None:
+    """Raises RunFolderError if a run that trains has started from a model in a folder, which is
+    gone: on the Hub, a stranger may own a repository of its name.
+    """
+    if model and _START_CONFIG in origin and not os.path.isdir(model):
+        raise RunFolderError(
+            f"finetune.model {model}: the folder that the run started from is gone",
+            f"put it back, then continue with {program()} resume {shlex.quote(str(run.path))}",
+        )
+
+
 def changes_of_origin(before: dict[str, str], now: dict[str, str]) -> list[str]:
-    """A line for each digest of `now` that was another one before."""
+    """A line for each digest of `now` that was another one before, or for a start model that is no
+    folder any more.
+    """
+    if _START_CONFIG in before and _START_CONFIG not in now:
+        return ["finetune.model: was a folder, which is gone"]
     return [
         short_digests(f"{name} changed: {before[name]} -> {digest}")
         for name, digest in now.items()

@@ -185,6 +185,7 @@ def start_again(run: Run) -> None:
     unfrozen or a stage begins at its step, or because the loss has spiked; then the data since it
     is skipped.
     """
+    run.check_start_folder()
     before = run.state
     accelerator = run.accelerator
     given = run.objective if run.objective is not run.recipe_objective else None

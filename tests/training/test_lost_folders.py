@@ -12,8 +12,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from nanogpt_hf.checkpoint.reader import read_checkpoint
+from nanogpt_hf.commands import main
 from nanogpt_hf.errors import RunFolderError
 from nanogpt_hf.runs.folder import RunFolder
+from nanogpt_hf.runs.state import differences
 from nanogpt_hf.training import loop
 from nanogpt_hf.training.trackers import _leave_out_raised_again
 from nanogpt_hf.training.tracking import Tracking
@@ -69,6 +72,42 @@ def test_lost_folder_is_one_line_and_is_not_made_again(
     shutil.move(tmp_path / "moved", folder)
     if RunFolder(tmp_path / "run").checkpoint_folders():
         assert pretrain("--resume", **STEPS).status == 0
+
+
+@pytest.mark.long
+def test_lost_folder_of_the_start_model_is_not_looked_up_on_the_hub(
+    tiny_base, text_file, tmp_path, lose, capsys, monkeypatch, forget_accelerate
+):
+    monkeypatch.chdir(tmp_path)
+    # Also the name of a repository on the Hub.
+    shutil.copytree(tiny_base, "start")
+    lose(3, lambda: shutil.move("start", "moved"))
+    knobs = {
+        "finetune.freeze_layers": 1,
+        "finetune.unfreeze_every": 4,
+        "train.max_steps": 5,
+        "train.tokens_per_step": 64,
+        "train.micro_batch_size": 1,
+        "data.block_size": 32,
+        "eval.tokens": 64,
+        "data.dir": "data",
+    }
+    options = [word for key, value in knobs.items() for word in (f"--{key}", str(value))]
+    words = ["finetune", "--from", "start", "--data", str(text_file), "--run-dir", "run", *options]
+    assert main(words) == 2
+    captured = capsys.readouterr()
+    assert captured.err == (
+        "finetune.model start: the folder that the run started from is gone; put it back, then "
+        "continue with nanogpt-hf resume run\n"
+    )
+    assert "from the Hub" not in captured.out
+    # A model of that name on the Hub is not what the run started from.
+    before = read_checkpoint(RunFolder("run").checkpoint(4)).state.identity
+    line = "finetune.model: was a folder, which is gone"
+    assert differences(before, before | {"origin": {}}) == [line]
+    shutil.move("moved", "start")
+    forget_accelerate()
+    assert main(["resume", "run"]) == 0
 
 
 @pytest.mark.long
