@@ -7,6 +7,7 @@ import ast
 import importlib
 import importlib.util
 import inspect
+import json
 import re
 import shlex
 from pathlib import Path
@@ -277,3 +278,15 @@ def test_messages_to_look_up_are_messages_of_the_program():
     assert len(quoted) > 9
     for part in filter(None, parts):
         assert any(part in string for string in strings), part
+
+
+def test_table_of_expected_losses_has_the_references():
+    table = TEXTS["watching.md"].partition("## Is my loss normal?")[2]
+    rows = re.findall(r"^\| `(\w+)` \| ([\d.]+)(?: to ([\d.]+))? \|", table, re.MULTILINE)
+    listed = {}
+    for path in sorted((ROOT / "recipes" / "reference").glob("*.json")):
+        reference = json.loads(path.read_text(encoding="utf-8"))
+        low, mean, high = (reference["curve"][name][-1] for name in ("low", "mean", "high"))
+        published = f"{mean:g}", ""
+        listed[path.stem] = published if "published" in reference else (f"{low:.3f}", f"{high:.3f}")
+    assert {name: (low, high) for name, low, high in rows} == listed
