@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,9 @@ import pytest
 import yaml
 
 import nanogpt_hf
+from nanogpt_hf.commands import main
 from nanogpt_hf.config.load import load_config
+from nanogpt_hf.config.schema import knob_values
 from nanogpt_hf.errors import ConfigError
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.metrics import read_metrics
@@ -94,6 +97,22 @@ def test_tracker_of_the_example_prints_progress_and_an_evaluation(
     batch = run.data.validation.batch(np.arange(1))
     right = model(batch["input_ids"]).logits.argmax(-1) == batch["shift_labels"]
     assert shares[-1] == f"step 40: {right.float().mean():.1%} of the next tokens are right"
+
+
+def test_recipe_of_the_example_to_train_a_model_further_is_the_commands(
+    tiny_base, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    (block,) = re.findall(r"((?:^    .*finetune_config.*\n){2})", PAGE, re.MULTILINE)
+    names = {}
+    exec(textwrap.dedent(block).replace('"gpt2"', repr(str(tiny_base))), names)
+    assert names["config"].name == "tiny-gpt2-my"
+    assert main(["finetune", "--from", str(tiny_base), "--data", "my.txt", "--dry-run"]) == 0
+    resolved = yaml.safe_load(capsys.readouterr().out.partition("\n\n")[0])
+    values = knob_values(names["config"])
+    shown = {f"{s}.{name}": value for s in resolved for name, value in resolved[s].items()}
+    assert shown == {key: values[key] for key in shown}
+    assert len(shown) > 50
 
 
 def test_load_config_takes_plain_values():
