@@ -133,8 +133,10 @@ def _without_own_text(model: str) -> str:
         return f"{model}: no such folder here"
     if not run.recipe.is_file():
         return f"{model}: no run folder, and only a run knows its text"
-    folder = read_recipe(run).data.dir
-    return f"{model}: {folder} holds no text of its recipe, or one of which a part is learned"
+    data = read_recipe(run).data
+    if learns_parts(data):
+        return f"{model}: learned a part of its data only, such as answers, so it has no text"
+    return f"{model}: {data.dir} holds no text of its recipe"
 
 
 def _check_own(run: RunFolder, manifest: Manifest, folder: str) -> None:

@@ -148,6 +148,13 @@ def test_run_is_not_measured_on_data_that_was_prepared_again(
     assert f"{folder} holds no text of its recipe" in refused("evaluate", tmp_path / "run")
 
 
+def test_run_on_conversations_has_no_text_of_its_own(write_run, refused):
+    run = write_run("chat", data__format="chat", data__tokenizer="gpt2")
+    line = refused("evaluate", run.path)
+    assert "learned a part of its data only, such as answers, so it has no text; give" in line
+    assert "--metrics" in line
+
+
 @pytest.mark.slow
 def test_evaluate_on_two_processes_equals_one(
     capsys, letter_model, letter_tasks, text, tmp_path, launch_warm
