@@ -126,7 +126,11 @@ def experiment_of(config: Config) -> dict[str, Any]:
         affects = is_fixed(key) or key.startswith("optim.")
         affects = affects or key in ("train.max_steps", "eval.tokens")
         value = get_value(config, key)
-        if affects and key not in _IRRELEVANT and value != knob.default:
+        defaults = [knob.default]
+        if key == "optim.muon_learning_rate":
+            # A resolved recipe has the number.
+            defaults.append(replace(config.optim, muon_learning_rate=None).peak_muon_rate)
+        if affects and key not in _IRRELEVANT and value not in defaults:
             experiment[key] = value
     # A path says nothing on another machine, and may tell a user's name.
     if not is_mixture(config.data):
