@@ -20,7 +20,7 @@ from nanogpt_hf.config.schema import Config, DataSection, ModelSection, TrainSec
 from nanogpt_hf.data.blocks import Blocks, TokenBlocks, TokenStream
 from nanogpt_hf.data.hf_tokenizer import known_vocab_size
 from nanogpt_hf.data.manifest import find_manifest
-from nanogpt_hf.data.prepared import PreparedData, load_prepared
+from nanogpt_hf.data.prepared import PreparedData, fitting_manifest, load_prepared
 from nanogpt_hf.methods.run import Run
 from nanogpt_hf.methods.table import method_of
 from nanogpt_hf.optim.optimizer import learning_rate_at
@@ -166,7 +166,7 @@ def synthetic_data(config: Config, vocab_size: int | None = None) -> SyntheticDa
     of the prepared data's or its tokenizer's vocabulary if none is given.
     """
     # A run needs a vocabulary, prepared or not, since its size decides the cost of the head.
-    vocab_size = vocab_size or known_vocab_size(config.data, find_manifest(config.data))[0]
+    vocab_size = vocab_size or known_vocab_size(config.data, fitting_manifest(config.data))[0]
     if full_blocks := method_of(config).full_blocks:
         blocks = full_blocks(config, config.train.tokens_per_step // config.data.block_size)
         return SyntheticData(blocks, blocks, vocab_size)

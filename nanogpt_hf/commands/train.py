@@ -270,6 +270,8 @@ def _dry_run(config: Config, arguments: Namespace, base: "PreTrainedConfig | Non
     In processes of a launcher, raises UserError if the recipe does not fit the accelerate config.
     """
     from nanogpt_hf.data.hf_tokenizer import known_vocab_size
+    from nanogpt_hf.data.prepared import check_knobs_of_prepared
+    from nanogpt_hf.methods.table import method_of
     from nanogpt_hf.model.architecture import count_parameters
     from nanogpt_hf.model.build import describe_trainable, meta_model, model_of_run
     from nanogpt_hf.training.epochs import with_steps_of_known_data
@@ -283,6 +285,9 @@ def _dry_run(config: Config, arguments: Namespace, base: "PreTrainedConfig | Non
     may_resume = arguments.resume or arguments.auto_resume
     folder = run_folder(config.name, arguments.run_dir)
     with remedies_of_run(folder, config) if may_resume else nullcontext():
+        if method_of(config).uses_prepared_data:
+            # A run would refuse it, and the vocabulary below would be another one.
+            check_knobs_of_prepared(config.data)
         config = with_steps_of_known_data(config)
     try:
         vocab_size, source = known_vocab_size(config.data, find_manifest(config.data))

@@ -154,17 +154,44 @@ def require_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def check_fits(manifest: Manifest, data: DataSection) -> None:
-    """Raises DataError if prepared data does not fit the recipe."""
-    # 1. The knobs that decide the tokens have the recipe's values. A path may be written in several
-    # ways.
+def check_knobs_of_prepared(data: DataSection) -> None:
+    """Raises DataError if what is prepared in data.dir has other knobs than the recipe."""
+    if problem := _other_knob_of(data):
+        raise DataError(problem)
+
+
+def fitting_manifest(data: DataSection) -> Manifest | None:
+    """Read the manifest of prepared data; None if a source is not prepared, or with other knobs."""
+    return None if _other_knob_of(data) else find_manifest(data)
+
+
+def _other_knob_of(data: DataSection) -> str:
+    """The first difference between prepared sources and the recipe, or ''."""
+    for source in sources_of(data):
+        manifest = read_manifest(Path(source.data.dir))
+        if manifest and (problem := _other_knob(manifest, source.data)):
+            return problem
+    return ""
+
+
+def _other_knob(manifest: Manifest, data: DataSection) -> str:
+    """Name a knob that decides the tokens and has another value in the recipe, or return ''."""
     for knob, prepared in manifest.recipe.items():
         wanted = getattr(data, knob)
+        # A path may be written in several ways.
         if prepared != wanted and not (knob == "source" and Path(prepared) == Path(wanted)):
-            raise DataError(
+            return (
                 f"{data.dir}: prepared with data.{knob} {prepared!r}, the recipe says {wanted!r}; "
                 f"{OTHER_FOLDER}"
             )
+    return ""
+
+
+def check_fits(manifest: Manifest, data: DataSection) -> None:
+    """Raises DataError if prepared data does not fit the recipe."""
+    # 1. The knobs are the recipe's.
+    if problem := _other_knob(manifest, data):
+        raise DataError(problem)
     # 2. A text from a URL is the one that the recipe expects.
     expected = data.sha256 and f"sha256:{data.sha256.lower()}"
     if is_url(data.one_source) and expected and manifest.revision != expected:

@@ -17,7 +17,8 @@ from nanogpt_hf.config.schema import Config
 from nanogpt_hf.config.sources import sources_of
 from nanogpt_hf.config.stages import planned_tokens, stages_of, tokens_by_source
 from nanogpt_hf.data.hf_tokenizer import known_vocab_size
-from nanogpt_hf.data.manifest import Manifest, find_manifest
+from nanogpt_hf.data.manifest import Manifest
+from nanogpt_hf.data.prepared import fitting_manifest
 from nanogpt_hf.distributed.launch import Launch
 from nanogpt_hf.distributed.layout import check_layout
 from nanogpt_hf.errors import DataError, UserError
@@ -177,7 +178,7 @@ def _size(config: Config, model: PreTrainedModel) -> Size:
 
 
 def _manifest_of(config: Config) -> Manifest | None:
-    return find_manifest(config.data) if method_of(config).uses_prepared_data else None
+    return fitting_manifest(config.data) if method_of(config).uses_prepared_data else None
 
 
 def _checked_model(
@@ -277,7 +278,7 @@ def planned_model(config: Config, base: PreTrainedConfig | None = None) -> PreTr
 
     Raises UserError if its vocabulary is unknown.
     """
-    return _meta_model(config, base, find_manifest(config.data))[0]
+    return _meta_model(config, base, fitting_manifest(config.data))[0]
 
 
 def _epochs(config: Config, manifest: Manifest | None) -> dict[str, float]:

@@ -14,6 +14,7 @@ from nanogpt_hf.commands import main
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.schema import replace_knobs
 from nanogpt_hf.config.stages import largest_stage
+from nanogpt_hf.data.prepare import prepare
 from nanogpt_hf.distributed.launch import Launch
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.model import GPTForCausalLM
@@ -163,6 +164,20 @@ def test_recipes_for_gpus_are_rehearsed(name, tmp_path):
     figures = json.loads(file.read_text())
     assert figures["rehearsal"]["waits"] == {}
     assert figures["rehearsal"]["peak"] == pytest.approx(figures["memory"]["peak"], rel=0.05)
+
+
+def test_a_dry_run_refuses_data_of_another_recipe_and_an_estimate_leaves_it_out(
+    write_recipe, capsys
+):
+    recipe = write_recipe()
+    prepare(load_config(recipe))
+    words = argv("{} --data.tokenizer bpe --data.vocab_size 300", recipe)
+    assert main(["pretrain", *words, "--dry-run"]) == 2
+    captured = capsys.readouterr()
+    assert not captured.out
+    assert "prepared with data.tokenizer 'char', the recipe says 'bpe'" in captured.err
+    assert main(["estimate", *words]) == 0
+    assert "vocabulary 300, of data.vocab_size" in capsys.readouterr().out
 
 
 def test_estimate_finds_largest_micro_batch_that_fits(tmp_path, write_recipe):
