@@ -165,8 +165,12 @@ def read_stated(
         in_recipe, problems = _read_recipe(path)
     name = recipe_name(path) if path else name
     stated = Stated(path, in_recipe, overrides, name, defaults, dict(defaults), problems)
+    # A run of an earlier version has recorded knobs that are gone. Without a value they asked for
+    # nothing.
+    gone = {key for key, value in in_recipe.items() if is_null(value)} - KNOBS.keys()
+    left_out = gone if stated.is_of_a_run else set()
     # The command line comes last, so that its values replace those in the recipe.
-    pairs = [(stated.source, *pair) for pair in in_recipe.items()]
+    pairs = [(stated.source, *pair) for pair in in_recipe.items() if pair[0] not in left_out]
     pairs += [(COMMAND_LINE, *pair) for pair in overrides]
     stated.origins, stated.bad = _convert_all(pairs, stated.values, problems)
     return stated

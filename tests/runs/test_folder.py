@@ -263,6 +263,23 @@ def test_recipe_of_a_run_that_breaks_a_rule_is_read_but_not_trained(tmp_path, wr
             read_recipe_to_train(run, overrides)
 
 
+def test_knob_that_is_gone_asks_for_nothing_if_a_run_recorded_it_as_null(tmp_path, write_recipe):
+    config = load_config(write_recipe())
+    run = RunFolder(tmp_path / "run")
+    run.path.mkdir()
+    text = recipe_text(config)
+    run.recipe.write_text(text.replace("\ndistill:\n", "\ndistill:\n  revision: null\n"))
+    assert read_recipe(run) == read_recipe_to_train(run) == replace(config, name="run")
+    run.recipe.write_text(text.replace("\ndistill:\n", "\ndistill:\n  revision: main\n"))
+    with pytest.raises(RunFolderError, match=r"distill\.revision: unknown key"):
+        read_recipe(run)
+    # A recipe that a person wrote.
+    recipe = write_recipe()
+    recipe.write_text(recipe.read_text() + "\ndistill: {revision: null}\n")
+    with pytest.raises(ConfigError, match=r"distill\.revision: unknown key"):
+        load_config(recipe)
+
+
 def test_commands_look_at_a_run_that_breaks_a_newer_rule(run, tmp_path, refused, capsys):
     run.recipe.write_text(recipe_text(replace_knobs(read_recipe(run), OVERLAP)))
     for line in (
