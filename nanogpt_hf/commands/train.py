@@ -302,7 +302,6 @@ def _dry_run(config: Config, arguments: Namespace, base: "PreTrainedConfig | Non
         trainable = describe_trainable(meta_model(config, base), config)
         sizes.insert(0, f"{config.finetune.model}: {trainable}")
     read = read_knobs(config)
-    show(config_to_yaml(config, read))
     unread = plural(len(KNOBS) - len(read), "knob")
     tokens = config.train.tokens_per_step
     if config.train.budget:
@@ -316,6 +315,7 @@ def _dry_run(config: Config, arguments: Namespace, base: "PreTrainedConfig | Non
     if may_resume and mesh.is_main:
         options = {name: getattr(arguments, name) for name in ("resume", "auto_resume")}
         sizes += check_resume(config, arguments.run_dir, **options)
+    show(config_to_yaml(config, read))
     left_out = f"{unread} that this run does not read: left out above"
     lines = [left_out, *dial_lines(config), *stage_lines(config), *sizes]
     show(*lines, "nothing was started", sep="\n")
