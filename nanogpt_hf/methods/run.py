@@ -1,7 +1,8 @@
 """Run: what a training run is made of, as one object; results of its steps and evaluations."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from accelerate import Accelerator
@@ -21,8 +22,18 @@ from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.origin import check_start_folder
 from nanogpt_hf.runs.state import MeasuredLoss, TrainState
 
-if TYPE_CHECKING:
-    from nanogpt_hf.methods.method import Method
+
+class RunMethod(Protocol):
+    """What a run asks of its `Method` (methods/method.py), which is defined above this file."""
+
+    @property
+    def begin_step(self) -> Callable[["Run", int], dict[str, float]]: ...
+
+    @property
+    def updates(self) -> Callable[[Config], int]: ...
+
+    @property
+    def evaluate(self) -> Callable[["Run", Callable[[], bool]], "Evaluated | None"]: ...
 
 
 @dataclass
@@ -33,7 +44,7 @@ class Run:
 
     config: Config
     # The kind of training that the recipe chooses: no stage changes it.
-    method: "Method"
+    method: "RunMethod"
     accelerator: Accelerator
     model: torch.nn.Module
     model_config: PreTrainedConfig

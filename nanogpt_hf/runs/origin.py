@@ -83,12 +83,14 @@ def check_start_folder(run: RunFolder, model: str | None, origin: dict[str, str]
         )
 
 
+def lost_start(before: dict[str, str], now: dict[str, str]) -> list[str]:
+    """A line if a run began with a model in a folder, and now finds none there (`origin_of`)."""
+    is_lost = _START_CONFIG in before and _START_CONFIG not in now
+    return ["finetune.model: was a folder, which is gone"] * is_lost
+
+
 def changes_of_origin(before: dict[str, str], now: dict[str, str]) -> list[str]:
-    """A line for each digest of `now` that was another one before, or for a start model that is no
-    folder any more.
-    """
-    if _START_CONFIG in before and _START_CONFIG not in now:
-        return ["finetune.model: was a folder, which is gone"]
+    """A line for each digest of `now` that was another one before."""
     return [
         short_digests(f"{name} changed: {before[name]} -> {digest}")
         for name, digest in now.items()

@@ -15,7 +15,7 @@ from nanogpt_hf.config.unread import read_knobs
 from nanogpt_hf.data.manifest import TEACHER_CONFIG, Manifest
 from nanogpt_hf.own_files import as_type
 from nanogpt_hf.runs.files import redact
-from nanogpt_hf.runs.origin import changes_of_origin, short_digests
+from nanogpt_hf.runs.origin import changes_of_origin, lost_start, short_digests
 
 
 @dataclass(frozen=True)
@@ -227,7 +227,8 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
         for key, value in now["knobs"].items()
         if (old := before["knobs"].get(key, KNOBS[key].default)) != value
     ]
-    lines += changes_of_origin(before.get("origin", {}), now.get("origin", {}))
+    origins = before.get("origin", {}), now.get("origin", {})
+    lines += lost_start(*origins) + changes_of_origin(*origins)
     old = before["data"]
     new = now["data"]
     # Older checkpoints have no configuration of the teacher, which is then not compared.
