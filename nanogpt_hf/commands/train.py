@@ -285,9 +285,6 @@ def _dry_run(config: Config, arguments: Namespace, base: "PreTrainedConfig | Non
     may_resume = arguments.resume or arguments.auto_resume
     folder = run_folder(config.name, arguments.run_dir)
     with remedies_of_run(folder, config) if may_resume else nullcontext():
-        if method_of(config).uses_prepared_data:
-            # A run would refuse it, and the vocabulary below would be another one.
-            check_knobs_of_prepared(config.data)
         config = with_steps_of_known_data(config)
     try:
         vocab_size, source = known_vocab_size(config.data, find_manifest(config.data))
@@ -315,6 +312,9 @@ def _dry_run(config: Config, arguments: Namespace, base: "PreTrainedConfig | Non
     if may_resume and mesh.is_main:
         options = {name: getattr(arguments, name) for name in ("resume", "auto_resume")}
         sizes += check_resume(config, arguments.run_dir, **options)
+    if method_of(config).uses_prepared_data:
+        # A run would refuse it, and the vocabulary above would be another one.
+        check_knobs_of_prepared(config.data)
     show(config_to_yaml(config, read))
     left_out = f"{unread} that this run does not read: left out above"
     lines = [left_out, *dial_lines(config), *stage_lines(config), *sizes]

@@ -42,6 +42,8 @@ CASES = {
     "shorter": (None, "--resume", {"train__max_steps": 3}, 2, "is past train.max_steps 3"),
     "another model": (None, "--resume", {"model__n_layer": 1}, 2, "model.n_layer: 2 -> 1"),
     "another seed": (None, "--resume", {"train__seed": 5}, 2, "train.seed: "),
+    # Not that the prepared data is another one: a run may not choose another folder for it.
+    "another split": (None, "--resume", {"data__validation_fraction": 0.3}, 2, "0.1 -> 0.3"),
     "damaged": (damage, "--resume", {}, 0, "resumes from {}/checkpoints/step_00000002"),
     "all damaged": (damage_all, "--resume", {}, 2, "all checkpoints are damaged"),
     "none": (lose, "--resume", {}, 2, "has no checkpoint"),
