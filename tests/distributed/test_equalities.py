@@ -81,7 +81,7 @@ OPTIONS = {
     "TP × CP × FSDP2": ["--parallelism_config_tp_size=2"],
 }
 # all others are forks of a process that has imported torch: warm.py
-REAL_LAUNCHER = ("FSDP2, recomputed", "ZeRO-2")
+REAL_LAUNCHER = ("FSDP2, recomputed",)
 needs_torchao = pytest.mark.skipif(
     importlib.util.find_spec("torchao") is None or shutil.which("g++") is None,
     reason="torchao or g++ (to compile its CPU step) is not installed",

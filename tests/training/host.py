@@ -13,7 +13,7 @@ import time
 import traceback
 from datetime import timedelta
 
-import torch
+import imported  # noqa: F401  (what the forks inherit)
 from accelerate import state
 from accelerate.utils import DistributedType
 
@@ -21,12 +21,9 @@ from nanogpt_hf.commands import main
 from nanogpt_hf.distributed import rendezvous
 from nanogpt_hf.methods import text
 from nanogpt_hf.reports import page
-from nanogpt_hf.training import loop  # noqa: F401  (imported once for all forks)
 
 prepare = text.prepare
-torch.set_num_threads(1)
 page.draw_run = lambda *_: None  # the plot takes longer than the training
-os.fsync = lambda descriptor: None  # as in conftest.py
 for line in sys.stdin:
     command = json.loads(line)
     child = os.fork()

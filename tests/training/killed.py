@@ -17,24 +17,17 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-# imported once for all forks
-import datasets  # noqa: F401
-import matplotlib.backends.backend_agg  # noqa: F401
-import torch
+import imported  # noqa: F401  (what the forks inherit)
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import operations
 from nanogpt_hf import place
 from nanogpt_hf.checkpoint import writer
 from nanogpt_hf.commands import main
-from nanogpt_hf.commands import train as command  # noqa: F401
 from nanogpt_hf.evaluation import loss
 from nanogpt_hf.model import gpt2
 from nanogpt_hf.reports import page
 from nanogpt_hf.training import budget, build, clock, reducer, start
-
-torch.set_num_threads(1)
-os.fsync = lambda descriptor: None  # a killed process loses nothing that it has written
 
 # place -> (object, function, number of calls before the one that is killed)
 PLACES = {

@@ -26,6 +26,7 @@ KNOBS = {
     "train.micro_batch_size": 1,  # 8 micro-batches
     "eval.every": 4,
     "eval.samples": '["A cat "]',
+    "eval.sample_tokens": 18,  # more than the 16 positions of the model
     "checkpoint.every": 2,
     "checkpoint.keep": 99,
     "tracking.layers": True,

@@ -5,47 +5,18 @@ JSON, the arguments of `accelerate launch` and environment variables, and answer
 highest exit status and the output. Each launch runs in a fork, so that it leaves nothing behind.
 """
 
-import functools
-import gc
-import importlib.util
 import json
 import os
 import sys
 import tempfile
-from importlib import metadata
 
-os.environ["DS_ACCELERATOR"] = "cpu"
-
-import datasets  # noqa: F401  (with pandas: seconds of each fork)
+import imported  # noqa: F401  (first: what the forks inherit)
 import torch
-import torch._dynamo
 import torch.distributed.run
-import torch.utils.cpp_extension
-import transformers.models.gpt2.modeling_gpt2  # noqa: F401
 from accelerate.commands import launch
 from accelerate.utils.launch import prepare_simple_launcher_cmd_env
 from accelerate.utils.other import get_free_port
 from launched import run
-
-from nanogpt_hf.commands import train  # noqa: F401
-from nanogpt_hf.evaluation import table  # noqa: F401
-from nanogpt_hf.export import card
-from nanogpt_hf.reports import page
-from nanogpt_hf.training import loop, start  # noqa: F401
-
-if importlib.util.find_spec("deepspeed") is not None:
-    import deepspeed.runtime.engine
-    import deepspeed.runtime.zero.muon.original_muon  # imports inductor
-    import deepspeed.runtime.zero.stage3
-    import deepspeed.runtime.zero.stage_1_and_2  # noqa: F401
-    import torch._functorch.aot_autograd
-
-torch.set_num_threads(1)  # a thread pool does not survive a fork; a process sets its own number
-os.fsync = lambda descriptor: None  # as in conftest.py
-metadata.metadata = functools.cache(metadata.metadata)  # as in conftest.py
-for template in (card._template, page._template):
-    template()  # compiled once, and not in each fork
-gc.freeze()  # a collection in a fork would copy all pages of what was imported
 
 
 def start_processes(count: int, arguments: list[str], environment: dict[str, str]) -> None:
