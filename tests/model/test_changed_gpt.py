@@ -3,10 +3,7 @@ own type, as soon as GPT-2 cannot represent it.
 """
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +12,7 @@ from torch import nn
 from transformers import GPT2LMHeadModel
 
 import nanogpt_hf
+from arguments import argv
 from assertions import series
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM
 from nanogpt_hf.model.gpt2 import GPT2Architecture
@@ -176,58 +174,51 @@ def test_changed_model_trains_on_each_layout_as_on_one_process_or_is_refused(
 @pytest.mark.long
 @pytest.mark.slow
 def test_a_field_and_its_use_are_a_model_that_trains_resumes_samples_and_is_described(
-    tmp_path, write_recipe, copy
+    tmp_path, write_recipe, launch_changed
 ):
-    def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "nanogpt_hf", *map(str, arguments)],
-            env=os.environ | {"PYTHONPATH": str(copy.parent)},
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
+    """Each command in a fork of a process that has imported the copy."""
+    folder = {name: tmp_path / name for name in ("run", "tuned", "lora", "aligned", "rewarded")}
+
+    def run(line: str, *places: object, fails: bool = False) -> str:
+        output = ""
+
+        def ended(status: int, text: str) -> None:
+            nonlocal output
+            assert status == (2 if fails else 0), text
+            output = text
+
+        launch_changed("cpu", *argv(line, *places), ends_with=ended)
+        return output
 
     recipe = write_recipe(model__extra={"qk_norm": True}, train__max_steps=4, eval__every=2)
-    trained = run("pretrain", recipe, "--run-dir", "run")
-    assert trained.returncode == 0, trained.stderr
-    assert "each opens with transformers after `import nanogpt_hf.model`" in trained.stdout
-    best = tmp_path / "run" / "best"
+    trained = run("pretrain {} --run-dir {}", recipe, folder["run"])
+    assert "each opens with transformers after `import nanogpt_hf.model`" in trained
+    best = folder["run"] / "best"
     assert "import nanogpt_hf.model\nfrom" in (best / "README.md").read_text()
     assert json.loads((best / "config.json").read_text())["qk_norm"] is True
-    (tmp_path / "text.txt").write_text("The cat sat on the mat. " * 500)
+    text, pairs, rows = (tmp_path / name for name in ("text.txt", "pairs.jsonl", "rows.jsonl"))
+    text.write_text("The cat sat on the mat. " * 500)
     pair = {"prompt": "The cat", "chosen": " sat", "rejected": " mat"}
-    (tmp_path / "pairs.jsonl").write_text(f"{json.dumps(pair)}\n" * 20)
-    short = ("--train.max_steps", 1, "--train.tokens_per_step", 256, "--train.micro_batch_size", 2)
-    rewards = (
-        "--task",
-        "exact",
-        "--data",
-        "rows.jsonl",
-        "--rl.max_new_tokens",
-        4,
-        "--rl.samples",
-        2,
-    )
-    rewards += ("--rl.updates", 2, "--rl.clip", 0.1, "--rl.loss", "gspo")
+    pairs.write_text(f"{json.dumps(pair)}\n" * 20)
     row = {"question": "The cat", "answer": " sat"}
-    (tmp_path / "rows.jsonl").write_text(f"{json.dumps(row)}\n" * 20)
-    finetune = ("finetune", "--from", "run", "--data", "text.txt", "--train.max_steps", 1)
-    for command in (
-        ("resume", "run", "--train.max_steps", 6),
-        ("sample", "run", "--prompt", "T", "--max-new-tokens", 4),
-        finetune,
-        (*finetune, "--lora", 2, "--run-dir", "lora"),
-        ("sample", "lora", "--prompt", "T", "--max-new-tokens", 4),
-        ("sample", "lora", "--step", 1, "--prompt", "T", "--max-new-tokens", 4),
-        ("align", "--from", "run", "--data", "pairs.jsonl", *short),
-        ("rl", "--from", "run", *rewards, *short),
-        ("export", "run", "out"),
-    ):
-        done = run(*command)
-        assert done.returncode == 0, done.stderr
-    refused = run("export", "run", "gguf", "--format", "gguf")
-    assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
-    assert "nanogpt_hf is not supported" in refused.stderr
-    wrong = run("pretrain", recipe, "--run-dir", "wrong", "--model.extra.qk_norm", "3")
-    assert (wrong.returncode, "qk_norm expected" in wrong.stderr) == (2, True), wrong.stderr
+    rows.write_text(f"{json.dumps(row)}\n" * 20)
+    run("resume {} --train.max_steps 6", folder["run"])
+    run("sample {} --prompt T --max-new-tokens 4", folder["run"])
+    start = f"--from {folder['run']} --train.max_steps 1 --run-dir"
+    run(f"finetune --data {{}} {start} {{}}", text, folder["tuned"])
+    run(f"finetune --data {{}} {start} {{}} --lora 2", text, folder["lora"])
+    run("sample {} --prompt T --max-new-tokens 4", folder["lora"])
+    run("sample {} --step 1 --prompt T --max-new-tokens 4", folder["lora"])
+    short = "--train.tokens_per_step 256 --train.micro_batch_size 2"
+    run(f"align --data {{}} {start} {{}} {short}", pairs, folder["aligned"])
+    rewards = "--task exact --rl.max_new_tokens 4 --rl.samples 2"
+    rewards += " --rl.updates 2 --rl.clip 0.1 --rl.loss gspo"
+    run(f"rl --data {{}} {start} {{}} {rewards} {short}", rows, folder["rewarded"])
+    run("export {} {}", folder["run"], tmp_path / "out")
+    refused = run("export {} {} --format gguf", folder["run"], tmp_path / "gguf", fails=True)
+    assert refused.count("\n") == 1
+    assert "nanogpt_hf is not supported" in refused
+    wrong = tmp_path / "wrong"
+    refused = run("pretrain {} --run-dir {} --model.extra.qk_norm 3", recipe, wrong, fails=True)
+    assert "qk_norm expected" in refused
+    assert not wrong.exists()
