@@ -215,6 +215,9 @@ def _run_on_a_device(replacements: _Replacements, launch: Launch) -> None:
     def start_on_device(*arguments: Any) -> Any:
         return _on_device(start_model(*arguments))
 
+    # The first of two rehearsed steps does its work, and its memory is not asked.
+    replacements.replace(run_build, "dry_run_step", lambda *_: None)
+
     # accelerate finds sharded parameters by the place of their data, which a fake has not.
     def place_of_data(tensor: torch.Tensor) -> int:
         return tensor.untyped_storage()._cdata

@@ -81,8 +81,9 @@ class Rehearsal:
 
 
 def rehearse(config: Config, launch: Launch, base: PreTrainedConfig | None = None) -> Rehearsal:
-    """Build a run of `config` and measure a step of it as the first process of `launch`. Of a
-    pipeline it is the stage with the highest peak. `base` is the config of the model to fine-tune.
+    """Build a run of `config` and take two steps of it as the first process of `launch`; the second
+    is measured. Of a pipeline it is the stage with the highest peak. `base` is the config of the
+    model to fine-tune.
 
     Raises UserError for a run that cannot be rehearsed, or if tensors on two devices meet.
     """
@@ -155,10 +156,11 @@ def _rehearse(
                 teacher = teacher_without_values(read_teacher_config(name), config, launch)
                 data = replace(data, teacher=teacher)
             run = build_at(config, accelerator, cast(PreparedData, data), None, None)
-            # The build has taken a step, which made the optimizer state; the next is measured.
+            take_step(run, 0, learning_rate=1e-4)
+            # The first step has made the optimizer state; the second is measured.
             before = meter.peak = meter.now
             meter.waits.clear()
-            sent = communicated_bytes(lambda: take_step(run, 0, learning_rate=1e-4))
+            sent = communicated_bytes(lambda: take_step(run, 1, learning_rate=1e-4))
             peak, waits = meter.peak, dict(meter.waits)
             meter.peak = meter.now
             if config.rl.task:

@@ -18,8 +18,10 @@ from nanogpt_hf.data.prepare import prepare
 from nanogpt_hf.distributed.launch import Launch
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.model import GPTForCausalLM
-from nanogpt_hf.planning.estimate import estimate, run_bytes
+from nanogpt_hf.model.architecture import count_parameters
+from nanogpt_hf.planning.estimate import estimate, planned_model, run_bytes
 from nanogpt_hf.runs.folder import RunFolder
+from nanogpt_hf.training import micro_batch, step
 
 ROOT = Path(__file__).parents[2]
 
@@ -103,6 +105,24 @@ def test_the_largest_stage_is_rehearsed_as_a_recipe_of_its_own(write_recipe):
     found = rehearse(largest_stage(staged), Launch())
     assert found == rehearse(alone, Launch())
     assert found.peak > rehearse(replace_knobs(staged, {"train.stages": None}), Launch()).peak
+
+
+def test_a_rehearsal_takes_two_steps(write_recipe, monkeypatch):
+    """The first makes the optimizer state, as the dry-run step of a build does elsewhere."""
+    calls, take = [], step.train_step
+
+    def counting(*arguments, **options):
+        calls.append(arguments)
+        return take(*arguments, **options)
+
+    for module in (step, micro_batch):
+        monkeypatch.setattr(module, "train_step", counting)
+    config = load_config(write_recipe())
+    found = rehearse(config, Launch())
+    assert len(calls) == 2
+    # The weights, and AdamW's two averages of each.
+    weights = 4 * count_parameters(planned_model(config).config)
+    assert found.state == pytest.approx(3 * weights, rel=0.05)
 
 
 def test_a_rehearsal_has_the_precision_of_its_launch_on_any_machine(write_recipe, monkeypatch):

@@ -39,6 +39,7 @@ from nanogpt_hf.methods.text import TEXT
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM, loss_gpt
 from nanogpt_hf.model.architecture import architecture_of
 from nanogpt_hf.model.build import build_config
+from nanogpt_hf.model.head_gpt import Head
 from nanogpt_hf.model.lora import add_adapters
 from nanogpt_hf.model.recompute import recompute_blocks
 from nanogpt_hf.model.written_out_attention import write_out_attention
@@ -299,6 +300,21 @@ def test_bytes_of_a_block(options, dropout, bytes_each):
     found, _ = block_bytes(model, 64, Launch(**options))
     # and a few for statistics of norms and of attention
     assert found / SIZE["n_embd"] == pytest.approx(bytes_each, rel=0.01)
+
+
+def test_blocks_are_measured_without_the_loss_of_all_positions(monkeypatch):
+    """With a large vocabulary it would take longer than the blocks."""
+    sizes, forward = [], Head.forward
+
+    def counting(head, hidden, *rest):
+        sizes.append(len(hidden))
+        return forward(head, hidden, *rest)
+
+    monkeypatch.setattr(Head, "forward", counting)
+    with torch.device("meta"):
+        model = GPTForCausalLM(GPTConfig(n_layer=2, n_embd=32, n_head=4, n_positions=64))
+    block_bytes(model, 64, Launch())
+    assert sizes == [1, 2]  # two batches: of one text and of two
 
 
 @pytest.mark.parametrize(

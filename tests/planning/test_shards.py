@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import importlib.util
 import json
 import multiprocessing
 import os
@@ -201,6 +202,9 @@ def measured(request, tmp_path_factory):
 def in_processes(*tasks: tuple) -> None:
     """Call each function with its arguments in a process of its own."""
     torch.set_num_threads(1)  # a thread pool does not survive a fork
+    if importlib.util.find_spec("deepspeed"):
+        # accelerate imports it to unwrap a model: once for all processes
+        importlib.import_module("deepspeed")
     fork = multiprocessing.get_context("fork")
     processes = [fork.Process(target=function, args=options) for function, *options in tasks]
     for process in processes:
