@@ -124,7 +124,8 @@ class _WithSummedLoss(SummedLoss, PreTrainedModel):
                 out, shift_labels, num_items_in_batch, skip_logits, logits_to_keep, row_loss
             )
             return self._with_routing(result, out, shift_labels) if routes else result
-        out.logits = out.logits[..., : self.config.vocab_size]
+        # Some models (xlstm) do not know logits_to_keep, and compute those of all positions.
+        out.logits = out.logits[:, -kept:, : self.config.vocab_size]
         targets = shift_labels.reshape(-1).to(out.logits.device)  # (N,)
         items = (targets != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch
         logits = out.logits.flatten(0, 1)

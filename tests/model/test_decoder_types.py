@@ -47,6 +47,14 @@ def test_type_of_the_table(architecture, tmp_path):
     for name, parameter in model.named_parameters():
         assert parameter.requires_grad == (found[name] is not None), name
     torch.testing.assert_close(found, gradients(standard, theirs), atol=1e-5, rtol=1e-5)
+    # Labels of the last positions alone are enough for their loss.
+    last = torch.full_like(ids, -100)
+    last[:, -1] = ids[:, 0]
+    losses = [
+        model(**inputs | {"shift_labels": labels}, skip_logits=True).loss
+        for labels in (last, last[:, -1:])
+    ]
+    torch.testing.assert_close(*losses, atol=1e-5, rtol=1e-5)
     again = load_model(str(tmp_path)).eval()
     torch.testing.assert_close(again(ids).logits, standard.eval()(ids).logits, atol=1e-5, rtol=1e-5)
     assert row.recipe_knobs(copy.deepcopy(again.config)) == row.recipe_knobs(model.config)
