@@ -110,6 +110,8 @@ def test_links_lead_to_files_and_headings(name):
         assert target.exists(), path
         if anchor:
             assert anchor in anchors(target.read_text(encoding="utf-8")), f"{path}#{anchor}"
+            # The site's own anchors never have two hyphens in a row, as GitHub's can.
+            assert "--" not in anchor, f"{path}#{anchor}: change the heading"
 
 
 def test_readme_and_site_list_the_pages_in_one_order():
