@@ -151,7 +151,8 @@ def _check_muon_rate(run: RunFolder, before: OptimSection, config: Config) -> No
     now = config.optim
     follows = before.muon_scale == now.muon_scale == "match_rms_adamw"
     rate = before.peak_muon_rate
-    if follows and key in config.unstated and rate != before.learning_rate:
+    other = rate not in (before.learning_rate, now.peak_muon_rate)
+    if follows and key in config.unstated and other:
         raise RunFolderError(
             f"{run.path}: was trained with {key} {rate:g}, which the recipe does not state; its "
             f"default is optim.learning_rate, {now.learning_rate:g}; to continue as before, set "

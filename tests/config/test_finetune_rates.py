@@ -212,6 +212,8 @@ def test_default_rate_of_muon_follows_in_each_stage():
         (SCALED | {MUON_RATE: 0.02}, SCALED | {MUON_RATE: 6e-4}, ""),
         (SCALED, SCALED, ""),
         (SCALED, SCALED | {LEARNING_RATE: 1e-4}, ""),
+        # The rate of the recipe is the run's, whatever its other rate has become.
+        (SCALED | {MUON_RATE: 6e-4, LEARNING_RATE: 1e-3}, SCALED, ""),
         ({"optim.name": "muon"}, {"optim.name": "muon"}, ""),
         ({"optim.name": "muon"}, SCALED, ""),
         ({}, {}, ""),
