@@ -18,7 +18,7 @@ from jinja2 import Environment, Template
 
 import nanogpt_hf
 from nanogpt_hf.config.load import config_to_yaml
-from nanogpt_hf.config.schema import KNOBS, Config, get_value
+from nanogpt_hf.config.schema import KNOBS, Config, is_default
 from nanogpt_hf.config.sources import knob_text, source_text
 from nanogpt_hf.config.stages import stages_of
 from nanogpt_hf.errors import one_line
@@ -222,7 +222,7 @@ def _knob_rows(config: Config) -> list[list[str]]:
     return [
         [key, knob_text(config, key), str(knob.default), knob.meaning]
         for key, knob in KNOBS.items()
-        if get_value(config, key) != knob.default
+        if not is_default(config, key)
     ]
 
 

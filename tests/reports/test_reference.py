@@ -194,3 +194,28 @@ def test_judge_a_published_loss(config, losses, kind, facts):
     answer = judge(reference, config, run(*losses))
     assert answer.kind == kind
     assert all(fact in answer.sentence for fact in facts)
+
+
+MUON = {"optim.name": "muon"}
+RATE = "optim.muon_learning_rate"
+SCALED = MUON | {"optim.muon_scale": "match_rms_adamw"}
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "line"),
+    [
+        (MUON, MUON | {RATE: 0.037}, "is 0.02 here, 0.037 in the reference"),
+        (MUON | {RATE: 0.037}, MUON, "is 0.037 here, 0.02 in the reference"),
+        ({}, MUON | {RATE: 0.037}, "is 0.02 here, 0.037 in the reference"),
+        (SCALED, SCALED | {RATE: 0.02}, "is 0.01 here, 0.02 in the reference"),
+        (SCALED, SCALED, None),
+        (SCALED, SCALED | {RATE: 0.01}, None),
+        (MUON, MUON | {RATE: 0.02}, None),
+    ],
+)
+def test_rates_of_muon_are_compared_as_numbers(write_recipe, here, there, line):
+    """A default follows from other knobs, and an experiment does not list it."""
+    recipe = write_recipe()
+    reference = Reference("tiny", experiment_of(load_config(recipe, there)), {}, seeds=[1, 2, 3])
+    shifting = differences(reference, load_config(recipe, here), None)[1]
+    assert shifting.get(RATE) == (f"{RATE} {line}" if line else None)
