@@ -8,8 +8,7 @@ from math import ceil
 
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.config.stages import with_known_steps
-from nanogpt_hf.data.manifest import find_manifest
-from nanogpt_hf.data.prepared import PreparedData, load_prepared
+from nanogpt_hf.data.prepared import PreparedData, fitting_manifest, load_prepared
 from nanogpt_hf.data.summary import repetition_warnings
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.formatting import plural
@@ -45,7 +44,9 @@ def with_steps_of_epochs(config: Config, data: PreparedData) -> Config:
     steps = known.train.max_steps
     logger.info(
         f"train.epochs {epochs:g}: {plural(steps, 'step')}: "
-        f"{_sizes(config, data.train.samples_per_epoch)}; the run records train.max_steps {steps}"
+        f"{_sizes(config, data.train.samples_per_epoch)}; the run records train.max_steps {steps}",
+        # A dry run may be refused.
+        extra={"is_notice": True},
     )
     for line in repetition_warnings(known, data):
         logger.warning(line)
@@ -86,7 +87,7 @@ def _sizes(config: Config, sequences: float) -> str:
 
 def with_steps_of_known_data(config: Config) -> Config:
     """`with_steps_of_epochs` for a run that does not start: the recipe as it is if its data is not
-    prepared yet.
+    known.
     """
     if config.train.epochs is None:
         return config
@@ -95,9 +96,9 @@ def with_steps_of_known_data(config: Config) -> Config:
 
 
 def known_data(config: Config) -> PreparedData | None:
-    """The data that a recipe trains on; None if it is not prepared yet."""
+    """The data that a recipe trains on; None if it is not prepared yet, or with other knobs."""
     method = method_of(config)
     if not method.uses_prepared_data:
         return method.load(config)
     # Not by its method, which may load a teacher, too.
-    return None if find_manifest(config.data) is None else load_prepared(config)
+    return None if fitting_manifest(config.data) is None else load_prepared(config)

@@ -18,6 +18,7 @@ from nanogpt_hf.config.sources import sources_of
 from nanogpt_hf.config.stages import naming, stages_of
 from nanogpt_hf.data.local_files import local_files
 from nanogpt_hf.data.manifest import read_manifest
+from nanogpt_hf.data.prepared import check_knobs_of_prepared
 from nanogpt_hf.data.source import check_source
 from nanogpt_hf.distributed.accelerate_config import check_launch, check_recipe
 from nanogpt_hf.distributed.launch import Launch
@@ -88,7 +89,9 @@ def check_runs(sweep: Sweep) -> None:
 
 
 def _check_sources(config: Config) -> None:
-    """Raises UserError if the files are missing from which a run makes its data."""
+    """Raises UserError if the files are missing from which a run makes its data, or its folder has
+    data of other knobs.
+    """
     if is_generated(config.rl.task or ""):
         return
     for source in sources_of(config.data):
@@ -97,6 +100,8 @@ def _check_sources(config: Config) -> None:
             local_files(source.data)
         elif read_manifest(prepared) is None:
             check_source(source.data, prepared)
+    if method_of(config).uses_prepared_data:
+        check_knobs_of_prepared(config.data)
 
 
 def _of_sweep(error: UserError) -> str:

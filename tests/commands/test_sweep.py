@@ -16,6 +16,7 @@ from arguments import argv
 from assertions import column
 from nanogpt_hf.commands import main
 from nanogpt_hf.config.load import load_config
+from nanogpt_hf.data.prepare import prepare
 from nanogpt_hf.errors import ConfigError
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.training.sweep_grid import Sweep, build_grid
@@ -316,3 +317,14 @@ def test_interrupted_sweep_saves_and_continues(write_recipe, tmp_path):
     rows = json.loads((folder / "sweep.json").read_text())["runs"]
     assert [(row["status"], row["steps"]) for row in rows] == [("done", steps + 4)] * 2
     assert list(column(first, "train/loss")) == list(range(1, steps + 5))  # not started again
+
+
+@pytest.mark.parametrize("steps", ["", "--train.epochs 1"])
+def test_sweep_is_refused_if_its_data_was_prepared_with_other_knobs(write_recipe, refused, steps):
+    recipe = write_recipe()
+    prepare(load_config(recipe))
+    words = argv(f"sweep {{}} --train.seed 1,2 --data.validation_fraction 0.3 {steps}", recipe)
+    line = refused(*words)
+    assert line.startswith("seed=1: ")
+    assert "prepared with data.validation_fraction 0.1, the recipe says 0.3" in line
+    assert line.endswith("no run was started")

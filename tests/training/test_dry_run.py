@@ -44,6 +44,21 @@ CASES = {
     "another seed": (None, "--resume", {"train__seed": 5}, 2, "train.seed: "),
     # Not that the prepared data is another one: a run may not choose another folder for it.
     "another split": (None, "--resume", {"data__validation_fraction": 0.3}, 2, "0.1 -> 0.3"),
+    # Without a line about the epochs.
+    "another model, by epochs": (
+        None,
+        "--resume",
+        {"model__n_layer": 1, "train__epochs": 2, "train__max_steps": 600_000},
+        2,
+        "model.n_layer: 2 -> 1",
+    ),
+    "another split, by epochs": (
+        None,
+        "--resume",
+        {"data__validation_fraction": 0.3, "train__epochs": 2, "train__max_steps": 600_000},
+        2,
+        "0.1 -> 0.3",
+    ),
     "damaged": (damage, "--resume", {}, 0, "resumes from {}/checkpoints/step_00000002"),
     "all damaged": (damage_all, "--resume", {}, 2, "all checkpoints are damaged"),
     "none": (lose, "--resume", {}, 2, "has no checkpoint"),
@@ -67,6 +82,7 @@ def test_dry_run_of_a_resume_checks_what_it_checks(case, pretrain):
     assert ended.status == status, ended.err
     assert text.format(run.path) in (ended.line if status else ended.out + ended.err)
     assert status or ended.out.endswith("nothing was started\n")
+    assert "train.epochs" not in ended.out
     assert file_contents(run.path) == before
 
 
