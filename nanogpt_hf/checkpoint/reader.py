@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import itertools
 import logging
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -16,12 +17,14 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import broadcast, broadcast_object_list, gather_object
 
 from nanogpt_hf.checkpoint.files import CHECKSUMS, MODEL, OPTIMIZER, STATE, files_of
+from nanogpt_hf.config.schema import Config
 from nanogpt_hf.distributed.full_state import FullState, SavedTensors
 from nanogpt_hf.distributed.mesh import mesh_of
-from nanogpt_hf.errors import DamagedFileError, RunFolderError
+from nanogpt_hf.errors import DamagedFileError, RunFolderError, UserError
 from nanogpt_hf.own_files import as_type, file_sha256, read_json, reading
 from nanogpt_hf.place import remove_folder
 from nanogpt_hf.runs.folder import VERSION, RunFolder, step_of
+from nanogpt_hf.runs.origin import began_in_folder
 from nanogpt_hf.runs.state import TrainState, differences, read_state
 from nanogpt_hf.runs.tensor_files import Box, Layout, TensorFiles, layout_digest, layout_lines
 
@@ -173,6 +176,21 @@ def _all_damaged(run: RunFolder) -> RunFolderError:
     return RunFolderError(
         f"{run.checkpoints}: all checkpoints are damaged; start again with --overwrite"
     )
+
+
+def has_lost_start(run: RunFolder, config: Config) -> bool:
+    """Whether the run has started from a model in a folder, as its newest checkpoint states, that
+    is not here: on the Hub, a stranger may own a repository of its name.
+    """
+    model = config.finetune.model
+    if model is None or os.path.isdir(model):
+        return False
+    for folder in reversed(run.checkpoint_folders()):
+        # Not the tensors, whose checksums take long.
+        with contextlib.suppress(UserError):
+            state, _, _ = _read_state(folder)
+            return began_in_folder((state.identity or {}).get("origin", {}))
+    return False
 
 
 def check_identity(run: RunFolder, state: TrainState, identity: dict[str, Any]) -> None:

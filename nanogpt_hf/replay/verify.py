@@ -12,7 +12,12 @@ from typing import Any
 
 from tqdm import tqdm
 
-from nanogpt_hf.checkpoint.reader import DamagedError, identity_of, read_checkpoint
+from nanogpt_hf.checkpoint.reader import (
+    DamagedError,
+    has_lost_start,
+    identity_of,
+    read_checkpoint,
+)
 from nanogpt_hf.checkpoint.writer import CheckpointWriter
 from nanogpt_hf.config.checks import accumulation_steps
 from nanogpt_hf.config.schema import KNOBS, Config, replace_knobs
@@ -50,6 +55,11 @@ def recipe_of(folder: RunFolder, step: int = 0) -> Config:
         raise UserError(
             f"{folder.path}: trained by {method_of(config).name}; only steps on text or "
             "conversations can be repeated"
+        )
+    if has_lost_start(folder, config):
+        raise UserError(
+            f"{folder.path}: its recipe names finetune.model {config.finetune.model}, which is not "
+            "in this folder; put it back, or repeat the steps in the folder where the run began"
         )
     config = replace_knobs(config, {"tracking.trackers": [], "hub.push": None})
     # The first checkpoint at or after the step knows with which knobs it was taken. Another one

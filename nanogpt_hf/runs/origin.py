@@ -72,11 +72,16 @@ def weights_of(model: str) -> dict[str, str]:
     return {START_WEIGHTS: _files_digest(folder, patterns)}
 
 
+def began_in_folder(origin: dict[str, str]) -> bool:
+    """Whether a run started from a model in a folder (`origin_of`)."""
+    return _START_CONFIG in origin
+
+
 def check_start_folder(run: RunFolder, model: str | None, origin: dict[str, str]) -> None:
     """Raises RunFolderError if a run that trains has started from a model in a folder, which is
     gone: on the Hub, a stranger may own a repository of its name.
     """
-    if model and _START_CONFIG in origin and not os.path.isdir(model):
+    if model and began_in_folder(origin) and not os.path.isdir(model):
         raise RunFolderError(
             f"finetune.model {model}: the folder that the run started from is gone",
             f"put it back, then continue with {program()} resume {shlex.quote(str(run.path))}",
@@ -85,7 +90,7 @@ def check_start_folder(run: RunFolder, model: str | None, origin: dict[str, str]
 
 def lost_start(before: dict[str, str], now: dict[str, str]) -> list[str]:
     """A line if a run began with a model in a folder, and now finds none there (`origin_of`)."""
-    is_lost = _START_CONFIG in before and _START_CONFIG not in now
+    is_lost = began_in_folder(before) and not began_in_folder(now)
     return ["finetune.model: was a folder, which is gone"] * is_lost
 
 

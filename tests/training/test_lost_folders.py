@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from arguments import argv
 from nanogpt_hf.checkpoint.reader import read_checkpoint
 from nanogpt_hf.commands import main
 from nanogpt_hf.errors import RunFolderError
@@ -105,6 +106,12 @@ def test_lost_folder_of_the_start_model_is_not_looked_up_on_the_hub(
     before = read_checkpoint(RunFolder("run").checkpoint(4)).state.identity
     line = "finetune.model: was a folder, which is gone"
     assert differences(before, before | {"origin": {}}) == [line]
+    for command in ("resume run", "resume run --dry-run", "verify run", "inspect run --step 1"):
+        assert main(argv(command)) == 2
+        captured = capsys.readouterr()
+        assert "finetune.model start, which is not in this folder; " in captured.err
+        assert "from the Hub" not in captured.out + captured.err
+    assert not RunFolder("run").verified.exists()
     shutil.move("moved", "start")
     forget_accelerate()
     assert main(["resume", "run"]) == 0
