@@ -52,7 +52,7 @@ def show_text(
 
     `is_dim`: for a terminal that `has_styles`.
     """
-    _release()
+    release()
     shown = escape_controls(text) if sys.stdout.isatty() else text
     # Each part by itself, so that an interruption leaves the terminal as it was.
     shown = f"\x1b[2m{shown}\x1b[22m" if is_dim else shown
@@ -109,8 +109,8 @@ def survive_closed_streams() -> None:
 _held: list[tuple["_Console", logging.LogRecord]] = []
 
 
-def _release() -> None:
-    """Print the lines that were held back."""
+def release() -> None:
+    """Print the lines that were held back: the command is not refused any more."""
     lines = _held[:]
     _held.clear()
     for handler, record in lines:
@@ -128,7 +128,7 @@ class _Console(logging.Handler):
         if getattr(record, "is_notice", False):
             _held.append((self, record))
         else:
-            _release()
+            release()
             self.write(record)
 
     def write(self, record: logging.LogRecord) -> None:
@@ -165,7 +165,7 @@ def configure_logging(log_level: str | None, rank: int = 0) -> Iterator[None]:
     package.addHandler(handler)
     try:
         yield
-        _release()
+        release()
     finally:
         _held.clear()
         package.removeHandler(handler)

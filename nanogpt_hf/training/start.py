@@ -75,7 +75,8 @@ def prepare_run(
     launch = check_launch(config, mesh)
     check_before_the_data(config, folder)
     for line in dial_lines(config):
-        logger.info(line)
+        # The folder may be refused.
+        logger.info(line, extra={"is_notice": True})
     method = method_of(config)
     # --resume and --overwrite exclude each other by a rule, as knobs do.
     options = {"resume": resume, "overwrite": overwrite, "auto_resume": auto_resume}

@@ -13,7 +13,9 @@ from tqdm import tqdm
 from arguments import argv
 from forked import Forked
 from nanogpt_hf import console
-from nanogpt_hf.errors import explain
+from nanogpt_hf.commands import main
+from nanogpt_hf.errors import Stopped, explain
+from nanogpt_hf.own_files import log_once, notice_once
 from nanogpt_hf.runs.files import write_json
 from nanogpt_hf.runs.folder import RunFolder
 
@@ -148,3 +150,19 @@ def test_closed_terminal_saves_the_run(tmp_path, write_recipe):
     assert process.wait(60) == 75
     assert int(run.newest_checkpoint().name.removeprefix("step_")) >= 5
     assert run.report.exists()
+
+
+def test_warning_about_a_command_is_printed_before_a_quiet_run_trains(
+    write_recipe, monkeypatch, capsys
+):
+    def train(run):
+        assert capsys.readouterr().err == "the recipe is damaged\n"
+        raise Stopped("stopped")
+
+    def prepare_run(*_, **__):
+        notice_once("the recipe is damaged", logging.WARNING)
+
+    log_once.cache_clear()
+    monkeypatch.setattr("nanogpt_hf.training.start.prepare_run", prepare_run)
+    monkeypatch.setattr("nanogpt_hf.training.loop.train", train)
+    assert main(["pretrain", str(write_recipe()), "-q"]) == 75
