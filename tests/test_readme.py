@@ -71,15 +71,15 @@ def test_readme_begins_with_what_a_person_can_do():
     assert commands("sh")[1] == "source .venv/bin/activate"
 
 
-def run_in_a_fork(command: str, folder: Path) -> tuple[int, str]:
-    """Exit status and output of a command of README, without the time of a program's start."""
+def run_in_a_fork(command: str, folder: Path) -> tuple[int, str, str]:
+    """Exit status, output and errors of a command of README, without the start of a program."""
     words, _, _ = command.partition("  #")
     program, *arguments = argv(words)
     assert program == "nanogpt-hf"
-    output = folder / "output.txt"
-    with output.open("w") as file:
-        process = Forked(arguments, streams={1: file.fileno(), 2: file.fileno()}, folder=folder)
-        return process.wait(240), output.read_text()
+    output, errors = (folder / name for name in ("output.txt", "errors.txt"))
+    with output.open("w") as out, errors.open("w") as err:
+        process = Forked(arguments, streams={1: out.fileno(), 2: err.fileno()}, folder=folder)
+        return process.wait(240), output.read_text(), errors.read_text()
 
 
 @pytest.mark.slow
@@ -93,9 +93,10 @@ def test_commands_run_as_written(clone):
         if number == 0 or " launch " in command:
             completed = run(shortened(command), clone)
             status, output = completed.returncode, completed.stdout
+            errors = completed.stderr
         else:
-            status, output = run_in_a_fork(shortened(command), clone)
-        assert status == 0, f"{command}\n{output}"
+            status, output, errors = run_in_a_fork(shortened(command), clone)
+        assert status == 0, f"{command}\n{errors}"
         assert output
     metrics = (clone / "runs" / "mine" / "metrics.jsonl").read_text()
     assert '"step": 4,' in metrics

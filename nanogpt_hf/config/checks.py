@@ -217,6 +217,8 @@ def _step_rules(config: Config) -> Rules:
     sequences = train.tokens_per_step // config.data.block_size
     micro_batches = sequences // train.min_micro_batch_size
     uneven_tree = groups & (groups - 1)
+    # Only if the sequences would do.
+    lower = "" if sequences % groups else "lower train.micro_batch_size, or "
     yield (
         "train.gradient_groups",
         uneven_tree,
@@ -226,8 +228,8 @@ def _step_rules(config: Config) -> Rules:
     yield (
         "train.gradient_groups train.tokens_per_step train.micro_batch_size",
         not uneven_tree and micro_batches % groups,
-        f"{groups} does not divide the {micro_batches} micro-batches of a step; lower "
-        "train.micro_batch_size, or set other train.tokens_per_step",
+        f"{groups} does not divide the {micro_batches} micro-batches of a step; {lower}set "
+        "other train.tokens_per_step",
     )
     uneven = _uneven_step(config)
     yield "train.tokens_per_step train.micro_batch_size data.block_size", uneven, uneven

@@ -69,7 +69,7 @@ def _line(form: FormatRow, facts: SplitFacts, blocks: Blocks) -> str:
     if facts.assistant_tokens is not None:
         learned = f"{facts.assistant_tokens:,} of them in {form.learned}, "
     line = (
-        f"{facts.documents:,} {noun}, {facts.tokens:,} tokens, {learned}"
+        f"{plural(facts.documents, form.noun)}, {facts.tokens:,} tokens, {learned}"
         f"{facts.bytes_per_token:.2f} bytes per token"
     )
     # Blocks of whole documents have padding, and cut or leave out what is too long.

@@ -106,6 +106,9 @@ class _WithSummedLoss(SummedLoss, PreTrainedModel):
             out = super().forward(
                 input_ids=input_ids, use_cache=use_cache, logits_to_keep=logits_to_keep, **kwargs
             )
+            # Some models (xlstm) do not know logits_to_keep, and compute those of all positions.
+            if isinstance(logits_to_keep, int):
+                out.logits = out.logits[:, -logits_to_keep:]
             out.logits = out.logits[..., : self.config.vocab_size]
             return out
         # The model without its head if we can compute the loss from the hidden states.
@@ -124,7 +127,6 @@ class _WithSummedLoss(SummedLoss, PreTrainedModel):
                 out, shift_labels, num_items_in_batch, skip_logits, logits_to_keep, row_loss
             )
             return self._with_routing(result, out, shift_labels) if routes else result
-        # Some models (xlstm) do not know logits_to_keep, and compute those of all positions.
         out.logits = out.logits[:, -kept:, : self.config.vocab_size]
         targets = shift_labels.reshape(-1).to(out.logits.device)  # (N,)
         items = (targets != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch

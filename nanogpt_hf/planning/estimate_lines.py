@@ -173,10 +173,16 @@ def _disk(estimate: Estimate) -> list[str]:
     size = estimate.data_bytes
     lines = [f"disk: {format_bytes(estimate.run_bytes)} at most for the run folder"]
     if estimate.uses_prepared_data:
-        data = "not prepared yet" if size is None else f"{format_bytes(size)}, prepared"
+        data = (
+            "not prepared yet with these knobs"
+            if size is None
+            else f"{format_bytes(size)}, prepared"
+        )
         lines.append(f"  data: {data}")
     return lines
 
 
 def _amount(count: float) -> str:
+    if count < 1e5:
+        return f"{count:,.0f}"
     return f"{count / 1e9:,.1f} B" if count >= 1e9 else f"{count / 1e6:,.1f} M"

@@ -197,7 +197,10 @@ def test_a_dry_run_refuses_data_of_another_recipe_and_an_estimate_leaves_it_out(
     assert not captured.out
     assert "prepared with data.tokenizer 'char', the recipe says 'bpe'" in captured.err
     assert main(["estimate", *words]) == 0
-    assert "vocabulary 300, of data.vocab_size" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "vocabulary 300, of data.vocab_size" in output
+    assert "\ntokens: 768, " in output
+    assert "data: not prepared yet with these knobs" in output
 
 
 def test_estimate_finds_largest_micro_batch_that_fits(tmp_path, write_recipe):

@@ -24,7 +24,7 @@ from nanogpt_hf.data.manifest import read_manifest
 from nanogpt_hf.data.prepare import prepare
 from nanogpt_hf.data.prepared import load_prepared
 from nanogpt_hf.data.shards import ShardWriter
-from nanogpt_hf.data.summary import split_warnings
+from nanogpt_hf.data.summary import split_warnings, summary_lines
 from nanogpt_hf.data.text import text_encoder
 from nanogpt_hf.data.tokenizer import build_tokenizer
 
@@ -132,6 +132,8 @@ def test_single_document_is_split_without_end_token(text, make):
     manifest, _ = prepare(config)
     assert texts_of(config) == [content[:750], content[750:]]
     assert (manifest.train.documents, manifest.validation.documents) == (1, 1)
+    first, _ = summary_lines(config, load_prepared(config))
+    assert first.startswith("  train      1 document, 750 tokens, ")
 
 
 def test_documents_keep_their_order_and_end_with_end_token(rows, make, byte_tokenizer):

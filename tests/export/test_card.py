@@ -50,7 +50,7 @@ def test_model_card_describes_training_evaluation_and_recipe(write_recipe, monke
     card = card_of(load_config(recipe))
     facts = {
         "data": r"~/my\|text.txt, revision sha256:abc",
-        "training split": "1 documents, 9,000 tokens",
+        "training split": "1 document, 9,000 tokens",
         "tokens seen": "18,000 (2.00 times the training split)",
         "steps": "12 of 6",
         "learning rate": "0.01, cosine to 0.001",
@@ -165,4 +165,4 @@ def test_card_states_a_score_that_names_no_documents(write_recipe, monkeypatch):
     state = TrainState(step=3, evaluated_step=3, score=0.25)
     text = card_of(load_config(write_recipe()), state=state).text
     assert "| F1 of labels | 0.2500 on held-out documents (step 3) |" in text
-    assert "| training split | 1 documents, 9,000 tokens |" in text
+    assert "| training split | 1 document, 9,000 tokens |" in text

@@ -57,6 +57,11 @@ def test_type_of_the_table(architecture, tmp_path):
     torch.testing.assert_close(*losses, atol=1e-5, rtol=1e-5)
     again = load_model(str(tmp_path)).eval()
     torch.testing.assert_close(again(ids).logits, standard.eval()(ids).logits, atol=1e-5, rtol=1e-5)
+    # Also where the class computes those of all positions.
+    two = standard(ids).logits[:, -2:]
+    torch.testing.assert_close(again(ids, logits_to_keep=2).logits, two, atol=1e-5, rtol=1e-5)
+    rows = again.logits_of_rows(2, input_ids=ids)(slice(None))
+    torch.testing.assert_close(rows, two.flatten(0, 1), atol=1e-5, rtol=1e-5)
     assert row.recipe_knobs(copy.deepcopy(again.config)) == row.recipe_knobs(model.config)
 
 
