@@ -215,7 +215,7 @@ def _run_on_a_device(replacements: _Replacements, launch: Launch) -> None:
     def start_on_device(*arguments: Any) -> Any:
         return _on_device(start_model(*arguments))
 
-    # The first of two rehearsed steps does its work, and its memory is not asked.
+    # The first of the two steps of a rehearsal does the same, on tensors without values.
     replacements.replace(run_build, "dry_run_step", lambda *_: None)
 
     # accelerate finds sharded parameters by the place of their data, which a fake has not.

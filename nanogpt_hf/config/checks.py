@@ -1,6 +1,5 @@
 """Rules over knobs that hold on every machine and with all data, each with its message."""
 
-import math
 import re
 from collections.abc import Iterator
 from functools import partial
@@ -15,7 +14,7 @@ from nanogpt_hf.config.schema import KNOBS, Config, get_value
 from nanogpt_hf.config.settings import KnobSetting
 from nanogpt_hf.config.sources import is_mixture, learns_teacher_alone, sources_of
 from nanogpt_hf.config.stages import stage_problem, stages_of
-from nanogpt_hf.errors import UserError
+from nanogpt_hf.config.step_size import uneven_step
 from nanogpt_hf.formatting import plural
 
 # The name of a repository on the Hub, user/name, by the Hub's own rules: no -- or .. in it, at most
@@ -36,18 +35,12 @@ class Conflict(NamedTuple):
 Rules = Iterator[tuple[str, object, str]]
 
 
-def find_conflicts(config: Config, *, is_recorded: bool = False) -> Iterator[Conflict]:
-    """Every rule that `config` breaks, in all its stages.
-
-    A recipe that a run has recorded met the rules of its time, and others may be newer: it only has
-    to have stages that can be listed.
-    """
-    found = [] if is_recorded else list(_conflicts(config))
+def find_conflicts(config: Config) -> Iterator[Conflict]:
+    """Every rule that `config` breaks, in all its stages."""
+    found = list(_conflicts(config))
     yield from found
-    if problem := stage_problem(config):
-        yield Conflict(["train.stages", "train.max_steps", "data.source"], problem)
-        return
-    if is_recorded:
+    if stage_problem(config):
+        yield from stage_conflicts(config)
         return
     # A later stage repeats most knobs, and so most conflicts. Report a conflict of a stage only if
     # the stage brings it about.
@@ -57,6 +50,12 @@ def find_conflicts(config: Config, *, is_recorded: bool = False) -> Iterator[Con
             if message not in known:
                 known.add(message)
                 yield Conflict(["train.stages", *keys], f"at {stage.first}: {keys[0]}: {message}")
+
+
+def stage_conflicts(config: Config) -> Iterator[Conflict]:
+    """The rules without which the stages of `config` cannot be listed."""
+    if problem := stage_problem(config):
+        yield Conflict(["train.stages", "train.max_steps", "data.source"], problem)
 
 
 def _conflicts(config: Config) -> Iterator[Conflict]:
@@ -231,7 +230,7 @@ def _step_rules(config: Config) -> Rules:
         f"{groups} does not divide the {micro_batches} micro-batches of a step; {lower}set "
         "other train.tokens_per_step",
     )
-    uneven = _uneven_step(config)
+    uneven = uneven_step(config)
     yield "train.tokens_per_step train.micro_batch_size data.block_size", uneven, uneven
 
 
@@ -303,52 +302,6 @@ def _rl_rules(config: Config) -> Rules:
         f"{rl.max_new_tokens} leaves no room for a question in data.block_size {block_size}; lower "
         "it, or set longer blocks",
     )
-
-
-def accumulation_steps(config: Config, num_processes: int) -> int:
-    """Micro-batches that each of `num_processes` data-parallel processes runs in one optimizer
-    step; auto counts as 1.
-
-    Raises UserError, with the product and the nearest tokens_per_step that divide, if the
-    result is not whole, and if processes have unequal shares of the gradient groups.
-    """
-    if message := _uneven_step(config, num_processes):
-        raise UserError(f"train.tokens_per_step: {message}")
-    train = config.train
-    if (groups := train.gradient_groups) and groups % num_processes:
-        raise UserError(
-            f"train.gradient_groups: {num_processes} processes do not divide {groups} groups; start"
-            " 1, 2, 4, ... up to that many"
-        )
-    return train.tokens_per_step // (
-        train.min_micro_batch_size * config.data.block_size * num_processes
-    )
-
-
-def _uneven_step(config: Config, processes: int = 1) -> str:
-    """The message if micro-batches do not add up to a step, with the product and values that
-    would; otherwise ''.
-    """
-    tokens = config.train.tokens_per_step
-    block = config.data.block_size
-    micro = config.train.min_micro_batch_size
-    unit = micro * block * processes
-    if tokens % unit == 0:
-        return ""
-    # The nearest products below and above; there is none below if one micro-batch is too large.
-    below = tokens // unit * unit
-    shared = f" × {processes} processes" if processes > 1 else ""
-    nearest = f"{below:,} or {below + unit:,}" if below else f"{unit:,}"
-    return (
-        f"{tokens:,} is not a multiple of train.micro_batch_size {micro} × data.block_size {block}"
-        f"{shared} = {unit:,}; nearest: {nearest}"
-    )
-
-
-def divisors(number: int) -> list[int]:
-    """All divisors, smallest first."""
-    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
-    return sorted({*small, *(number // n for n in small)})
 
 
 def parse_duration(text: str) -> int | None:

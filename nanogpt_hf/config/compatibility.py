@@ -11,7 +11,7 @@ from dataclasses import replace
 from nanogpt_hf.config import data_section, method_sections, optimizers, run_sections
 from nanogpt_hf.config.formats import FORMATS, rules_of
 from nanogpt_hf.config.methods import RECIPE_METHODS, objective_rules
-from nanogpt_hf.config.schema import KNOBS, Config, get_value, is_default
+from nanogpt_hf.config.schema import KNOBS, Config, get_value
 from nanogpt_hf.config.settings import (
     FSDP2,
     AnySetting,
@@ -204,14 +204,14 @@ RULES = [
 def recipe_settings(config: Config) -> Settings:
     """The settings of a recipe, with their values."""
     settings: Settings = {}
-    for key in KNOBS:
+    for key, knob in KNOBS.items():
         value = get_value(config, key)
         shown = str(value).lower() if isinstance(value, bool) else str(value)
         # A value may be as long as a file.
         words = f"{key} {shown:.80}"
         if isinstance(value, str):
             settings[KnobSetting(key, value)] = words
-        if not is_default(config, key):
+        if value != knob.default:
             settings[KnobSetting(key)] = words
     data = config.data
     finetune = config.finetune

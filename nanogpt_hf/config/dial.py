@@ -27,10 +27,10 @@ import math
 from collections.abc import Container
 from typing import Any
 
-from nanogpt_hf.config.checks import divisors
 from nanogpt_hf.config.names import GPT2_VOCAB_SIZE, vocab_size_by_name
 from nanogpt_hf.config.optim_section import tenth_of
 from nanogpt_hf.config.schema import KNOBS, LARGEST, Choice, Config, get_value, replace_knobs
+from nanogpt_hf.config.step_size import divisors
 from nanogpt_hf.formatting import align
 
 _MICRO_BATCH_TOKENS = 8192

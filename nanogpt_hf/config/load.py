@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from nanogpt_hf.config.checks import find_conflicts
+from nanogpt_hf.config.checks import find_conflicts, stage_conflicts
 from nanogpt_hf.config.dial import dial_choices
 from nanogpt_hf.config.names import data_folder
 from nanogpt_hf.config.schema import KNOBS, SECTIONS, Config, replace_knobs
@@ -57,7 +57,8 @@ def load_config(
         if follows:
             config = replace(config, unstated=frozenset({"optim.muon_learning_rate"}))
     wrong = set()
-    for keys, message in find_conflicts(config, is_recorded=is_recorded):
+    conflicts_of = stage_conflicts if is_recorded else find_conflicts
+    for keys, message in conflicts_of(config):
         if not stated.bad & set(keys):
             wrong.add(keys[0])
             origin = stated.origins.get(keys[0], stated.source)

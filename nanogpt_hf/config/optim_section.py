@@ -1,6 +1,6 @@
 """The knobs of the optimizer: rates, their schedule, kinds of parameters, terms of the loss."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from nanogpt_hf.config.knobs import knob, loss_term, only_with, only_without
@@ -150,11 +150,6 @@ class OptimSection:
             return self.muon_learning_rate
         # These updates are as large as AdamW's: Liu et al. 2025, arXiv:2502.16982, section 2.2.
         return self.learning_rate if self.muon_scale == "match_rms_adamw" else _MUON_RATE
-
-    @property
-    def has_default_muon_rate(self) -> bool:
-        """Whether Muon's peak is the default, which a resolved recipe has as a number."""
-        return self.peak_muon_rate == replace(self, muon_learning_rate=None).peak_muon_rate
 
     def longest_warmup(self, end: int) -> int:
         """The steps before the decay of a schedule that ends at step `end`. A longer warm-up would

@@ -132,13 +132,6 @@ def get_value(config: Config, key: str) -> Any:
     return getattr(getattr(config, section), name)
 
 
-def is_default(config: Config, key: str) -> bool:
-    """Whether a knob has its default."""
-    if key == "optim.muon_learning_rate":
-        return config.optim.has_default_muon_rate
-    return get_value(config, key) == KNOBS[key].default
-
-
 def knob_values(config: Config) -> dict[str, Any]:
     """The values of all knobs by key."""
     return {key: get_value(config, key) for key in KNOBS}

@@ -116,7 +116,9 @@ def with_known_steps(config: Config, steps: int) -> Config:
 def _schedule(config: Config) -> dict[str, Any]:
     """The knobs of the schedule that follow from others. One without an end has no lowest rate."""
     optim = config.optim
-    values: dict[str, Any] = {"optim.muon_learning_rate": optim.peak_muon_rate}
+    values: dict[str, Any] = {}
+    if optim.name == "muon":
+        values["optim.muon_learning_rate"] = optim.peak_muon_rate
     # Else the number of steps is found when the run starts.
     if config.train.steps_from is None:
         values["optim.warmup_steps"] = optim.warmup_in(config.train.max_steps)

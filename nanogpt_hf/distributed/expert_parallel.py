@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
-from nanogpt_hf.config.checks import divisors
+from nanogpt_hf.config.step_size import divisors
 from nanogpt_hf.distributed.launch import Launch
 from nanogpt_hf.distributed.mesh import Mesh, mesh_of
 from nanogpt_hf.model.experts import View, experts_of, products

@@ -4,10 +4,10 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from nanogpt_hf.config.checks import accumulation_steps, divisors
 from nanogpt_hf.config.compatibility import check_settings, recipe_settings
 from nanogpt_hf.config.schema import Config, ModelSection
 from nanogpt_hf.config.settings import Setting
+from nanogpt_hf.config.step_size import accumulation_steps, divisors
 from nanogpt_hf.distributed.context_parallel import RING_MACHINES, heads_of, needs_ring
 from nanogpt_hf.distributed.expert_parallel import experts_problem
 from nanogpt_hf.distributed.launch import Launch

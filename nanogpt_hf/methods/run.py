@@ -1,8 +1,7 @@
 """Run: what a training run is made of, as one object; results of its steps and evaluations."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -23,19 +22,6 @@ from nanogpt_hf.runs.origin import check_start_folder
 from nanogpt_hf.runs.state import MeasuredLoss, TrainState
 
 
-class RunMethod(Protocol):
-    """What a run asks of its `Method` (methods/method.py), which is defined above this file."""
-
-    @property
-    def begin_step(self) -> Callable[["Run", int], dict[str, float]]: ...
-
-    @property
-    def updates(self) -> Callable[[Config], int]: ...
-
-    @property
-    def evaluate(self) -> Callable[["Run", Callable[[], bool]], "Evaluated | None"]: ...
-
-
 @dataclass
 class Run:
     """Objects of a training run, built by `build_at` (training/build.py). Accelerate has prepared
@@ -43,8 +29,6 @@ class Run:
     """
 
     config: Config
-    # The kind of training that the recipe chooses: no stage changes it.
-    method: "RunMethod"
     accelerator: Accelerator
     model: torch.nn.Module
     model_config: PreTrainedConfig

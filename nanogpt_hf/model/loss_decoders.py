@@ -106,10 +106,7 @@ class _WithSummedLoss(SummedLoss, PreTrainedModel):
             out = super().forward(
                 input_ids=input_ids, use_cache=use_cache, logits_to_keep=logits_to_keep, **kwargs
             )
-            # Some models (xlstm) do not know logits_to_keep, and compute those of all positions.
-            if isinstance(logits_to_keep, int):
-                out.logits = out.logits[:, -logits_to_keep:]
-            out.logits = out.logits[..., : self.config.vocab_size]
+            out.logits = self._kept(out.logits, logits_to_keep)
             return out
         # The model without its head if we can compute the loss from the hidden states.
         # Labels of the last positions need no other logits.
@@ -127,7 +124,7 @@ class _WithSummedLoss(SummedLoss, PreTrainedModel):
                 out, shift_labels, num_items_in_batch, skip_logits, logits_to_keep, row_loss
             )
             return self._with_routing(result, out, shift_labels) if routes else result
-        out.logits = out.logits[:, -kept:, : self.config.vocab_size]
+        out.logits = self._kept(out.logits, kept)
         targets = shift_labels.reshape(-1).to(out.logits.device)  # (N,)
         items = (targets != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch
         logits = out.logits.flatten(0, 1)
@@ -136,6 +133,15 @@ class _WithSummedLoss(SummedLoss, PreTrainedModel):
                 first_pass(slice(None), logits, targets)
         out.loss = (row_loss or cross_entropy)(slice(None), logits, targets) / items
         return self._with_routing(out, out, shift_labels) if routes else out
+
+    def _kept(self, logits, kept):
+        """The logits that were asked for, without the rows that pad the vocabulary.
+
+        Some models (xlstm) do not know logits_to_keep, and compute those of all positions.
+        """
+        if isinstance(kept, int):
+            logits = logits[:, -kept:]
+        return logits[..., : self.config.vocab_size]
 
     def _with_routing(self, result, out, shift_labels):
         """Output with `routing`, if all routers show logits, and all positions have labels."""

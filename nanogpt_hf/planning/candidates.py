@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 
 from transformers import PreTrainedModel
 
-from nanogpt_hf.config.checks import divisors
 from nanogpt_hf.config.schema import Config, replace_knobs
+from nanogpt_hf.config.step_size import divisors
 from nanogpt_hf.distributed.launch import Launch
 from nanogpt_hf.distributed.layout import check_layout
 from nanogpt_hf.distributed.pipeline_stages import head_in_blocks, split_blocks

@@ -12,10 +12,10 @@ from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from nanogpt_hf.config.checks import divisors
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.config.sources import sources_of
 from nanogpt_hf.config.stages import planned_tokens, stages_of, tokens_by_source
+from nanogpt_hf.config.step_size import divisors
 from nanogpt_hf.data.hf_tokenizer import known_vocab_size
 from nanogpt_hf.data.manifest import Manifest
 from nanogpt_hf.data.prepared import fitting_manifest

@@ -10,10 +10,10 @@ import torch
 from accelerate.utils import send_to_device
 from tqdm import tqdm
 
-from nanogpt_hf.config.checks import accumulation_steps
 from nanogpt_hf.config.formats import FORMATS
 from nanogpt_hf.config.sources import sources_of
 from nanogpt_hf.config.stages import config_at, stages_of
+from nanogpt_hf.config.step_size import accumulation_steps
 from nanogpt_hf.data.blocks import TokenBlocks
 from nanogpt_hf.data.examples import row_lengths
 from nanogpt_hf.data.mixture import as_mixture

@@ -19,9 +19,9 @@ from nanogpt_hf.checkpoint.reader import (
     read_checkpoint,
 )
 from nanogpt_hf.checkpoint.writer import CheckpointWriter
-from nanogpt_hf.config.checks import accumulation_steps
 from nanogpt_hf.config.schema import KNOBS, Config, replace_knobs
 from nanogpt_hf.config.stages import config_at
+from nanogpt_hf.config.step_size import accumulation_steps
 from nanogpt_hf.distributed.accelerator import precision_of, sum_over_ranks
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.distributed.rendezvous import one_line_for_a_lost_process, prepare_on_all_ranks
@@ -231,7 +231,7 @@ def _compare_tensors(run: Run, folder: RunFolder, bound: float) -> list[str]:
 
 def _evaluate(run: Run) -> dict[str, float]:
     """Evaluate; return the metrics that the run has logged for it."""
-    evaluated = run.method.evaluate(run, lambda: False)
+    evaluated = method_of(run.config).evaluate(run, lambda: False)
     if evaluated is None:
         return {}
     record_evaluation(run, evaluated)

@@ -18,9 +18,10 @@ from jinja2 import Environment, Template
 
 import nanogpt_hf
 from nanogpt_hf.config.load import config_to_yaml
-from nanogpt_hf.config.schema import KNOBS, Config, is_default
+from nanogpt_hf.config.schema import KNOBS, Config, get_value
 from nanogpt_hf.config.sources import knob_text, source_text
 from nanogpt_hf.config.stages import stages_of
+from nanogpt_hf.config.unread import read_knobs
 from nanogpt_hf.errors import one_line
 from nanogpt_hf.formatting import format_duration, format_number
 from nanogpt_hf.program import program
@@ -218,11 +219,12 @@ def _evaluation_table(events: list[Event], best_step: int | None) -> dict[str, l
 
 
 def _knob_rows(config: Config) -> list[list[str]]:
-    """The knobs that differ from the defaults."""
+    """The knobs that the run reads and that differ from the defaults."""
+    read = read_knobs(config)
     return [
         [key, knob_text(config, key), str(knob.default), knob.meaning]
         for key, knob in KNOBS.items()
-        if not is_default(config, key)
+        if key in read and get_value(config, key) != knob.default
     ]
 
 

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 
 from nanogpt_hf.config.names import shipped_folder
-from nanogpt_hf.config.schema import KNOBS, Config, get_value, is_default, replace_knobs
+from nanogpt_hf.config.schema import KNOBS, Config, get_value
 from nanogpt_hf.config.sources import is_mixture
+from nanogpt_hf.config.unread import read_knobs
 from nanogpt_hf.data.manifest import find_manifest
 from nanogpt_hf.errors import DataError, UserError
 from nanogpt_hf.own_files import warn_once
@@ -121,12 +122,14 @@ def text_facts(config: Config) -> dict[str, Any] | None:
 def experiment_of(config: Config) -> dict[str, Any]:
     """The knobs that affect the loss and differ from the defaults, but no path: it is private."""
     experiment = {}
-    for key in KNOBS:
+    read = read_knobs(config)
+    for key, knob in KNOBS.items():
         # A resume may change these three, but they change the loss.
         affects = is_fixed(key) or key.startswith("optim.")
         affects = affects or key in ("train.max_steps", "eval.tokens")
-        if affects and key not in _IRRELEVANT and not is_default(config, key):
-            experiment[key] = get_value(config, key)
+        value = get_value(config, key)
+        if affects and key in read and key not in _IRRELEVANT and value != knob.default:
+            experiment[key] = value
     # A path says nothing on another machine, and may tell a user's name.
     if not is_mixture(config.data):
         source = Path(os.path.expanduser(config.data.one_source))
@@ -152,8 +155,8 @@ def differences(
     """Compare an experiment with the reference's. Return messages by knob, or by fact of the
     `text`: differences that forbid a comparison, and differences that only shift the loss.
     """
-    ours = _with_muon_rate(experiment_of(config))
-    theirs = _with_muon_rate(reference.experiment)
+    ours = experiment_of(config)
+    theirs = dict(reference.experiment)
     if text and reference.text:
         ours = _with_text(ours, text)
         theirs = _with_text(theirs, reference.text)
@@ -168,13 +171,6 @@ def differences(
             found = shifting if key.startswith(_SHIFTING) else incomparable
             found[key] = f"{key} is {here} here, {there} in the reference"
     return incomparable, shifting
-
-
-def _with_muon_rate(experiment: dict[str, Any]) -> dict[str, Any]:
-    """Put Muon's rate into an experiment that has the default of its scale of updates."""
-    stated = {key: value for key, value in experiment.items() if key in KNOBS}
-    optim = replace_knobs(Config(), stated).optim
-    return experiment | {"optim.muon_learning_rate": optim.peak_muon_rate}
 
 
 def _with_text(experiment: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]:

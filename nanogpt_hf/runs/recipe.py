@@ -104,8 +104,10 @@ def known_recipe(run: RunFolder) -> Config | None:
 
 
 def recipe_differences(before: Config, now: Config) -> list[str]:
-    """Knobs with another value in `now`, as `key: before -> now`."""
+    """Knobs with another value in `now` that one of them reads, as `key: before -> now`."""
     old = comparable(before)
+    # What nothing reads changes no experiment. Runs of earlier versions may have stated it.
+    read = read_knobs(before) | read_knobs(now)
     # The run's recipe has the number that was found, and a resumed run keeps it.
     auto = ("train.micro_batch_size", "auto")
     # It also has the steps that were found to fit into a time, or to make the epochs.
@@ -118,7 +120,7 @@ def recipe_differences(before: Config, now: Config) -> list[str]:
     return [
         f"{key}: {old[key]} -> {new}"
         for key, new in comparable(now).items()
-        if old[key] != new and (key, new) != auto and key not in kept
+        if key in read and old[key] != new and (key, new) != auto and key not in kept
     ]
 
 
@@ -130,7 +132,6 @@ def changed_knobs(run: RunFolder, config: Config) -> list[str]:
     """
     before = known_recipe(run)
     lines = recipe_differences(before, config) if before else []
-    # What nothing reads changes no experiment. Runs of earlier versions may have stated it.
     read = read_knobs(config)
     other = [line for line in lines if is_fixed(line) and line.split(":")[0] in read]
     if other:

@@ -12,8 +12,8 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
-from nanogpt_hf.config.checks import divisors
 from nanogpt_hf.config.schema import replace_knobs
+from nanogpt_hf.config.step_size import divisors
 from nanogpt_hf.distributed.mesh import mesh_of
 from nanogpt_hf.errors import UserError, is_out_of_memory
 from nanogpt_hf.formatting import format_bytes

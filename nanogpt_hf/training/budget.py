@@ -13,6 +13,7 @@ from nanogpt_hf.errors import UserError
 from nanogpt_hf.evaluation.table import load_training_evaluations
 from nanogpt_hf.formatting import plural
 from nanogpt_hf.methods.run import Run
+from nanogpt_hf.methods.table import method_of
 from nanogpt_hf.training.clock import (
     slowest,
     steps_per_window,
@@ -117,9 +118,10 @@ def _seconds_per_step(run: Run, budget: float) -> float:
 def _seconds_per_evaluation(run: Run) -> float:
     """Seconds of an evaluation on the slowest process, with all that the recipe evaluates."""
     others = load_training_evaluations(run.config, run.data.tokenizer)
+    method = method_of(run.config)
 
     def evaluate() -> None:
-        evaluated = run.method.evaluate(run, lambda: False)
+        evaluated = method.evaluate(run, lambda: False)
         assert evaluated is not None, "nothing stops it"
         with_other_evaluations(run, evaluated, others)
 

@@ -11,10 +11,10 @@ from accelerate import Accelerator
 from transformers import PreTrainedModel
 
 from nanogpt_hf.checkpoint.reader import Checkpoint, find_checkpoint, load_checkpoint
-from nanogpt_hf.config.checks import accumulation_steps
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.config.sources import packs
 from nanogpt_hf.config.stages import config_at, stages_of
+from nanogpt_hf.config.step_size import accumulation_steps
 from nanogpt_hf.data.prepared import PreparedData, load_prepared
 from nanogpt_hf.distributed.accelerator import choose_kernels, is_deterministic
 from nanogpt_hf.distributed.gradient_tree import fix_order
@@ -86,10 +86,8 @@ def build_at(
 
     model = build_model(config, accelerator, data, step)
     placed, optimizer = place_on_devices(model, config, accelerator)
-    method = method_of(config)
     run = Run(
         config=config,
-        method=method,
         accelerator=accelerator,
         model=placed,
         model_config=model.config,
@@ -100,7 +98,7 @@ def build_at(
         ),
         data=data,
         batches=build_batches(config, accelerator, data.train, config.train.min_micro_batch_size),
-        objective=method.objective(config, data),
+        objective=method_of(config).objective(config, data),
         state=TrainState(),
         run_folder=folder,
     )

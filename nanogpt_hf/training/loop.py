@@ -14,6 +14,7 @@ from nanogpt_hf.config.schema import Config
 from nanogpt_hf.config.stages import next_stage
 from nanogpt_hf.errors import DivergedError, Stopped
 from nanogpt_hf.methods.run import Evaluated, Run, is_done
+from nanogpt_hf.methods.table import method_of
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.state import TrainState
 from nanogpt_hf.training.build import start_again
@@ -139,7 +140,7 @@ def evaluate(run: Run, reporter: RunReporter) -> bool:
     """Evaluate, record the score, and save the model if it is the best so far; False if a signal
     interrupted the evaluation.
     """
-    evaluated = run.method.evaluate(run, reporter.stop_requested)
+    evaluated = method_of(run.config).evaluate(run, reporter.stop_requested)
     if evaluated is not None:
         is_best = record_evaluation(run, evaluated)
         reporter.evaluation(evaluated, is_best=is_best)

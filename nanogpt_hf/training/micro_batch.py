@@ -13,10 +13,10 @@ import torch
 from accelerate import Accelerator
 from transformers import PreTrainedModel
 
-from nanogpt_hf.config.checks import divisors
 from nanogpt_hf.config.optimizers import OPTIMIZERS
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.config.stages import naming, stages_of
+from nanogpt_hf.config.step_size import divisors
 from nanogpt_hf.data.batches import Batches, blocks_read
 from nanogpt_hf.data.blocks import Blocks
 from nanogpt_hf.distributed.full_state import reset_optimizer_state

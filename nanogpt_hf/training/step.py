@@ -21,6 +21,7 @@ from nanogpt_hf.config.seeds import derive_seed
 from nanogpt_hf.distributed.accelerator import sum_over_ranks
 from nanogpt_hf.distributed.context_parallel import own_positions
 from nanogpt_hf.methods.run import Run, StepResult
+from nanogpt_hf.methods.table import method_of
 from nanogpt_hf.model.architecture import Metrics
 from nanogpt_hf.model.experts import load_figures
 from nanogpt_hf.optim.optimizer import learning_rate_at, set_learning_rate
@@ -105,9 +106,10 @@ def next_step(run: Run) -> tuple[StepResult, float]:
 
 def take_step(run: Run, step: int, learning_rate: float) -> StepResult:
     """Take one step of the run's method: make its data ready, then train on it."""
-    figures = run.method.begin_step(run, step)
+    method = method_of(run.config)
+    figures = method.begin_step(run, step)
     # Reinforcement learning may train several times on the answers that it has sampled.
-    updates = range(run.method.updates(run.config))
+    updates = range(method.updates(run.config))
     results = [train_step(run, step, learning_rate) for _ in updates]
     # A gradient that is not finite counts in any of the updates: `maximum` passes NaN on.
     grad_norm = reduce(torch.maximum, [result.grad_norm for result in results])

@@ -173,7 +173,8 @@ SCALED = {"optim.name": "muon", "optim.muon_scale": "match_rms_adamw"}
 @pytest.mark.parametrize(
     ("knobs", "rate"),
     [
-        ({}, 0.02),
+        # AdamW reads none.
+        ({}, None),
         ({"optim.name": "muon"}, 0.02),
         (SCALED, 6e-4),
         (SCALED | {LEARNING_RATE: 1e-4}, 1e-4),
@@ -189,7 +190,8 @@ def test_default_rate_of_muon_in_pretraining_fits_its_scale(knobs, rate):
     # What was resolved stays, whatever the other knobs become.
     assert config.unstated == (set() if MUON_RATE in knobs else {MUON_RATE})
     recorded = load_config(None, knob_values(config))
-    assert (recorded.optim, recorded.unstated) == (config.optim, set())
+    assert recorded.optim == config.optim
+    assert recorded.unstated == ({MUON_RATE} if rate is None else set())
 
 
 def test_default_rate_of_muon_follows_in_each_stage():
@@ -217,6 +219,8 @@ def test_default_rate_of_muon_follows_in_each_stage():
         ({"optim.name": "muon"}, {"optim.name": "muon"}, ""),
         ({"optim.name": "muon"}, SCALED, ""),
         ({}, {}, ""),
+        # Earlier versions recorded it for AdamW, too.
+        ({MUON_RATE: 0.02}, {}, ""),
     ],
 )
 def test_resume_does_not_change_to_a_new_default_of_muon(tmp_path, before, now, line):

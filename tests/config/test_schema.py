@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from nanogpt_hf.commands import main
-from nanogpt_hf.config.checks import accumulation_steps, find_conflicts
+from nanogpt_hf.config.checks import find_conflicts
 from nanogpt_hf.config.json_schema import recipe_schema
 from nanogpt_hf.config.load import config_to_yaml
 from nanogpt_hf.config.names import shipped_recipes
@@ -16,6 +16,7 @@ from nanogpt_hf.config.schema import (
     kind_options,
     replace_knobs,
 )
+from nanogpt_hf.config.step_size import accumulation_steps
 from nanogpt_hf.config.values import convert
 from nanogpt_hf.errors import UserError
 

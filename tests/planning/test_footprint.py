@@ -35,7 +35,6 @@ from nanogpt_hf.methods.pairs import full_answers
 from nanogpt_hf.methods.preference_losses import preference_objective
 from nanogpt_hf.methods.run import Run
 from nanogpt_hf.methods.terms import next_token_loss, text_objective
-from nanogpt_hf.methods.text import TEXT
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM, loss_gpt
 from nanogpt_hf.model.architecture import architecture_of
 from nanogpt_hf.model.build import build_config
@@ -121,7 +120,6 @@ def take_two_steps(case: "Case", folder: Path) -> None:
         objective = text_objective(config, cast(PreparedData, SimpleNamespace(teacher=teacher)))
     run = Run(
         config=Config(),
-        method=TEXT,
         accelerator=accelerator,
         model=model,
         model_config=sizes,

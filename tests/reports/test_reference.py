@@ -206,7 +206,9 @@ SCALED = MUON | {"optim.muon_scale": "match_rms_adamw"}
     [
         (MUON, MUON | {RATE: 0.037}, "is 0.02 here, 0.037 in the reference"),
         (MUON | {RATE: 0.037}, MUON, "is 0.037 here, 0.02 in the reference"),
-        ({}, MUON | {RATE: 0.037}, "is 0.02 here, 0.037 in the reference"),
+        ({}, MUON | {RATE: 0.037}, "is None here, 0.037 in the reference"),
+        # Earlier versions recorded it for AdamW, too.
+        ({RATE: 0.02}, {}, None),
         (SCALED, SCALED | {RATE: 0.02}, "is 0.01 here, 0.02 in the reference"),
         (SCALED, SCALED, None),
         (SCALED, SCALED | {RATE: 0.01}, None),

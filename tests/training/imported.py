@@ -1,7 +1,7 @@
 """Imported by the programs of tests that fork: what a run imports, so that it is imported once.
 
-Half of a short run's time would be imports. Libraries that others import if they are installed
-(accelerate imports DeepSpeed to unwrap a model) are here, too.
+Libraries that others import if they are installed are here, too: accelerate imports DeepSpeed to
+unwrap a model.
 """
 
 import functools

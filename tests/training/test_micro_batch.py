@@ -9,9 +9,9 @@ import torch
 from accelerate import Accelerator
 
 from assertions import same_weights
-from nanogpt_hf.config.checks import accumulation_steps, divisors
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.schema import Config, OptimSection, replace_knobs
+from nanogpt_hf.config.step_size import accumulation_steps, divisors
 from nanogpt_hf.distributed.launch import Launch
 from nanogpt_hf.distributed.updates import Updater
 from nanogpt_hf.errors import UserError
