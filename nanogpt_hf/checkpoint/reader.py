@@ -24,7 +24,7 @@ from nanogpt_hf.errors import DamagedFileError, RunFolderError, UserError
 from nanogpt_hf.own_files import as_type, file_sha256, read_json, reading
 from nanogpt_hf.place import remove_folder
 from nanogpt_hf.runs.folder import VERSION, RunFolder, step_of
-from nanogpt_hf.runs.origin import began_in_folder
+from nanogpt_hf.runs.origin import check_start_folder
 from nanogpt_hf.runs.state import TrainState, differences, read_state
 from nanogpt_hf.runs.tensor_files import Box, Layout, TensorFiles, layout_digest, layout_lines
 
@@ -178,19 +178,21 @@ def _all_damaged(run: RunFolder) -> RunFolderError:
     )
 
 
-def has_lost_start(run: RunFolder, config: Config) -> bool:
-    """Whether the run has started from a model in a folder, as its newest checkpoint states, that
-    is not here: on the Hub, a stranger may own a repository of its name.
+def check_recorded_start(run: RunFolder, config: Config) -> None:
+    """Raises RunFolderError if the run started from a model in a folder, as its newest readable
+    checkpoint states, that is not here.
     """
     model = config.finetune.model
     if model is None or os.path.isdir(model):
-        return False
-    for folder in reversed(run.checkpoint_folders()):
+        return
+    origin = None
+    folders = run.checkpoint_folders()
+    while origin is None and folders:
         # Not the tensors, whose checksums take long.
         with contextlib.suppress(UserError):
-            state, _, _ = _read_state(folder)
-            return began_in_folder((state.identity or {}).get("origin", {}))
-    return False
+            state, _, _ = _read_state(folders.pop())
+            origin = (state.identity or {}).get("origin", {})
+    check_start_folder(run, model, origin or {})
 
 
 def check_identity(run: RunFolder, state: TrainState, identity: dict[str, Any]) -> None:

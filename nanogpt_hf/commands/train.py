@@ -42,7 +42,7 @@ from nanogpt_hf.formatting import plural
 from nanogpt_hf.methods.resolve import missing_path, resolve_from_model
 from nanogpt_hf.program import program
 from nanogpt_hf.runs.find import find_run
-from nanogpt_hf.runs.folder import RunFolder, run_folder
+from nanogpt_hf.runs.folder import run_folder
 from nanogpt_hf.runs.recipe import read_recipe_to_train
 
 if TYPE_CHECKING:
@@ -181,7 +181,13 @@ def run_resume(arguments: Namespace, overrides: Overrides) -> None:
     # From here on it is the command that began the run, with --resume.
     run_arguments = {"run_dir": run.path, "resume": True, "auto_resume": False, "overwrite": False}
     arguments = Namespace(recipe=str(run.recipe), **vars(arguments) | run_arguments)
-    missing = _lost_start(run, config) or missing_path(config)
+    start = config.finetune.model
+    if start is not None and not os.path.isdir(start):
+        # It imports torch.
+        from nanogpt_hf.checkpoint.reader import check_recorded_start
+
+        check_recorded_start(run, config)
+    missing = missing_path(config)
     remedy = "resume it in the folder where it began"
     if missing is None and "data.dir" not in dict(overrides):
         missing = _data_of_elsewhere(config, run.path)
@@ -194,17 +200,6 @@ def run_resume(arguments: Namespace, overrides: Overrides) -> None:
         _run(config, arguments)
     else:
         _run_from_model(arguments, overrides, recipe_method_of(partial(get_value, config)))
-
-
-def _lost_start(run: RunFolder, config: Config) -> str | None:
-    """The knob of the start model of a run, with its value, if that was a folder which is gone."""
-    model = config.finetune.model
-    if model is None or os.path.isdir(model):
-        return None
-    # It imports torch.
-    from nanogpt_hf.checkpoint.reader import has_lost_start
-
-    return f"finetune.model {model}" if has_lost_start(run, config) else None
 
 
 def _data_of_elsewhere(config: Config, run: Path) -> str | None:

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from nanogpt_hf.checkpoint.reader import (
     DamagedError,
-    has_lost_start,
+    check_recorded_start,
     identity_of,
     read_checkpoint,
 )
@@ -56,11 +56,7 @@ def recipe_of(folder: RunFolder, step: int = 0) -> Config:
             f"{folder.path}: trained by {method_of(config).name}; only steps on text or "
             "conversations can be repeated"
         )
-    if has_lost_start(folder, config):
-        raise UserError(
-            f"{folder.path}: its recipe names finetune.model {config.finetune.model}, which is not "
-            "in this folder; put it back, or repeat the steps in the folder where the run began"
-        )
+    check_recorded_start(folder, config)
     config = replace_knobs(config, {"tracking.trackers": [], "hub.push": None})
     # The first checkpoint at or after the step knows with which knobs it was taken. Another one
     # does as well if that one is damaged.

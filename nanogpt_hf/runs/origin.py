@@ -78,13 +78,14 @@ def began_in_folder(origin: dict[str, str]) -> bool:
 
 
 def check_start_folder(run: RunFolder, model: str | None, origin: dict[str, str]) -> None:
-    """Raises RunFolderError if a run that trains has started from a model in a folder, which is
-    gone: on the Hub, a stranger may own a repository of its name.
+    """Raises RunFolderError if a run started from a model in a folder that is not here: on the Hub,
+    a stranger may own a repository of its name.
     """
     if model and began_in_folder(origin) and not os.path.isdir(model):
         raise RunFolderError(
-            f"finetune.model {model}: the folder that the run started from is gone",
-            f"put it back, then continue with {program()} resume {shlex.quote(str(run.path))}",
+            f"finetune.model {model}: the folder that {run.path} started from is not here",
+            "put it back, or go to the folder where the run began; a run that has not ended "
+            f"continues with {program()} resume {shlex.quote(str(run.path))}",
         )
 
 

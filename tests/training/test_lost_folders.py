@@ -97,19 +97,21 @@ def test_lost_folder_of_the_start_model_is_not_looked_up_on_the_hub(
     words = ["finetune", "--from", "start", "--data", str(text_file), "--run-dir", "run", *options]
     assert main(words) == 2
     captured = capsys.readouterr()
-    assert captured.err == (
-        "finetune.model start: the folder that the run started from is gone; put it back, then "
-        "continue with nanogpt-hf resume run\n"
+    line = (
+        "finetune.model start: the folder that run started from is not here; put it back, or go to "
+        "the folder where the run began; a run that has not ended continues with nanogpt-hf resume "
+        "run\n"
     )
+    assert captured.err == line
     assert "from the Hub" not in captured.out
     # A model of that name on the Hub is not what the run started from.
     before = read_checkpoint(RunFolder("run").checkpoint(4)).state.identity
-    line = "finetune.model: was a folder, which is gone"
-    assert differences(before, before | {"origin": {}}) == [line]
+    difference = "finetune.model: was a folder, which is gone"
+    assert differences(before, before | {"origin": {}}) == [difference]
     for command in ("resume run", "resume run --dry-run", "verify run", "inspect run --step 1"):
         assert main(argv(command)) == 2
         captured = capsys.readouterr()
-        assert "finetune.model start, which is not in this folder; " in captured.err
+        assert captured.err == line, command
         assert "from the Hub" not in captured.out + captured.err
     assert not RunFolder("run").verified.exists()
     shutil.move("moved", "start")

@@ -4,6 +4,7 @@ again, and no obstacle where it does not.
 
 import json
 import re
+import shlex
 import shutil
 from pathlib import Path
 
@@ -139,7 +140,8 @@ def no_weights_and_lost(place: Path) -> None:
     lost_reference(place)
 
 
-KL, LORA = (("rl.kl", 0.1), *RL.items()), (("lora.rank", 2),)
+KL = (("rl.kl", 0.1), *RL.items())
+LORA = (("lora.rank", 2),)
 WEIGHTS = "finetune.model: weights changed: sha256:"
 CONFIG = "finetune.model: config.json changed: sha256:"
 CASES = [
@@ -281,10 +283,26 @@ def test_resume_command_refuses(words, reason, write_recipe, tmp_path, refused, 
 
 
 @pytest.mark.parametrize(
-    ("name", "knobs", "key"),
-    [("finetune", (), "finetune.model"), ("rl", tuple(RL.items()), "rl.reward")],
+    ("name", "knobs", "fault", "remedy"),
+    [
+        (
+            "finetune",
+            (),
+            "finetune.model ./gone: the folder that {run} started from is not here",
+            "go to the folder where the run began; a run that has not ended continues with "
+            "nanogpt-hf resume {quoted}",
+        ),
+        (
+            "rl",
+            tuple(RL.items()),
+            "{run}: its recipe names rl.reward ./gone.py:score, which is not in this folder",
+            "resume it in the folder where it began",
+        ),
+    ],
 )
-def test_resume_command_in_another_folder_says_where_to_go(name, knobs, key, trained, capsys):
+def test_resume_command_in_another_folder_says_where_to_go(
+    name, knobs, fault, remedy, trained, capsys
+):
     place, _ = trained(name, knobs)
     recipe = place / "run" / "recipe.yaml"
     # as a run that began with relative paths has recorded them
@@ -297,14 +315,16 @@ def test_resume_command_in_another_folder_says_where_to_go(name, knobs, key, tra
         capsys.readouterr()
         assert main(["resume", str(place / "run"), "--train.max_steps", "3", *flags]) == 2
         line = capsys.readouterr().err.splitlines()[-1]
-        assert f"its recipe names {key} ./gone" in line
-        assert "resume it in the folder where it began" in line
+        run = place / "run"
+        assert line.startswith(fault.format(run=run))
+        assert line.endswith(remedy.format(quoted=shlex.quote(str(run))))
 
 
 def test_resume_command_in_another_folder_prepares_no_data_again(
     write_recipe, tmp_path, capsys, monkeypatch, forget_accelerate
 ):
-    here, there = tmp_path / "here", tmp_path / "there"
+    here = tmp_path / "here"
+    there = tmp_path / "there"
     for folder in (here, there):
         folder.mkdir()
     monkeypatch.chdir(here)
