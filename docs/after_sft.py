@@ -47,7 +47,8 @@ _FORWARD = ["--distill.beta", 0]
 
 
 class Method(NamedTuple):
-    name: str  # in the table
+    # The name in the table.
+    name: str
     words: list[object]
     per_step: int  # answers
     optimizer: str

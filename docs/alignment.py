@@ -27,7 +27,8 @@ from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.metrics import read_metrics
 from nanogpt_hf.tasks.tools import load_tools
 
-SEED = 7  # of the questions; RL's have others
+# The seed of the questions; RL's have others.
+SEED = 7
 
 
 def pairs() -> None:

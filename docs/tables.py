@@ -18,11 +18,9 @@ BEGIN = "<!-- What follows is written by docs/tables.py (`make docs`). -->\n"
 END = "<!-- End of what is written. -->\n"
 
 # Rows and columns of what combines, and their settings.
-_TP, _CP, _PP = (
-    Setting.TENSOR_PARALLELISM,
-    Setting.CONTEXT_PARALLELISM,
-    Setting.PIPELINE_STAGES,
-)
+_TP = Setting.TENSOR_PARALLELISM
+_CP = Setting.CONTEXT_PARALLELISM
+_PP = Setting.PIPELINE_STAGES
 _FSDP2 = Setting.FSDP2
 _ZERO_BUBBLE: set[AnySetting] = {_PP, Setting.ZERO_BUBBLE}
 LAYOUTS: dict[str, set[AnySetting]] = {
@@ -91,7 +89,8 @@ FEATURES: dict[str, set[AnySetting]] = {
 
 def combines(layout: str, feature: str) -> str:
     """Whether a layout and a feature combine: yes or no."""
-    layouts, features = LAYOUTS | EXPERT_LAYOUTS | KIND_LAYOUTS, FEATURES | KINDS
+    layouts = LAYOUTS | EXPERT_LAYOUTS | KIND_LAYOUTS
+    features = FEATURES | KINDS
     settings = layouts[layout] | features[feature]
     return "no" if any(refused(settings)) else "yes"
 
@@ -162,7 +161,9 @@ def _default(knob: dict[str, Any]) -> str:
 
 def _values(knob: dict[str, Any]) -> str:
     """The types and names that a knob accepts, and its bounds."""
-    kinds, low, high = knob["types"], knob["low"], knob["high"]
+    kinds = knob["types"]
+    low = knob["low"]
+    high = knob["high"]
     numbers = " or ".join(kind for kind in kinds if kind in ("int", "float"))
     words = [numbers] * bool(numbers)
     words += [kind for kind in kinds if kind not in ("int", "float", "null")]

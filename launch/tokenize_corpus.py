@@ -40,7 +40,8 @@ def main() -> None:
     parser.add_argument("--partition", help="slurm: where to run")
     parser.add_argument("--time", default="24:00:00", help="slurm: limit of a task")
     arguments = parser.parse_args()
-    output, end = arguments.output, arguments.end_of_text
+    output = arguments.output
+    end = arguments.end_of_text
     tokenizer = DocumentTokenizer(output, arguments.tokenizer, eos_token=end, seed=arguments.seed)
     reader = READERS[arguments.format](arguments.source, text_key=arguments.text_column)
     slurm = {"partition": arguments.partition, "time": arguments.time}

@@ -67,7 +67,8 @@ def weights(run: RunFolder) -> dict[str, torch.Tensor]:
 
 def same_weights(a: RunFolder, b: RunFolder) -> bool:
     """Whether the final models are equal bit for bit."""
-    first, second = weights(a), weights(b)
+    first = weights(a)
+    second = weights(b)
     return first.keys() == second.keys() and all(
         torch.equal(first[name], second[name]) for name in first
     )
@@ -114,7 +115,8 @@ def assert_same_experiment(run: RunFolder, reference: RunFolder, samples: bool =
         assert column(run, name) == pytest.approx(column(reference, name), abs=tolerance), name
     if samples:
         assert column(run, "samples") == column(reference, "samples")
-    ours, theirs = weights(run), weights(reference)
+    ours = weights(run)
+    theirs = weights(reference)
     assert ours.keys() == theirs.keys()
     differences = {name: (ours[name] - theirs[name]).abs() for name in ours}
     for name in differences:

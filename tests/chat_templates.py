@@ -101,7 +101,8 @@ GEMMA = (
     "endfor %}"
     "{% if add_generation_prompt %}{{'<start_of_turn>model\n'}}{% endif %}"
 )
-MISTRAL = (  # as Mistral 7B: [INST] is text, not a token
+# Mistral 7B has such a template: [INST] is text, not a token.
+MISTRAL = (
     "{{ bos_token }}{% for message in messages %}"
     "{% if message['role'] == 'user' %}{{ '[INST] ' + message['content'] + ' [/INST]' }}"
     "{% elif message['role'] == 'assistant' %}{{ ' ' + message['content'] + eos_token }}"

@@ -73,7 +73,8 @@ def leave_one_row_of_each(items: list[pytest.Item]) -> None:
         mark = item.get_closest_marker("one_row_per")
         if mark is None or item.get_closest_marker("slow"):
             continue
-        test, row = item.nodeid.partition("[")[0], cast(pytest.Function, item).callspec.params
+        test = item.nodeid.partition("[")[0]
+        row = cast(pytest.Function, item).callspec.params
         kinds = {name: row[name] for name in mark.args}
         kinds |= {name: kind_of(row[name]) for name, kind_of in mark.kwargs.items()}
         found = {(test, name, repr(kind)) for name, kind in kinds.items()} or {(test, "", "")}

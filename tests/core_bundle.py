@@ -45,7 +45,8 @@ def write(folder: Path) -> Path:
         },
     }
     (folder / "eval_data" / "sub").mkdir(parents=True)
-    entries, baselines = [], "Eval Task,Task Category,Random baseline\n"
+    entries = []
+    baselines = "Eval Task,Task Category,Random baseline\n"
     for label, kind, shots, delimiter, baseline in tasks:
         uri = f"sub/{label}.jsonl"
         made = [rows[kind]() for _ in range(37)]

@@ -50,7 +50,8 @@ def run(arguments: list[str], kind: str | None) -> int:
     status = main(arguments)
     if kind and status == 0:
         accelerator = state.AcceleratorState()
-        actual, processes = accelerator.distributed_type.value, accelerator.num_processes
+        actual = accelerator.distributed_type.value
+        processes = accelerator.num_processes
         if (actual, processes) != (kind, 2):
             print(f"expected 2 processes under {kind}, got {processes} under {actual}")
             return 1

@@ -110,7 +110,9 @@ class _Handler(BaseHTTPRequestHandler):
         return body
 
     def handle_any(self) -> None:
-        hub, path, body = self.hub, unquote(urlsplit(self.path).path), self.read_body()
+        hub = self.hub
+        path = unquote(urlsplit(self.path).path)
+        body = self.read_body()
         hub.requests.append(f"{self.command} {path}")
         if hub.silent:
             hub._end.wait()
@@ -239,7 +241,8 @@ class _Handler(BaseHTTPRequestHandler):
         if revision not in repository.branches:
             self.refuse(404, "RevisionNotFound", f"Invalid rev id: {revision}")
             return
-        files, title = dict(repository.files(revision)), ""
+        files = dict(repository.files(revision))
+        title = ""
         for line in map(json.loads, body.splitlines()):
             value = line["value"]
             if line["key"] == "header":
@@ -273,7 +276,8 @@ class _Handler(BaseHTTPRequestHandler):
         wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
         status = 206 if wanted else 200
         if wanted:
-            first, last = int(wanted[1]), min(int(wanted[2] or len(content)), len(content) - 1)
+            first = int(wanted[1])
+            last = min(int(wanted[2] or len(content)), len(content) - 1)
             headers["Content_Range"] = f"bytes {first}-{last}/{len(content)}"
             content = content[first : last + 1]
         if name in self.hub.cut and self.command == "GET":
@@ -287,7 +291,8 @@ class _Handler(BaseHTTPRequestHandler):
         if repository is None:
             return
         files = repository.files(revision)
-        rows, start = {}, f"{folder}/" if folder else ""
+        rows = {}
+        start = f"{folder}/" if folder else ""
         recursive = (
             parse_qs(urlsplit(self.path).query).get("recursive", ["false"])[0].lower() == "true"
         )

@@ -31,7 +31,8 @@ class SignMomentum(torch.optim.Optimizer):
                 state = self.state[p]
                 if not state:
                     state["momentum"] = torch.zeros_like(p)
-                momentum, gradient = local(state["momentum"]), local(p.grad)
+                momentum = local(state["momentum"])
+                gradient = local(p.grad)
                 update = torch.lerp(gradient, momentum, 0.9).sign()
                 local(p).mul_(1 - group["lr"] * group["weight_decay"]).add_(
                     update, alpha=-group["lr"]

@@ -24,7 +24,9 @@ _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
 def kill_at(root: Path, point: int) -> None:
     """Kill this process at its `point`th change below `root`; 1 is the first."""
-    root, changes, opening = os.path.realpath(root), 0, False
+    root = os.path.realpath(root)
+    changes = 0
+    opening = False
 
     def count() -> None:
         nonlocal changes

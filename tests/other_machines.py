@@ -112,7 +112,9 @@ def run(variations: tuple[str, ...], processes: int, seed: int, arguments: list[
     with contextlib.ExitStack() as stack:
         place = TMPFS if "tmpfs" in variations else None
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=place)))
-        root, python, arguments = ROOT, sys.executable, list(arguments)
+        root = ROOT
+        python = sys.executable
+        arguments = list(arguments)
         for name in ("tmp", "home", "mount"):
             (folder / name).mkdir()
         if "space-in-path" in variations:

@@ -178,7 +178,8 @@ class Bench:
         """The words that pretrain into the run folder `name`, or fine-tune the model of the run
         `pretrain` on another text.
         """
-        text, knobs = "text", PRETRAIN
+        text = "text"
+        knobs = PRETRAIN
         if command == "finetune":
             self.facts("pretrain")
             text = "other"
@@ -246,7 +247,8 @@ def continued(source: str, machine: str = "") -> Reference:
 def evaluate(bench: Bench, name: str) -> Facts:
     """Loss on text, by windows that overlap."""
     bench.facts("pretrain")
-    output, model = bench.folder / "evaluation.json", bench.folder / "pretrain" / "final"
+    output = bench.folder / "evaluation.json"
+    model = bench.folder / "pretrain" / "final"
     options = ["--block-size", 32, "--stride", 12, "--output", output]
     bench.command("evaluate", model, "--data", bench.folder / "other.txt", *options)
     measured = json.loads(output.read_text(encoding="utf-8"))["text"]
@@ -420,7 +422,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, help="write digests and values")
     parser.add_argument("--against", type=Path, help="compare with what --json wrote")
     parsed = parser.parse_args(arguments)
-    results, before, ok = {"runs": {}}, None, True
+    results = {"runs": {}}
+    before = None
+    ok = True
     if parsed.against:
         before = json.loads(parsed.against.read_text(encoding="utf-8"))
     started = time.monotonic()
@@ -435,7 +439,8 @@ def main(arguments: list[str] | None = None) -> int:
                 ok = False
                 continue
             results["runs"][name] = {"digest": digest(facts), "facts": facts}
-            line, changed = f"{name:<12} {digest(facts)}", []
+            line = f"{name:<12} {digest(facts)}"
+            changed = []
             if before and name in before["runs"]:
                 changed = differences(before["runs"][name]["facts"], facts)
                 line += f"  {len(changed)} of {len(facts)} values differ" if changed else "  equal"

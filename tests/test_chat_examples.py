@@ -216,7 +216,8 @@ def test_export_is_never_replaced_and_no_file_is_left_half_written(tmp_path):
 @pytest.mark.parametrize("name", ["folder", "pipe", "none/rows.jsonl"])
 def test_what_is_no_file_is_not_replaced(tmp_path, name):
     """As root, a rename over /dev/full would replace the device."""
-    file, rows = tmp_path / "export.json", tmp_path / name
+    file = tmp_path / "export.json"
+    rows = tmp_path / name
     file.write_text(json.dumps(TELEGRAM))
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "pipe")

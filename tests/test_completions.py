@@ -71,7 +71,8 @@ class Drawn(NamedTuple):
 
 @torch.no_grad()
 def drawn_alone(model, prompt, seed, limit, temperature, end_ids=ENDS) -> Drawn:
-    ids, log_probs = list(prompt), []
+    ids = list(prompt)
+    log_probs = []
     numbers = (np.random.Philox(key=seed).random_raw(limit) >> np.uint64(11)) / 2**53
     for number in numbers:
         logits = model(torch.tensor([ids]), use_cache=False).logits[0, -1].float()
@@ -299,7 +300,8 @@ def test_sampled_rows_depend_on_their_seed_and_not_on_other_rows(model):
 def test_blocks_of_tokens_are_counted_from_the_first_of_a_row():
     """deepseek_v4 attends to blocks of four tokens: padding on the left would shift them."""
     model = tiny("deepseek_v4").eval()
-    prompt, seeds = [7, 8, 9, 10, 2, 5, 6, 3, 4], range(40)
+    prompt = [7, 8, 9, 10, 2, 5, 6, 3, 4]
+    seeds = range(40)
     alone = complete(model, [prompt] * 40, seeds).ids
     beside = complete(model, [prompt] * 40 + [[*prompt, *prompt]], [*seeds, 0]).ids
     assert torch.equal(beside[:40], alone)

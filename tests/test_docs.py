@@ -184,7 +184,8 @@ def test_named_commands_and_files_exist(name):
 def test_yaml_examples_are_parts_of_recipes(name, tmp_path):
     for block in re.findall(r"^```yaml\n(.*?)^```", TEXTS[name], flags=re.DOTALL | re.MULTILINE):
         tree = yaml.safe_load(block)
-        if "task" in tree:  # of lm-eval
+        # This script is lm-eval's.
+        if "task" in tree:
             continue
         tree.setdefault("data", {}).setdefault("source", "my.txt")
         path = tmp_path / "example.yaml"

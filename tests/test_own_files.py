@@ -95,7 +95,8 @@ BAD_LINES = [
 
 @pytest.mark.parametrize("line", BAD_LINES)
 def test_damaged_line_of_metrics_is_skipped_with_one_warning(tmp_path, caplog, line):
-    run, good = RunFolder(tmp_path), json.dumps(GOOD).encode()
+    run = RunFolder(tmp_path)
+    good = json.dumps(GOOD).encode()
     run.metrics.write_bytes(b"\n".join([good, line, good, b""]))
     assert read_metrics(run) == [GOOD, GOOD]
     assert read_metrics(run) == [GOOD, GOOD]
@@ -143,7 +144,8 @@ def test_run_that_is_no_branch_begins_at_0_though_its_first_start_is_lost(tmp_pa
 
 
 def test_damaged_verification_is_skipped(tmp_path):
-    run, event = RunFolder(tmp_path), {"from": 0, "step": 2, "result": "equal", "time": "now"}
+    run = RunFolder(tmp_path)
+    event = {"from": 0, "step": 2, "result": "equal", "time": "now"}
     event["machine"] = "here"
     lines = [event, 5, event | {"step": "2"}, event | {"result": None}, event]
     run.verified.write_text("\n".join(map(json.dumps, lines)))

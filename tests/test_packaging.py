@@ -27,7 +27,8 @@ TEST_EXTRAS = ("test-quick", "test", "types", "site")
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory) -> Path:
     """The wheel of a copy of the repository, unpacked into a folder."""
-    source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("installed")
+    source = tmp_path_factory.mktemp("source")
+    target = tmp_path_factory.mktemp("installed")
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     for name in ("nanogpt_hf", *SHIPPED):

@@ -92,7 +92,8 @@ def test_commands_run_as_written(clone):
         # The program that pip installs starts in a shell once, and all processes of `launch` do.
         if number == 0 or " launch " in command:
             completed = run(shortened(command), clone)
-            status, output = completed.returncode, completed.stdout
+            status = completed.returncode
+            output = completed.stdout
             errors = completed.stderr
         else:
             status, output, errors = run_in_a_fork(shortened(command), clone)

@@ -19,7 +19,8 @@ FACTS = {"step 1: train/loss": [2.5], "step 1: tokens": [256, 256], "text": "the
     ],
 )
 def test_changed_value_is_found_and_changes_the_digest(change):
-    changed, ((fact, value),) = FACTS | change, change.items()
+    changed = FACTS | change
+    ((fact, value),) = change.items()
     before = FACTS.get(fact, tool.ABSENT)
     assert tool.differences(FACTS, changed) == [(fact, before, value)]
     assert tool.differences(changed, FACTS) == [(fact, value, before)]

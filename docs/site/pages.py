@@ -122,7 +122,8 @@ class _Links(HTMLParser):
 
 def on_post_build(config: MkDocsConfig) -> None:
     """Raise PluginError if a link of the site leads to no file, or to no part of one."""
-    site, pages = Path(config.site_dir), {}
+    site = Path(config.site_dir)
+    pages = {}
     for path in site.rglob("*.html"):
         pages[path] = _Links()
         pages[path].feed(path.read_text(encoding="utf-8"))

@@ -16,7 +16,8 @@ def read(path: Path) -> Iterator[Message]:
         nodes = conversation["mapping"]
         # Answers that were asked for again are branches of a tree; the path to current_node is
         # what the user saw last.
-        branch, name = [], conversation["current_node"]
+        branch = []
+        name = conversation["current_node"]
         while name is not None:
             if len(branch) > len(nodes):
                 raise ValueError("a message is its own parent")

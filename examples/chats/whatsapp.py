@@ -29,7 +29,8 @@ def read(path: Path) -> Iterator[Message]:
     lines = [line.removeprefix(_OWN) for line in text.splitlines()]
     starts = [_START.fullmatch(line) for line in lines]
     day_is_first = is_day_first([match["date"] for match in starts if match])
-    chat, found = path.stem, []
+    chat = path.stem
+    found = []
     for line, match in zip(lines, starts, strict=True):
         if match is None:
             # A line without a date continues the message before.
@@ -55,13 +56,13 @@ def is_day_first(dates: list[str]) -> bool:
 
 
 def time_of(match: re.Match, day_is_first: bool) -> datetime:
-    first, second, third = (int(part) for part in re.split(r"[./-]", match["date"]))
-    if first > 31:
-        year, month, day = first, second, third
+    numbers = [int(part) for part in re.split(r"[./-]", match["date"])]
+    if numbers[0] > 31:
+        year, month, day = numbers
     elif day_is_first:
-        day, month, year = first, second, third
+        day, month, year = numbers
     else:
-        month, day, year = first, second, third
+        month, day, year = numbers
     hour, minute, *seconds = (int(part) for part in re.split(r"[:.]", match["time"]))
     if match["half"]:
         hour = hour % 12 + (12 if match["half"][0] in "Pp" else 0)

@@ -161,7 +161,8 @@ def _rehearse(
             before = meter.peak = meter.now
             meter.waits.clear()
             sent = communicated_bytes(lambda: take_step(run, 1, learning_rate=1e-4))
-            peak, waits = meter.peak, dict(meter.waits)
+            peak = meter.peak
+            waits = dict(meter.waits)
             meter.peak = meter.now
             if config.rl.task:
                 _sample(run)

@@ -248,7 +248,8 @@ def main(arguments: list[str]) -> int:
                 raise UserError(problem)
         name, *words = arguments
         if name == "help":
-            name, words = words[0], ["--help"]
+            name = words[0]
+            words = ["--help"]
         if name not in COMMANDS:
             raise UserError(
                 f"{program()} {name}: no such command{suggestion(name, COMMANDS)}; "
@@ -269,7 +270,8 @@ def main(arguments: list[str]) -> int:
 
             return launch.run(words, COMMANDS)
         run, parsed = _parse(name, words)
-        parsed.mesh, log_level = mesh, parsed.log_level
+        parsed.mesh = mesh
+        log_level = parsed.log_level
         with contextlib.ExitStack() as contexts:
             contexts.enter_context(console.configure_logging(log_level, mesh.rank))
             if STDOUT in vars(parsed).values():

@@ -124,7 +124,8 @@ def _write_gguf(
         # Before the file is written, which may take minutes.
         require_program(QUANTIZER, f"--quantize {arguments.quantize}")
     file = folder / FILE
-    difference, lines = None, []
+    difference = None
+    lines = []
     try:
         difference = export_gguf(folder, model, tokenizer, arguments.dtype)
     except UserError as error:

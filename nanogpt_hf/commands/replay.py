@@ -78,7 +78,8 @@ def run_verify(arguments: Namespace) -> int:
         require_manifest(Path(source.data.dir))
     texts = [f"{first:,} to {last:,}" for first, last in segments]
     # If nothing can be repeated at all, the record is about all steps that were asked for.
-    first, last = segments[0][0], segments[-1][1]
+    first = segments[0][0]
+    last = segments[-1][1]
     differs = ""
     # All processes repeat the steps, and one of them reports.
     say = show if mesh.is_main else lambda *_: None

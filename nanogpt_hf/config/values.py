@@ -51,7 +51,8 @@ class SettingsLoader(yaml.SafeLoader):
             if (count := known[id(node)]) is None:
                 self._refuse("is inside itself", node.start_mark)
             return count
-        known[id(node)], count = None, 1
+        known[id(node)] = None
+        count = 1
         if isinstance(node, yaml.ScalarNode):
             if not is_utf8(node.value) or "\0" in node.value:
                 self._refuse(f"{node.value!r:.80}: no text that a file could hold", node.start_mark)

@@ -202,7 +202,8 @@ def _squares_of_rows(tensor: Tensor) -> Tensor:
         own = torch.cat([own[:, :half] + own[:, half : 2 * half], own[:, 2 * half :]], 1)
     if not isinstance(tensor, DTensor):
         return own[:, 0]
-    rows, start = own.new_zeros(len(tensor)), box_of(tensor).offset[0]
+    rows = own.new_zeros(len(tensor))
+    start = box_of(tensor).offset[0]
     rows[start : start + len(own)] = own[:, 0]
     return rows
 

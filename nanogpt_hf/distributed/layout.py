@@ -187,7 +187,8 @@ def _micro_batches_problem(config: Config, launch: Launch) -> str | None:
             f"model.n_layer is {config.model.n_layer}, fewer than the {launch.pp_size} stages; "
             "raise it, or lower pp_size in the accelerate config"
         )
-    train, block_size = config.train, config.data.block_size
+    train = config.train
+    block_size = config.data.block_size
     sequences = train.tokens_per_step // (block_size * launch.dp_size)
     micro_batches = sequences // train.min_micro_batch_size
     if launch.fills_pipeline(micro_batches):

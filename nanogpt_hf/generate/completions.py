@@ -78,7 +78,8 @@ class _Row:
         self._numbers = numbers
         self._limit = limit
         self.ids: list[int] = []
-        self.is_ended = False  # by a token
+        # Whether a token has ended the text.
+        self.is_ended = False
 
     @property
     def is_over(self) -> bool:

@@ -49,7 +49,9 @@ def finetune_config(
     from nanogpt_hf.model.checks import check_balance
 
     start = _find_start(recipe, overrides, method)
-    stated, name, base = start.stated, start.model, start.base
+    stated = start.stated
+    name = start.model
+    base = start.base
     generated = is_generated(start.task)
     source = start.task if generated else _stated_value(stated, "data.source") or ""
     defaults = _defaults(start, method)
@@ -137,7 +139,9 @@ def _defaults(found: _Start, method: RecipeMethod) -> dict[str, Any]:
     from nanogpt_hf.model.adapter_targets import lora_targets
     from nanogpt_hf.model.architecture import architecture_of
 
-    stated, start, base = found.stated, found.model, found.base
+    stated = found.stated
+    start = found.model
+    base = found.base
     architecture = architecture_of(base)
     positions = base.max_position_embeddings
     # A recipe that states more positions than the model has wants blocks that long.

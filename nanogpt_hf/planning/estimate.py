@@ -72,7 +72,8 @@ class Estimate:
     noun: str  # what a block is
     sequences: int  # that a step reads of each, with a gradient
     blocks: int
-    tokens: int  # of the sequences of all blocks
+    # Tokens in the sequences of all blocks.
+    tokens: int
     chinchilla_tokens: int
     epochs: dict[str, float]  # how often the data is read, or each source of a mixture
     data_bytes: int | None  # on disk; None if it is not prepared
@@ -164,7 +165,8 @@ def planned_size(config: Config) -> Size:
 
 
 def _size(config: Config, model: PreTrainedModel) -> Size:
-    method, tokens = method_of(config), planned_tokens(config)
+    method = method_of(config)
+    tokens = planned_tokens(config)
     updates = config.train.max_steps * method.updates(config)
     parameters, trainable = _parameters(model)
     per_token = _mean_flops_per_token(config, model)

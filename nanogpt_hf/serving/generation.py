@@ -225,7 +225,8 @@ class Piece(NamedTuple):
     text: str
     finish_reason: str  # '' before the last part
     thought: str = ""  # comes before the text
-    calls: Sequence[dict[str, Any]] = ()  # with the last part
+    # Calls come with the last part.
+    calls: Sequence[dict[str, Any]] = ()
 
 
 def _form_of(served: Served, request: Request) -> AnswerFormat | None:

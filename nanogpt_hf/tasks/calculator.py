@@ -8,7 +8,8 @@ from fractions import Fraction
 
 # Limits for the time and memory of one expression.
 _LONGEST = 200  # characters
-_LARGEST_BITS = 10_000  # of a power: about 3,000 digits
+# The bits of a power: about 3,000 digits.
+_LARGEST_BITS = 10_000
 _SIGNS = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-", "–": "-"})
 _OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction | int]] = {
     ast.Add: operator.add,

@@ -39,7 +39,8 @@ class Tools:
     """The functions that a model may call, by their names."""
 
     functions: Mapping[str, Callable[..., Any]]
-    schemas: list[dict[str, Any]]  # as the chat template gets them
+    # The chat template gets them in this form.
+    schemas: list[dict[str, Any]]
     seconds: float  # the time limit of a call
     revision: str  # identifies the functions, so that a resumed run notices when they have changed
 

@@ -42,7 +42,8 @@ from nanogpt_hf.training.sweep_grid import GridRun, Sweep
 from nanogpt_hf.training.sweep_results import write_results
 
 logger = logging.getLogger(__name__)
-_SECONDS_TO_END = 10.0  # of a run that a second Ctrl-C has interrupted
+# The time for a run to end that a second Ctrl-C has interrupted.
+_SECONDS_TO_END = 10.0
 
 
 def check_runs(sweep: Sweep) -> None:

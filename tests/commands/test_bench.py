@@ -20,7 +20,8 @@ def test_bench_prints_and_writes_each_measurement(tmp_path, make_recipe, monkeyp
     assert main(argv(f"bench {{}} {options}", recipe)) == 0
     lines = capsys.readouterr().out.splitlines()
     while not lines[0].endswith("4 sequences × 16 × 1 processes × 2 accumulated"):
-        del lines[0]  # of a library
+        # A library prints the first line.
+        del lines[0]
     topics = "tokens machine step an throughput MFU memory against trace"
     assert [line.split()[0] for line in lines[1:]] == topics.split()
     figures = json.loads((tmp_path / "figures.json").read_text())

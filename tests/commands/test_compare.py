@@ -154,7 +154,8 @@ def test_damaged_manifest_is_one_warning(write_run, tmp_path, capsys, content):
     run = write_run("one")
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "manifest.json").write_text(content)
-    page, plot = tmp_path / "report.html", tmp_path / "compare.png"
+    page = tmp_path / "report.html"
+    plot = tmp_path / "compare.png"
     for command in (["report", run, "--output", page], ["compare", run, "--output", plot]):
         assert main(list(map(str, command))) == 0
     assert page.exists()

@@ -43,12 +43,14 @@ def test_log_level_and_rank_filter_messages(capsys, log_level, rank, out, err):
 
 @pytest.mark.parametrize("name", ["DeepSpeed", "huggingface_hub.utils._http"])
 def test_useless_library_warnings_are_not_shown(monkeypatch, name):
-    library, messages = logging.getLogger(name), []
+    library = logging.getLogger(name)
+    messages = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
     monkeypatch.setattr(library, "handlers", [handler])
     with console.configure_logging(None):
-        library.setLevel(logging.WARNING)  # as when it is imported
+        # An import sets this level.
+        library.setLevel(logging.WARNING)
         library.warning("no GPU")
         library.error("a defect")
     assert messages == ["a defect"]

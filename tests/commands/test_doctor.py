@@ -140,13 +140,11 @@ def test_folder_that_cannot_be_made_is_a_fault(tmp_path, name):
 
 
 def test_other_versions_than_rank_0s_are_a_fault():
-    shown, ranks = (
-        [],
-        [
-            diagnose.Process("a", "rank 0", {"torch": "2.13.0", "python": "3.11"}, []),
-            diagnose.Process("b", "rank 1", {"torch": "2.11.0", "python": "3.11"}, []),
-        ],
-    )
+    shown = []
+    ranks = [
+        diagnose.Process("a", "rank 0", {"torch": "2.13.0", "python": "3.11"}, []),
+        diagnose.Process("b", "rank 1", {"torch": "2.11.0", "python": "3.11"}, []),
+    ]
     findings = diagnose.Findings(shown.append, Mesh())
     diagnose.judge_processes(findings, ranks)
     assert findings.end() == 1

@@ -28,10 +28,12 @@ ROOT = Path(__file__).parents[2]
 
 def test_estimate_of_gpt2_on_8_gpus(capsys, tmp_path):
     file = tmp_path / "figures.json"
-    recipe, machine = ROOT / "recipes" / "gpt2_124m.yaml", ROOT / "accelerate_configs" / "ddp.yaml"
+    recipe = ROOT / "recipes" / "gpt2_124m.yaml"
+    machine = ROOT / "accelerate_configs" / "ddp.yaml"
     options = argv("--data.dir {} --config_file {} --memory 16GiB", tmp_path / "none", machine)
     assert main(["estimate", str(recipe), *options, "--mfu", "0.5", "--json", str(file)]) == 0
-    captured, figures = capsys.readouterr().out, json.loads(file.read_text())
+    captured = capsys.readouterr().out
+    figures = json.loads(file.read_text())
     assert (
         "DDP 8, bf16 with float32 weights, on GPUs; micro-batches of 12 × 1,024 tokens, 5 per step"
     ) in captured
@@ -64,13 +66,15 @@ def test_tokens_are_counted_per_active_parameter(capsys, tmp_path):
 
 @pytest.mark.long
 def test_estimate_proposes_a_layout_and_writes_its_config(capsys, tmp_path):
-    written, file = tmp_path / "machine.yaml", tmp_path / "figures.json"
+    written = tmp_path / "machine.yaml"
+    file = tmp_path / "figures.json"
     recipe = argv(
         "estimate {} --data.dir {}", ROOT / "recipes" / "gpt2_1558m.yaml", tmp_path / "none"
     )
     options = argv("--gpus 8 --memory 24GB --write-config {} --json {}", written, file)
     assert main([*recipe, *options]) == 0
-    captured, figures = capsys.readouterr().out, json.loads(file.read_text())
+    captured = capsys.readouterr().out
+    figures = json.loads(file.read_text())
     assert "layout over 8 × RTX 4090: 24.0 GB, 165 TFLOP/s, 32 GB/s to the others" in captured
     size = figures["micro_batch_size"]
     assert f"  FSDP2 8; micro-batches of {size} × 1,024 tokens, {60 // size} per step" in captured
@@ -92,7 +96,8 @@ def test_estimate_rehearses_a_step(tmp_path, write_recipe):
     words = argv("estimate {} --rehearse --json {}", write_recipe(), file)
     assert Forked(words, folder=tmp_path).wait(120) == 0
     figures = json.loads(file.read_text())
-    memory, rehearsal = figures["memory"], figures["rehearsal"]
+    memory = figures["memory"]
+    rehearsal = figures["rehearsal"]
     copied = memory["phases"][memory["peak_phase"]]["checkpoint"]
     assert rehearsal["peak"] == pytest.approx(memory["peak"] - copied, rel=0.1)
     assert (rehearsal["sent"], rehearsal["waits"]) == ({}, {})
@@ -109,7 +114,8 @@ def test_the_largest_stage_is_rehearsed_as_a_recipe_of_its_own(write_recipe):
 
 def test_a_rehearsal_takes_two_steps(write_recipe, monkeypatch):
     """The first makes the optimizer state, as the dry-run step of a build does elsewhere."""
-    calls, take = [], step.train_step
+    calls = []
+    take = step.train_step
 
     def counting(*arguments, **options):
         calls.append(arguments)
@@ -126,7 +132,8 @@ def test_a_rehearsal_takes_two_steps(write_recipe, monkeypatch):
 
 
 def test_a_rehearsal_has_the_precision_of_its_launch_on_any_machine(write_recipe, monkeypatch):
-    config, launch = load_config(write_recipe()), Launch(precision="bf16")
+    config = load_config(write_recipe())
+    launch = Launch(precision="bf16")
     found = rehearse(config, launch)
     monkeypatch.setattr("nanogpt_hf.cpu.multiplies_bfloat16", lambda: False)
     assert rehearse(config, launch) == found
@@ -244,7 +251,8 @@ def test_estimated_run_folder_size_is_right(tmp_path, write_recipe):
 
 
 def test_estimate_of_lora_counts_only_adapters_as_trainable(capsys, tiny_base, text_file, tmp_path):
-    recipe, file = tmp_path / "lora.yaml", tmp_path / "figures.json"
+    recipe = tmp_path / "lora.yaml"
+    file = tmp_path / "figures.json"
     recipe.write_text(
         f"finetune: {{model: {tiny_base}}}\ndata: {{source: {text_file}}}\nlora: {{rank: 2}}\n"
     )

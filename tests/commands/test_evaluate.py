@@ -190,7 +190,8 @@ def test_evaluate_on_two_processes_equals_one(
 
 @pytest.mark.slow
 def test_nanogpt_checkpoint_has_its_known_loss(capsys, shared, tmp_path):
-    checkpoint, model = shared / "models" / "nanogpt-shakespeare-char", tmp_path / "model"
+    checkpoint = shared / "models" / "nanogpt-shakespeare-char"
+    model = tmp_path / "model"
     files = checkpoint / "ckpt.pt", model, checkpoint / "meta.pkl"
     assert main(argv("import-nanogpt {} {} --meta {}", *files)) == 0
     text = (shared / "data" / "tinyshakespeare.txt").read_text()

@@ -271,7 +271,8 @@ def test_run_may_take_all_memory_that_is_free_and_no_byte_more(monkeypatch, writ
     monkeypatch.setattr(psutil, "swap_memory", lambda: SimpleNamespace(free=0))
     monkeypatch.setattr(micro_batch, "footprint", lambda *_, **__: SimpleNamespace(peak=5000.0))
     monkeypatch.setattr(micro_batch, "memory_advice", lambda *_: "")
-    config, accelerator = load_config(write_recipe()), Accelerator(cpu=True)
+    config = load_config(write_recipe())
+    accelerator = Accelerator(cpu=True)
     with nullcontext() if free == 5000 else pytest.raises(UserError, match="are free"):
         micro_batch.check_memory(config, accelerator, vocab_size=61)
 

@@ -191,9 +191,13 @@ TINY = (
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["finetune_shakespeare", "finetune_lora", "finetune_smollm2"])
 def test_shipped_finetune_recipes_train(name, tiny_base, chat_model, chat_file, tmp_path):
-    base, data, block_size = tiny_base, "my.txt", 32
+    base = tiny_base
+    data = "my.txt"
+    block_size = 32
     if name == "finetune_smollm2":
-        base, data, block_size = chat_model, chat_file, 128
+        base = chat_model
+        data = chat_file
+        block_size = 128
     command = f"finetune {{}} --from {{}} --data.tokenizer {{}} --data {{}} {TINY}"
     assert main(argv(command, name, base, base, data, block_size, 8 * block_size)) == 0
     assert (tmp_path / "runs" / name / "final").is_dir()

@@ -223,7 +223,8 @@ def test_push_without_network_or_in_offline_mode(refused, hub, trained, monkeypa
 @pytest.mark.long
 @pytest.mark.parametrize(("fault", "status"), [("/commit/", 413), ("/objects/", 400)])
 def test_a_failed_push_commits_nothing(capsys, refused, hub, run, fault, status):
-    hub.lfs, hub.faults = True, {fault: status}
+    hub.lfs = True
+    hub.faults = {fault: status}
     err = refused("push", run, "tester/tiny")
     assert "as set by the test" in err
     assert err.endswith("nothing was pushed")

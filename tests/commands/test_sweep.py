@@ -288,10 +288,8 @@ def start(arguments, **options):
 
 @pytest.mark.slow
 def test_interrupted_sweep_saves_and_continues(write_recipe, tmp_path):
-    recipe, folder = (
-        str(write_recipe(train__max_steps=60, checkpoint__every=1000)),
-        tmp_path / "sweep",
-    )
+    recipe = str(write_recipe(train__max_steps=60, checkpoint__every=1000))
+    folder = tmp_path / "sweep"
     arguments = ["sweep", recipe, *RATES, "--sweep-dir", str(folder)]
     first, second = (RunFolder(folder / f"learning_rate={rate}") for rate in (0.01, 0.02))
     process = start([*arguments, "--train.max_steps", "100000"], start_new_session=True)
@@ -300,7 +298,8 @@ def test_interrupted_sweep_saves_and_continues(write_recipe, tmp_path):
         assert time.monotonic() < deadline, process.kill()
         assert process.poll() is None, process.stdout.read()
         time.sleep(0.2)
-    os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C on a terminal does
+    # Ctrl-C on a terminal sends the signal to the whole group.
+    os.killpg(process.pid, signal.SIGINT)
     output, _ = process.communicate(timeout=200)
     assert process.returncode == 75, output
     assert "saved" in output

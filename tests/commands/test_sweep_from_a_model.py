@@ -297,7 +297,8 @@ OF_THE_HUB = {"finetune_lora", "finetune_shakespeare", "finetune_smollm2"}
 
 def test_recipes_name_the_command_of_their_runs(save_chat_model, tmp_path):
     save_chat_model(tmp_path / "long", n_positions=4096)
-    seeds, model = ("train.seed", "1,2"), ("finetune.model", str(tmp_path / "long"))
+    seeds = ("train.seed", "1,2")
+    model = ("finetune.model", str(tmp_path / "long"))
     found = {}
     for recipe in RECIPES:
         if recipe.stem not in OF_THE_HUB:

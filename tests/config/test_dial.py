@@ -88,7 +88,8 @@ CHOICES = {
 def test_stated_knob_overrides_the_dial(recipe, key, source):
     section, name = key.split(".")
     stated = {key: CHOICES[key]}
-    if source == "recipe":  # which also states the depth
+    # The recipe also states the depth.
+    if source == "recipe":
         sections = {"model": {"depth": 2}}
         sections[section] = sections.get(section, {}) | {name: stated.pop(key)}
         config = load_config(recipe(**sections))

@@ -77,7 +77,8 @@ NOTATIONS = {
     "train.seed": {
         "491520": 491_520,
         "491_520": 491_520,
-        "491,520": 491_520,  # as printed in our messages
+        # Messages print numbers so.
+        "491,520": 491_520,
         "1e6": 1_000_000,
         "1.0": 1,
         "010": 10,  # YAML 1.1 alone would read eight

@@ -107,7 +107,8 @@ def test_no_block_is_read_twice_before_its_source_is_at_its_end(config):
     stream = TokenStream([np.zeros(16 * 3000 + 1, dtype=np.uint16)])
     steps = {0: [], 1: []}
     for stage in stages_of(config)[:2]:
-        now, size = stage.config, stage.config.data.block_size
+        now = stage.config
+        size = stage.config.data.block_size
         batches = Batches(
             MixedBlocks([TokenBlocks(stream, size)] * 2, [s.weight for s in sources_of(now.data)]),
             order="shuffled",

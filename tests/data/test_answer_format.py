@@ -232,7 +232,8 @@ def test_thoughts_that_arrive_in_pieces_are_those_of_a_whole_answer(formats, nam
     for _ in range(500):
         text = "".join(draw.choices(parts, k=draw.randint(0, 9)))
         splitter = ThoughtSplitter(form)
-        left, found = text, []
+        left = text
+        found = []
         while left:
             size = draw.randint(1, 5)
             found.append(splitter.add(left[:size]))
@@ -251,7 +252,8 @@ def test_thoughts_that_arrive_in_pieces_are_those_of_a_whole_answer(formats, nam
         (["<think>", "\n", "a b", "\n", "</think>", "c"], 3),
         (["<think>", "</think>", "c"], 0),
         (["<think>", "\n\n", "</think>", "c"], 1),
-        (["<", "think", ">\n", "a", "\n</", "think", ">", "c"], 3),  # with a part of a mark
+        # Tokens may have a part of a mark.
+        (["<", "think", ">\n", "a", "\n</", "think", ">", "c"], 3),
         (["<", "think", "></", "think", ">", "c"], 0),
         (["<think>a</think>b"], 1),
         ([" ", "\n", "<think>", "a", "</think>"], 1),

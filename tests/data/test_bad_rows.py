@@ -183,7 +183,8 @@ def test_limit_of_tokens_counts_the_bad_rows_before_it(
     knobs = {"max_tokens": 100, "max_bad_rows": 30, "num_threads": threads}
     _, manifest = prepared(config(path, **knobs), tmp_path)
     documents = manifest.train.documents + manifest.validation.documents
-    assert documents == 20  # of 5 tokens each
+    # Each document has 5 tokens.
+    assert documents == 20
     assert manifest.left_out == 7
 
 
@@ -266,7 +267,8 @@ def test_pairs_and_questions_are_those_of_the_good_rows(write, config, byte_toke
         return load(config(write("rows.jsonl", rows), validation_fraction=0.2, **knobs))
 
     for load, rows in ((load_pairs, pairs), (load_answers, labels)):
-        good, mixed = loaded(load, lines(*rows)), loaded(load, with_bad_rows(rows), max_bad_rows=3)
+        good = loaded(load, lines(*rows))
+        mixed = loaded(load, with_bad_rows(rows), max_bad_rows=3)
         assert good.train.pairs == mixed.train.pairs
         assert good.validation.pairs == mixed.validation.pairs
         assert "3 of 23 rows" in caplog.text
@@ -408,7 +410,8 @@ def test_row_that_a_method_refuses_is_named_or_left_out(
     rows = [of_method(method, QUESTION | {"content": f"{n}?"}, n) for n in range(20)]
 
     def loaded(rows, limit):
-        path, knobs = write("rows.jsonl", lines(*rows)), {"tokenizer": str(tmp_path / "tokenizer")}
+        path = write("rows.jsonl", lines(*rows))
+        knobs = {"tokenizer": str(tmp_path / "tokenizer")}
         recipe = config(path, validation_fraction=0.2, max_bad_rows=limit, format="chat", **knobs)
         if method == "rl":
             task = detail if detail in ("gsm8k", "regex") else "exact"
@@ -465,7 +468,8 @@ def test_text_of_evaluate_is_that_of_the_good_rows(write, tmp_path, byte_tokeniz
 
 def test_sources_of_a_mixture_have_their_own_limit(write, config, tmp_path, write_recipe):
     rows = [{"text": f"text {n}" * 9} for n in range(20)]
-    good, bad = write("good.jsonl", lines(*rows)), write("bad.jsonl", with_bad_rows(rows))
+    good = write("good.jsonl", lines(*rows))
+    bad = write("bad.jsonl", with_bad_rows(rows))
 
     def mixed(limit):
         recipe = config(good)

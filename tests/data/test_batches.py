@@ -49,7 +49,8 @@ def whole_step(step, processes, micro_batch_size=2, **options):
 )
 def test_each_block_occurs_once_per_epoch(tokens, sequences):
     part = batches(tokens, micro_batch_size=1, accumulation=sequences)
-    blocks, epochs = len(part.blocks), 6
+    blocks = len(part.blocks)
+    epochs = 6
     steps = -(-blocks * epochs // sequences)
     indices = np.concatenate([part.indices(step) for step in range(steps)])[: blocks * epochs]
     for epoch in indices.reshape(epochs, blocks):
@@ -92,7 +93,8 @@ def test_step_has_same_tokens_on_any_number_of_processes_and_for_any_micro_batch
 
 @orders
 def test_step_does_not_depend_on_earlier_steps(order):
-    used, steps = batches(order=order), (0, 1, 2, 40, 3, 999, 15, 16, 17)
+    used = batches(order=order)
+    steps = (0, 1, 2, 40, 3, 999, 15, 16, 17)
     consecutive = {step: list(used.micro_batches(step)) for step in steps}
     for step in reversed(steps):
         for again in (batches(order=order), used):
@@ -106,7 +108,8 @@ def test_step_does_not_depend_on_earlier_steps(order):
 def test_shifted_blocks_of_an_epoch_lie_end_to_end_from_an_offset_of_its_own(tokens):
     part = batches(tokens, order="shifted", micro_batch_size=1, accumulation=5)
     # The last block has room for the target of its last token, whatever the offset is.
-    epochs, length = 40, max(1, (tokens - 8) // 8)
+    epochs = 40
+    length = max(1, (tokens - 8) // 8)
     indices = np.concatenate([part.indices(step) for step in range(epochs * length // 5)])
     offsets = []
     for epoch in indices.reshape(epochs, length):
@@ -138,7 +141,8 @@ def test_pin_memory_pins_every_tensor(monkeypatch):
 
 
 def test_batch_time_excludes_their_use(monkeypatch):
-    clock, part = [0.0], batches(accumulation=3)
+    clock = [0.0]
+    part = batches(accumulation=3)
     monkeypatch.setattr("nanogpt_hf.data.batches.time.perf_counter", lambda: clock[0])
     made = part.blocks.batch
 

@@ -142,7 +142,8 @@ def test_counts_follow_the_weights_at_any_number_of_samples(weights):
 
 
 def test_each_source_is_read_in_order_and_any_sample_is_found_at_once():
-    order, weights = Interleave([5, 3, 2]), np.array([5, 3, 2])
+    order = Interleave([5, 3, 2])
+    weights = np.array([5, 3, 2])
     sources, numbers = order(np.arange(1234))
     for source in range(3):
         own = numbers[sources == source]

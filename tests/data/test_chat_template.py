@@ -104,7 +104,8 @@ def test_assistant_mask_equals_the_one_made_by_hand(shape):
     for example, parts in zip(examples, BY_HAND[shape], strict=True):
         whole = hf("".join(parts), add_special_tokens=False)["input_ids"]
         assert example.input_ids == whole, "the tokens are those of the whole text"
-        mask, text = [], ""
+        mask = []
+        text = ""
         for number, part in enumerate(parts):
             text += part
             mask += [number % 2] * (
@@ -133,7 +134,8 @@ def test_no_text_of_a_message_becomes_a_special_token(shape):
     finder = answer_finder(hf, shape)
     special = set(hf.all_special_ids) - {hf.unk_token_id}
     tokens = [str(token) for token in hf.added_tokens_decoder.values()]
-    first, last = tokens[0], tokens[-1]
+    first = tokens[0]
+    last = tokens[-1]
 
     def found(user: str, assistant: str = "Because he.") -> tuple[list[int], list[int], str]:
         """The special tokens of an example and of a prompt, and the example's text."""
@@ -141,10 +143,8 @@ def test_no_text_of_a_message_becomes_a_special_token(shape):
             {"role": "user", "content": user},
             {"role": "assistant", "content": assistant},
         ]
-        (example,), prompt = (
-            finder.examples([Conversation(messages)]),
-            finder.chat.prompt_ids(messages[:1]),
-        )
+        (example,) = finder.examples([Conversation(messages)])
+        prompt = finder.chat.prompt_ids(messages[:1])
         ids = ([i for i in part if i in special] for part in (example.input_ids, prompt))
         return *ids, hf.decode(example.input_ids)
 

@@ -209,7 +209,8 @@ def test_manifest_and_report_count_assistant_tokens(prepare_rows, chat_file, cap
     folder = Path(config.data.dir)
     manifest = read_manifest(folder)
     for name in ("train", "validation"):
-        rows, facts = trained_rows(config, name), getattr(manifest, name)
+        rows = trained_rows(config, name)
+        facts = getattr(manifest, name)
         assert facts.documents == len(rows)
         assert facts.tokens == sum(len(ids) for ids, _ in rows)
         assert facts.assistant_tokens == sum(sum(answered) for _, answered in rows)

@@ -19,7 +19,8 @@ from nanogpt_hf.data.prepare import prepare
 from nanogpt_hf.data.prepared import check_prepared, load_prepared
 from nanogpt_hf.data.tokenizer import build_tokenizer
 
-END = 256  # of byte_tokenizer
+# The end token of byte_tokenizer.
+END = 256
 TEXTS = [f"Document {number} says {'many ' * (number % 9)}words: é." for number in range(60)]
 
 
@@ -97,7 +98,8 @@ def test_a_folder_of_files_is_one_stream_without_a_copy(make, encode, tmp_path, 
 def test_wrong_files_are_one_line(make, encode, tmp_path):
     path = write(tmp_path / "tokens", "one", TEXTS, encode)
     index = path.with_name("one.ds.index")
-    whole, ends = path.read_bytes(), index.read_bytes()
+    whole = path.read_bytes()
+    ends = index.read_bytes()
     path.write_bytes(whole[:-2])
     assert f"{path}: not a .ds file" in refusal(prepare, make(path))
     path.write_bytes(whole)

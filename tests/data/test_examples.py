@@ -115,7 +115,8 @@ DOCUMENTS = {
 @pytest.mark.parametrize("from_end", [True, False])
 @pytest.mark.parametrize("lengths", DOCUMENTS.values(), ids=DOCUMENTS)
 def test_rows_begin_with_a_document_and_hold_every_token_once(lengths, from_end):
-    rows, tokens = rows_of(lengths, from_end), stream_of(lengths)[1]
+    rows = rows_of(lengths, from_end)
+    tokens = stream_of(lengths)[1]
     ends = np.cumsum(lengths)
     firsts = {0} | {int(end) - from_end for end in ends[:-1]}
     # all tokens but the first that a document is read from, by their place in the stream
@@ -160,14 +161,16 @@ def build(kind: str):
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 @torch.no_grad()
 def test_logits_equal_those_of_the_documents_one_by_one(kind, packing):
-    model, lengths = build(kind), DOCUMENTS["random"]
+    model = build(kind)
+    lengths = DOCUMENTS["random"]
     if packing == "documents":
         blocks = rows_of(lengths)
     else:
         starts = document_starts(np.array(lengths), from_end=True)
         blocks = TokenBlocks(stream_of(lengths)[0], 16, starts=starts)
     batch = blocks.batch(np.arange(len(blocks)))
-    inputs, positions = batch["input_ids"], batch["position_ids"]
+    inputs = batch["input_ids"]
+    positions = batch["position_ids"]
     together = model(input_ids=inputs, position_ids=positions, use_cache=False).logits
     compared = 0
     for row in range(len(inputs)):

@@ -71,7 +71,8 @@ WEATHER = {
 
 def learned(example, hf) -> list[str]:
     """The text of each part of an example that is learned."""
-    parts, previous = [], 0
+    parts = []
+    previous = 0
     for token, counts in zip(example.input_ids, example.assistant_mask, strict=True):
         if counts:
             parts = parts if previous else [*parts, []]
@@ -82,7 +83,8 @@ def learned(example, hf) -> list[str]:
 
 @pytest.mark.parametrize("name", WITH_TOOLS)
 def test_tools_and_calls_are_those_of_transformers(name):
-    hf, conversation = WITH_TOOLS[name], conversation_of(WEATHER)
+    hf = WITH_TOOLS[name]
+    conversation = conversation_of(WEATHER)
     (example,) = answer_finder(hf, name).examples([conversation])
     messages = copy.deepcopy(WEATHER["messages"])
     for message in messages:
@@ -104,7 +106,8 @@ def test_tools_and_calls_are_those_of_transformers(name):
     assert prompt == example.input_ids[: len(prompt)]
 
 
-USER, ANSWER = {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}
+USER = {"role": "user", "content": "Why?"}
+ANSWER = {"role": "assistant", "content": "So."}
 LATER = [{"role": "user", "content": "How?"}, {"role": "assistant", "content": "Thus."}]
 # A field of a message, and a value that is content.
 FIELDS = {
@@ -277,7 +280,8 @@ def test_an_answer_that_names_a_speaker_is_text(answer):
 @pytest.mark.parametrize("mark", ["weight", "train", "loss"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_an_answer_that_is_marked_is_not_learned(shape, mark):
-    hf, row = SHAPES[shape], {"messages": [USER, ANSWER, *LATER]}
+    hf = SHAPES[shape]
+    row = {"messages": [USER, ANSWER, *LATER]}
     finder = answer_finder(hf, shape)
     whole = finder.examples([conversation_of(row)])
     for number in (1, 3):
@@ -494,7 +498,8 @@ def test_requests_of_a_client_have_the_tokens_of_training():
         return requests.parse_request(json.dumps(body).encode(), "m", chat=True)
 
     hf = WITH_TOOLS["prefixes"]
-    chat, expected = ChatFormat(hf), conversation_of(WEATHER)
+    chat = ChatFormat(hf)
+    expected = conversation_of(WEATHER)
     messages = [
         {key: value for key, value in message.items() if key != "reasoning_content"}
         for message in WEATHER["messages"][:-1]
@@ -513,7 +518,8 @@ def test_requests_of_a_client_have_the_tokens_of_training():
             ids, kept = encode_chat(chat, sent, room, request.tools)
             assert len(ids) <= room
             assert kept == (sent if room == whole else [sent[0], sent[-1]])
-    question, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": None}
+    question = {"role": "user", "content": "a"}
+    answer = {"role": "assistant", "content": None}
     for wrong in (
         [question, answer],
         [question, answer | {"tool_calls": []}],

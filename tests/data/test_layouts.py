@@ -15,7 +15,8 @@ from nanogpt_hf.data.source import load_documents
 
 MESSAGES = [{"role": "user", "content": "a?"}, {"role": "assistant", "content": "b"}]
 OTHER = [MESSAGES[0], {"role": "assistant", "content": "c"}]
-READ, READ_OTHER = Conversation(MESSAGES), Conversation(OTHER)
+READ = Conversation(MESSAGES)
+READ_OTHER = Conversation(OTHER)
 SHAREGPT = [{"from": "human", "value": "a?"}, {"from": "gpt", "value": "b"}]
 SHORT = pyarrow.string()
 

@@ -46,7 +46,8 @@ def test_kill_while_filling_a_folder_leaves_no_manifest(tmp_path, write_recipe, 
         with pytest.raises(Killed):
             prepare(config)
     assert names(folder) <= {".partial"}
-    partial_of(folder).mkdir(exist_ok=True)  # as after SIGKILL
+    # SIGKILL leaves such a folder.
+    partial_of(folder).mkdir(exist_ok=True)
     assert prepare(config)[1]
     assert ".partial" not in names(folder)
 

@@ -29,7 +29,8 @@ from nanogpt_hf.data.text import text_encoder
 from nanogpt_hf.data.tokenizer import build_tokenizer
 
 SPLITS = ("train", "validation")
-END = 256  # of byte_tokenizer
+# The end token of byte_tokenizer.
+END = 256
 
 
 @pytest.fixture
@@ -141,7 +142,8 @@ def test_documents_keep_their_order_and_end_with_end_token(rows, make, byte_toke
     config = make(rows(texts), byte_tokenizer)
     manifest, _ = prepare(config)
     assert manifest.end_of_text_id == END
-    decode, numbers = load_prepared(config).tokenizer.decode, []
+    decode = load_prepared(config).tokenizer.decode
+    numbers = []
     for documents in documents_of(config):
         assert all(ids.index(END) == len(ids) - 1 for ids in documents), "once, at the end"
         numbers.append([texts.index(decode(ids[:-1])) for ids in documents])
@@ -152,7 +154,8 @@ def test_documents_keep_their_order_and_end_with_end_token(rows, make, byte_toke
 
 
 def test_seed_selects_validation_documents(rows, make, tmp_path):
-    path, held = rows([f"<{i}>" for i in range(200)]), []
+    path = rows([f"<{i}>" for i in range(200)])
+    held = []
     for number, seed in enumerate((1, 1, 2)):
         config = make(path, dir=str(tmp_path / f"{number}"), validation_seed=seed)
         prepare(config)
@@ -334,7 +337,8 @@ def test_knobs_that_decide_tokens_may_not_change_and_others_may(text, make, tmp_
     prepare(config)
     before = snapshot(tmp_path)
     for knob, value in {"source": "python-docs", "split": "other", "tokenizer": "gpt2"}.items():
-        old, changed = getattr(config.data, knob), replace_knobs(config, {f"data.{knob}": value})
+        old = getattr(config.data, knob)
+        changed = replace_knobs(config, {f"data.{knob}": value})
         named = f"data.{knob} {old!r}, the recipe says {value!r}"
         assert all(named in message for message in refusals(changed))
     assert snapshot(tmp_path) == before
@@ -443,7 +447,8 @@ def test_full_disk_is_one_line(monkeypatch, text, make, tmp_path):
 
 
 def test_folder_may_be_a_link(text, make, tmp_path):
-    folder, link = tmp_path / "disk" / "data", tmp_path / "link"
+    folder = tmp_path / "disk" / "data"
+    link = tmp_path / "link"
     folder.parent.mkdir()
     link.symlink_to(folder)
     config = make(text(), dir=str(link))
@@ -494,7 +499,8 @@ def test_interrupted_prepare_leaves_no_manifest(monkeypatch, text, make, moment,
 def test_concurrent_prepare_runs_once(rows, make):
     config = make(rows([f"document {i}" for i in range(500)]))
     context = multiprocessing.get_context("fork")
-    barrier, results = context.Barrier(3), context.Queue()
+    barrier = context.Barrier(3)
+    results = context.Queue()
 
     def prepare_together():
         barrier.wait(60)
@@ -559,7 +565,8 @@ def test_text_shorter_than_a_block_is_one_line(text, make):
 
 
 def test_missing_or_other_tokenizer_is_one_line(text, make, tmp_path):
-    config, folder = make(text()), tmp_path / "data" / "tokenizer"
+    config = make(text())
+    folder = tmp_path / "data" / "tokenizer"
     prepare(config)
     shutil.rmtree(folder)
     assert str(folder) in refusal(load_prepared, config)

@@ -91,10 +91,12 @@ def test_same_text_has_same_identity(prepared, tmp_path, monkeypatch):
 
 
 def test_identity_covers_ids_masks_and_ends_of_conversations(tmp_path):
-    ids, mask = np.array([1, 2, 3, 4, 5], np.uint16), np.array([0, 1, 1, 0, 1], np.uint8)
+    ids = np.array([1, 2, 3, 4, 5], np.uint16)
+    mask = np.array([0, 1, 1, 0, 1], np.uint8)
 
     def digest(name, ids, mask, end):
-        writer, halves = ShardWriter(tmp_path / name), (slice(end), slice(end, None))
+        writer = ShardWriter(tmp_path / name)
+        halves = (slice(end), slice(end, None))
         writer.write([Row(number, ids[half], 1, mask[half]) for number, half in enumerate(halves)])
         return writer.close().sha256
 

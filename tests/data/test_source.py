@@ -241,7 +241,8 @@ def test_every_member_of_a_zip_is_read_in_order_by_its_ending(write, tmp_path):
 )
 def test_link_in_a_zip_is_refused_by_name(write, tmp_path, kind, words):
     link = zipfile.ZipInfo("link.txt")
-    link.create_system, link.external_attr = 3, kind << 16
+    link.create_system = 3
+    link.external_attr = kind << 16
     path = write("a.zip", archive(("a.txt", "text"), (link, "../a.txt")))
     message = error_of(path, tmp_path)
     assert message.startswith(f"{path}: link.txt: ")
@@ -507,7 +508,8 @@ def test_invalid_path_names_no_files(source, tmp_path, monkeypatch):
 
 def test_digest_changes_with_text_and_its_boundaries(write):
     path = write("a.txt", "one two")
-    before, state = [path, write("b.txt", " three")], file_state([path])
+    before = [path, write("b.txt", " three")]
+    state = file_state([path])
     os.utime(path, ns=(1, 1))
     assert file_state([path]) != state
     assert file_digest(before) != file_digest([write("c.txt", "one"), write("d.txt", " two three")])
@@ -569,7 +571,8 @@ def test_damaged_compressed_file_is_an_error(write, tmp_path, compression):
 
 
 STREAMS = [".gz", ".bz2", ".xz", ".lzma", ".zst"]
-ONE, TWO = b'{"text": "one"}\n', b'{"text": "two"}\n'
+ONE = b'{"text": "one"}\n'
+TWO = b'{"text": "two"}\n'
 
 
 @pytest.mark.parametrize("padding", [0, 4, 300_000])
@@ -698,7 +701,8 @@ def test_password_of_a_url_is_not_printed(write_recipe, refused, url):
 
 def test_hub_data_set_is_requested_by_recipe(monkeypatch, tmp_path):
     train = {"id": [1, 2], "body": ["one", "two"], "text": ["x", "x"]}
-    splits, requests = {"train": train, "test": {"body": ["three"]}}, []
+    splits = {"train": train, "test": {"body": ["three"]}}
+    requests = []
 
     def load_dataset(name, config=None, *, split, revision=None, streaming, trust_remote_code):
         requests.append((name, config, split, revision))

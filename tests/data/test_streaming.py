@@ -17,7 +17,8 @@ from nanogpt_hf.data import formats, shards
 from nanogpt_hf.data.manifest import SplitFacts
 from nanogpt_hf.data.prepare import prepare
 
-FILES, ROWS = 3, 40
+FILES = 3
+ROWS = 40
 
 
 def texts(seed: int, rows: int) -> list[str | None]:
@@ -120,7 +121,8 @@ def test_streamed_folder_equals_the_ordinary_one_byte_for_byte(
 @pytest.mark.parametrize("format", ["text", "chat"])
 def test_a_limit_keeps_the_first_whole_documents(config, tmp_path, format, monkeypatch):
     monkeypatch.setattr(formats, "_BATCH_DOCUMENTS", 7)
-    path, turns = tmp_path / "rows.jsonl", [text for text in texts(3, 60) if text]
+    path = tmp_path / "rows.jsonl"
+    turns = [text for text in texts(3, 60) if text]
     rows = [{"text": text, "prompt": text, "completion": text} for text in turns]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     knobs = {"data__source": str(path), "data__format": format, "data__block_size": 64}

@@ -55,7 +55,8 @@ def test_second_ctrl_c_has_the_handler_of_the_program():
 
 
 def test_ignored_sighup_stays_ignored():
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as under nohup
+    # nohup ignores this signal.
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with stop_on_signals() as stop:
             os.kill(os.getpid(), signal.SIGHUP)
@@ -142,7 +143,8 @@ def deepspeed_config(**changes) -> dict:
 
 
 def test_deepspeed_config_follows_the_recipe():
-    config, deepspeed = Config(), deepspeed_config()
+    config = Config()
+    deepspeed = deepspeed_config()
     configure(deepspeed, config, 5)
     assert deepspeed["gradient_accumulation_steps"] == 5
     assert deepspeed["gradient_clipping"] == config.optim.max_grad_norm

@@ -303,10 +303,8 @@ def words_of(
 ) -> Callable[..., list[str]]:
     """The command line of a feature's run: (feature, folder, steps, flags)."""
     recipe = make_recipe(folder / "recipe.yaml")
-    draw, sources = (
-        random.Random(0),
-        {"mixture": [], "conversations": [{"source": str(chat_file), "weight": 2}]},
-    )
+    draw = random.Random(0)
+    sources = {"mixture": [], "conversations": [{"source": str(chat_file), "weight": 2}]}
     for number, words in enumerate(
         ("the cat sat on a mat", "def x return y if z", "one plus two is three")
     ):
@@ -317,7 +315,8 @@ def words_of(
             )
         )
         sources["mixture"].append({"source": str(path), "weight": (7, 2, 1)[number]})
-    draw, rows = random.Random(1), folder / "rows.jsonl"
+    draw = random.Random(1)
+    rows = folder / "rows.jsonl"
     texts = (
         " ".join(draw.choices(("cat", "sat", "on"), k=draw.randrange(1, 9))) for _ in range(300)
     )
@@ -335,7 +334,8 @@ def words_of(
             knobs["data.dir"] = folder / "finetuning"
         if name == "distillation":
             knobs |= {"distill.teacher": tiny_base, "data.tokenizer": tiny_base}
-            knobs["data.dir"], knobs["train.tokens_per_step"] = folder / name, 192
+            knobs["data.dir"] = folder / name
+            knobs["train.tokens_per_step"] = 192
         if name == "tasks":
             tasks = request.getfixturevalue("letter_tasks")
             knobs |= {"eval.tasks": tasks[0], "data.tokenizer": byte_tokenizer}
@@ -412,11 +412,13 @@ def moved(train, folder):
             for other in FEATURES[name].layouts
             if "ZeRO" not in other or not needs_deepspeed.args[0]
         ]
-        number, run = layouts.index(layout), folder / f"{name} {layout}"
+        number = layouts.index(layout)
+        run = folder / f"{name} {layout}"
         shutil.rmtree(run, ignore_errors=True)
         if number:
             shutil.copytree(moved(name, layouts[number - 1]).run.path, run)
-        first, last = STEPS * number, STEPS * (number + 1)
+        first = STEPS * number
+        last = STEPS * (number + 1)
         held = train(name, layout, run, last, "--resume" if number else "--overwrite")
         return Trained(RunFolder(run), first, last, held)
 
@@ -520,7 +522,8 @@ def test_resumed_run_equals_uninterrupted(
     ],
 )
 def test_run_with_dropout_resumes_exactly_and_compresses(train, alone, tmp_path, layout):
-    whole, last = RunFolder(tmp_path / "whole"), 2 * STEPS
+    whole = RunFolder(tmp_path / "whole")
+    last = 2 * STEPS
     train("dropout", layout, whole.path, last, "--overwrite")
     resumed = copy_at(whole, STEPS, tmp_path / "resumed")
     train("dropout", layout, resumed.path, last, "--resume")
@@ -539,7 +542,8 @@ def test_8bit_state_resumes_exactly_and_moves(train, tmp_path):
         "--model.pad_vocab_to_multiple_of 128"
     )
     flags += ["--optim.betas", "{tokens: [0.7, 0.99]}"]
-    names, last = ("whole", "resumed", "moved"), 2 * STEPS
+    names = ("whole", "resumed", "moved")
+    last = 2 * STEPS
     whole, resumed, moved = runs = [RunFolder(tmp_path / name) for name in names]
     held = []
     for run, layout in zip(runs, ("FSDP2", "FSDP2", "DDP"), strict=True):
@@ -577,7 +581,8 @@ def test_gradient_that_is_not_finite_skips_the_step_on_all_stages(train, tmp_pat
     ],
 )
 def test_each_process_holds_and_copies_its_share(moved, layout, weights_shared):
-    ours, whole = moved("AdamW", layout).held, moved("AdamW", "DDP on 3").held
+    ours = moved("AdamW", layout).held
+    whole = moved("AdamW", "DDP on 3").held
     share = 1.06 / len(ours)
     weights = sum(size for _, _, size in whole[0]["weights"].values())
     assert [held["optimizer_state"] for held in whole] == [2 * weights] * 3

@@ -49,7 +49,8 @@ def faulty(request, launch, tmp_path_factory, make_recipe):
     def faulty(name: str, rank: int = 0, point: int = 0, error: str = "EIO") -> tuple[int, str]:
         """The exit status and the output; NAME.fault has the operation and their number."""
         (folder / name).mkdir(exist_ok=True)
-        data, ended = folder / name if request.param == "cpu" else folder, []
+        data = folder / name if request.param == "cpu" else folder
+        ended = []
         launch(
             *(request.param, "pretrain", recipe, "--auto-resume"),
             *("--run-dir", folder / name / "run", "--data.dir", data / "data"),

@@ -187,7 +187,8 @@ def cells() -> dict[tuple[str, str], str]:
         for line in text.splitlines()
         if line[:1] == "|"
     ]
-    found, head = {}, []
+    found = {}
+    head = []
     for layout, *row in rows:
         if layout == "layout":
             head = row
@@ -335,7 +336,8 @@ def train(config: Config, folder: Path) -> dict[str, torch.Tensor]:
         getattr(optimizer, "optimizer", optimizer).register_step_pre_hook(note)
     for step in range(STEPS):
         result = train_step(run, step, 1e-3)
-        loss, norm = result.loss, result.grad_norm
+        loss = result.loss
+        norm = result.grad_norm
         values[f"step {step}"] = torch.stack([sum_over_ranks(accelerator, loss), norm])
     weights = full_weights(accelerator, run.model)
     accelerator.free_memory()
@@ -419,7 +421,8 @@ def trained(request, tmp_path_factory, recipe_of):
             folders[layout] = folder = tmp_path_factory.mktemp("layout")
             torch.set_num_threads(1)  # a thread pool does not survive a fork
             fork = multiprocessing.get_context("fork")
-            port, configs = get_free_port(), configs_of(layout)
+            port = get_free_port()
+            configs = configs_of(layout)
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(loss_gpt, "LOGITS_PER_CHUNK", 200)
                 ranks = [
@@ -464,7 +467,8 @@ def trained(request, tmp_path_factory, recipe_of):
 )
 def test_what_combines_equals_one_process(layout, feature, trained):
     trained, one_process = trained
-    values, expected = trained(layout, feature), one_process(layout, feature)
+    values = trained(layout, feature)
+    expected = one_process(layout, feature)
     if layout.startswith("PP"):
         expected = {key: value for key, value in expected.items() if "gradient" not in key}
     tolerance = feature_of(layout, feature)[2]

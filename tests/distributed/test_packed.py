@@ -105,7 +105,8 @@ def train_rank(rank: int, port: int, layout: str, folder) -> None:
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=processes)
     launch = Launch(processes, cp_size=cp_size, tp_size=2 if layout == "TP" else 1)
     mesh = Mesh.of(launch, rank)
-    patch, masks = pytest.MonkeyPatch(), []
+    patch = pytest.MonkeyPatch()
+    masks = []
     patch.setattr(flex_attention, "_validate_device", lambda *tensors: None)
     # torch's kernels for CPUs have no backward pass: its reference for every operation
     patch.setattr(
@@ -158,7 +159,8 @@ def trained(tmp_path_factory):
         if layout not in folders:
             folders[layout] = folder = tmp_path_factory.mktemp("packed")
             torch.set_num_threads(1)  # a thread pool does not survive a fork
-            fork, port = multiprocessing.get_context("fork"), get_free_port()
+            fork = multiprocessing.get_context("fork")
+            port = get_free_port()
             ranks = [
                 fork.Process(target=train_rank, args=(rank, port, layout, folder))
                 for rank in range(LAYOUTS[layout][0])
@@ -178,7 +180,8 @@ def trained(tmp_path_factory):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_loss_and_gradients_equal_one_process(trained, layout, way, name):
     found = load_file(trained(layout) / f"{name} {way}.safetensors")
-    model, batch = build(name), batch_of()
+    model = build(name)
+    batch = batch_of()
     for step in range(2):
         model.zero_grad()
         loss = next_token_loss(model, batch)[0]
@@ -186,6 +189,7 @@ def test_loss_and_gradients_equal_one_process(trained, layout, way, name):
         torch.testing.assert_close(found.pop(f"{step} loss"), loss.detach(), rtol=1e-5, atol=0)
         for key, parameter in model.named_parameters():
             difference = (found.pop(f"{step} {key}") - parameter.grad).norm()
-            if not key.endswith("k_proj.bias"):  # whose gradient is rounding only
+            # The gradient of these biases is rounding only.
+            if not key.endswith("k_proj.bias"):
                 assert difference < 1e-5 * parameter.grad.norm(), key
     assert not found

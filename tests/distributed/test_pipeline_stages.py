@@ -85,7 +85,9 @@ def test_stages_generate_with_a_cache_as_the_whole_model():
     models = [copy.deepcopy(whole) for _ in range(2)]
     for index, model in enumerate(models):
         ModelStage(model, index, 2, chain)
-    ids, caches, cache = torch.arange(10).view(1, 10), [None, None], None
+    ids = torch.arange(10).view(1, 10)
+    caches = [None, None]
+    cache = None
     with torch.no_grad():
         for tokens in (ids[:, :7], ids[:, 7:8], ids[:, 8:]):
             expected = whole(tokens, **{CACHE: cache}, use_cache=True)

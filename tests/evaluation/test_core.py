@@ -59,7 +59,8 @@ def reference_accuracies(
         lines = (folder / "eval_data" / "sub" / f"{label}.jsonl").read_text().splitlines()
         data = [json.loads(line) for line in lines]
         random.Random(1337).shuffle(data)
-        data, right = data[:limit], 0
+        data = data[:limit]
+        right = 0
         for index, item in enumerate(data):
             others = [i for i in range(len(data)) if i != index]
             before = ""
@@ -72,7 +73,8 @@ def reference_accuracies(
                     greedy.append(int(log_probabilities(greedy[-positions + 1 :])[-1].argmax()))
                 right += greedy == texts[0]
                 continue
-            order, shared = -1 if kind == "schema" else 1, 0
+            order = -1 if kind == "schema" else 1
+            shared = 0
             while len({tuple(text[::order][: shared + 1]) for text in texts}) == 1:
                 shared += 1
             losses = [

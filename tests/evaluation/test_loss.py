@@ -73,7 +73,8 @@ def test_evaluate_blocks_is_the_mean_over_tokens_for_any_batch_size(
     result = measure_blocks(model, corpus, micro_batch_size)
     assert model.training
     model.eval()
-    total, ids = 0.0, torch.from_numpy(np.concatenate(corpus.stream.chunks).astype(np.int64))
+    total = 0.0
+    ids = torch.from_numpy(np.concatenate(corpus.stream.chunks).astype(np.int64))
     with torch.no_grad():
         for start in range(0, 300, 16):  # the last block has 12 targets and must count as 12
             window = ids[start : start + 17]
@@ -97,7 +98,8 @@ def test_evaluate_text_equals_transformers_token_by_token(
     model.save_pretrained(tmp_path)
     reference = GPT2LMHeadModel.from_pretrained(tmp_path).eval()
     ids = torch.from_numpy(np.concatenate(corpus.stream.chunks).astype(np.int64))
-    nats, first = [], 0
+    nats = []
+    first = 0
     for target in range(1, len(ids)):
         while target - first > block_size:  # a later window predicts this token
             first += stride
@@ -116,7 +118,8 @@ def test_evaluate_text_equals_transformers_token_by_token(
 
 def test_bootstrap_error_equals_the_formula():
     draw = np.random.default_rng(1)
-    nats, counts = draw.normal(100, 20, 400), np.full(400, 10)
+    nats = draw.normal(100, 20, 400)
+    counts = np.full(400, 10)
     expected = nats.std(ddof=1) / math.sqrt(400) / 10
     assert bootstrap_error(nats, counts) == pytest.approx(expected, rel=0.1)
     # each value repeated four times holds no more information: blocks of four show that
@@ -175,7 +178,8 @@ def test_bits_per_byte_of_a_text_are_those_of_a_plain_loop(text_data, block_size
     corpus = text.read_corpus(data, None, tokenizer, folder)
     ids = torch.from_numpy(np.concatenate(corpus.stream.chunks).astype(np.int64))
     assert sum(sizes[number] for number in ids) == corpus.bytes == len("".join(TEXTS).encode())
-    nats, first = [], 0
+    nats = []
+    first = 0
     for target in range(1, len(ids)):
         while target - first > block_size:
             first += stride
@@ -204,7 +208,8 @@ def test_bits_per_byte_of_a_run_are_those_of_a_plain_loop(
         evaluate_blocks, Accelerator(), model, next_token_loss, micro_batch_size=2
     )
     measured, _ = evaluate_data(evaluate, prepared, tokens)
-    nats, labels = [], []
+    nats = []
+    labels = []
     for index in evaluation_indices(prepared.validation, tokens):
         batch = prepared.validation.batch(np.array([index]))
         targets = batch.pop("shift_labels")[0]

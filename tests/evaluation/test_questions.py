@@ -34,9 +34,11 @@ def rows(tmp_path_factory, letter_model) -> tuple[Path, int]:
     """30 questions for `letter_model`; the reference answer of about every other one, whose number
     is returned, too, is what the model writes.
     """
-    model, tokenizer = load_model(str(letter_model)), load_tokenizer(letter_model)
+    model = load_model(str(letter_model))
+    tokenizer = load_tokenizer(letter_model)
     path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
-    lines, right = [], 0
+    lines = []
+    right = 0
     for number, word in enumerate(itertools.islice(itertools.product("abcde", repeat=3), 30)):
         question = "".join(word)
         ids = tokenizer(question, add_special_tokens=False)["input_ids"]

@@ -67,7 +67,8 @@ def test_samples_are_logged_at_every_evaluation_and_do_not_change_training(runs)
 @pytest.mark.long
 def test_samples_depend_only_on_model_seed_and_step(runs):
     run, _, recipe = runs
-    config, tokenizer = load_config(recipe), load_tokenizer(run.final)
+    config = load_config(recipe)
+    tokenizer = load_tokenizer(run.final)
     model = load_model(str(run.final))
     before = torch.get_rng_state()
     model.train()
@@ -84,7 +85,8 @@ def test_samples_depend_only_on_model_seed_and_step(runs):
 
 
 def test_end_of_text_ends_the_sample_but_not_the_computation(letter_model):
-    model, calls = load_model(str(letter_model)).eval(), []
+    model = load_model(str(letter_model)).eval()
+    calls = []
     model.config.eos_token_id = list(range(11))  # every token ends the sample
     model.register_forward_hook(lambda *_: calls.append(1))
     steps = list(generate_tokens(model, [1, 2], max_new_tokens=5, to_the_end=True))

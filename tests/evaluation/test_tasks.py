@@ -24,7 +24,8 @@ from nanogpt_hf.training.tracking import read_metrics
 
 
 def subject(folder: Path) -> Subject:
-    model, tokenizer = load_model(str(folder)), load_tokenizer(folder)
+    model = load_model(str(folder))
+    tokenizer = load_tokenizer(folder)
     return Subject("model", model, tokenizer, Accelerator(), batch_size=4)
 
 
@@ -60,7 +61,8 @@ def test_scores_equal_lm_evals_hf_model(letter_model, letter_tasks, monkeypatch)
 
 
 def test_limit_uses_first_questions_and_keeps_the_tokenizer(letter_model, letter_tasks, capsys):
-    measured, loaded = subject(letter_model), load_tasks(letter_tasks)
+    measured = subject(letter_model)
+    loaded = load_tasks(letter_tasks)
     before = measured.tokenizer.get_vocab(), measured.tokenizer.pad_token
     measured.model.train()
     capsys.readouterr()
@@ -142,7 +144,8 @@ def test_tasks_are_scored_at_every_evaluation_without_effect(write_recipe, tmp_p
     events = [event for event in read_metrics(runs["with"]) if "val/loss" in event]
     assert [event["step"] for event in events] == [0, 3, 6]
     assert all(0 <= event["task/letters/acc"] <= 1 for event in events)
-    assert len({event["task/lines/perplexity"] for event in events}) == 3  # of three models
+    # Three models have three perplexities.
+    assert len({event["task/lines/perplexity"] for event in events}) == 3
     first, second = (load_file(run.final / "model.safetensors") for run in runs.values())
     assert all((first[name] == second[name]).all() for name in first)
     tokenizers = [run.final / "tokenizer_config.json" for run in runs.values()]

@@ -131,7 +131,8 @@ def test_card_states_the_end_of_a_schedule_that_has_one(write_recipe, schedule):
 
 
 # Fields of a state, and the score that its card states.
-OLD, NAN = MeasuredLoss(2.0, 900, 2.0), float("nan")
+OLD = MeasuredLoss(2.0, 900, 2.0)
+NAN = float("nan")
 SCORES = {
     "last": ("dpo", {"score": 0.9, "best_loss": 0.5, "best_step": 3}, "0.9000"),
     "best": ("dpo", {"score": 0.5, "best_loss": 0.5, "best_step": 12}, "0.5000"),

@@ -80,7 +80,8 @@ def test_export_gguf_writes_byte_level_tokens_and_padding(tmp_path):
     export_gguf(tmp_path, model, train_bpe_tokenizer(["the the the"], 259).hf, "bf16")
     facts, _ = read(tmp_path)
     assert facts["tokenizer.ggml.model"] == "gpt2"
-    tokens, merge = facts["tokenizer.ggml.tokens"], facts["tokenizer.ggml.merges"][0]
+    tokens = facts["tokenizer.ggml.tokens"]
+    merge = facts["tokenizer.ggml.merges"][0]
     assert (len(tokens), tokens[256]) == (264, merge.replace(" ", ""))
     assert tokens[258:260] == ["<|endoftext|>", "[PAD259]"]
     assert facts["tokenizer.ggml.eos_token_id"] == 258
@@ -125,7 +126,8 @@ def test_export_gguf_of_decoders(tmp_path, model_type, changes, special):
             parameter.add_(0.1 * torch.randn_like(parameter))
     tokenizer = byte_tokenizer_with_pattern(QWEN_PATTERN)
     assert export_gguf(tmp_path, model, tokenizer, "float32") < 1e-5
-    (facts, tensors), head_dim = read(tmp_path), changes.get("head_dim", 8)
+    (facts, tensors) = read(tmp_path)
+    head_dim = changes.get("head_dim", 8)
     expected = {"block_count": 4, "context_length": 64, "attention.head_count_kv": 2}
     expected |= {"attention.key_length": head_dim, "feed_forward_length": 48}
     for name, value in (expected | special).items():

@@ -38,7 +38,8 @@ def test_pretrain_pushes_the_best_model(hub, pretrain, tmp_path):
     status, output = pretrain(*HUB, "--hub.private", "true", "--hub.license", "mit")
     assert status == 0
     repository = hub.repositories["tester/tiny"]
-    files, run = repository.files(), RunFolder(tmp_path / "run")
+    files = repository.files()
+    run = RunFolder(tmp_path / "run")
     assert repository.private
     assert files["model.safetensors"] == (run.best / "model.safetensors").read_bytes()
     assert files["metrics.jsonl"] == run.metrics.read_bytes()
@@ -81,7 +82,8 @@ def test_check_login_only_warns_if_the_hub_does_not_answer(hub, monkeypatch):
 @pytest.fixture
 def fake_push(tmp_path, monkeypatch, caplog):
     """A BackgroundPush whose pushes do what `orders` says; `pushed` has the models' content."""
-    pushed, orders = [], queue.Queue()
+    pushed = []
+    orders = queue.Queue()
 
     def push(folder, repo_id, private):
         pushed.append((folder / "model").read_text())

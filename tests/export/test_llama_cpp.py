@@ -110,7 +110,8 @@ def test_difference_of_the_embeddings_is_printed(programs, olmo, tmp_path, capsy
 
 def test_our_own_file_is_quantized(programs, letter_model, tmp_path, capsys):
     programs(quantizer=_QUANTIZER.format(some=""))
-    plain, small = tmp_path / "plain", tmp_path / "small"
+    plain = tmp_path / "plain"
+    small = tmp_path / "small"
     assert export(letter_model, plain) == 0
     assert export(letter_model, small, "--quantize", "q8_0") == 0
     out = capsys.readouterr().out

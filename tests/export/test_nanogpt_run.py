@@ -20,7 +20,10 @@ from nanogpt_hf.runs.recipe import read_recipe
 from nanogpt_hf.training.loop import train
 from nanogpt_hf.training.start import prepare_run
 
-LAYERS, HEADS, WIDTH, BLOCK = 2, 2, 16, 12
+LAYERS = 2
+HEADS = 2
+WIDTH = 16
+BLOCK = 12
 OPTIONS = {
     "block_size": BLOCK,
     "dropout": 0.0,
@@ -65,7 +68,8 @@ class Bare:
         return F.linear(x, self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias"))
 
     def norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        gain, bias = self.weights[f"{name}.weight"], self.weights.get(f"{name}.bias")
+        gain = self.weights[f"{name}.weight"]
+        bias = self.weights.get(f"{name}.bias")
         return F.layer_norm(x, (WIDTH,), gain, bias)
 
     def loss(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

@@ -96,7 +96,8 @@ def test_llama_cpp_computes_the_logits_of_a_gguf_file(tmp_path, dtype, allowed, 
     found = torch.tensor(ask("llama", LLAMA_CPP, tmp_path / "model.gguf", ids))
     assert expected.abs().max() > 5
     assert (found - expected).abs().max() < allowed
-    assert (found.argmax(-1) == expected.argmax(-1)).sum() >= same  # of 48
+    # There are 48 positions.
+    assert (found.argmax(-1) == expected.argmax(-1)).sum() >= same
 
 
 def qwen3():
@@ -114,7 +115,8 @@ def gpt2():
 @pytest.mark.slow
 @pytest.mark.parametrize("build", [gpt2, qwen3])
 def test_vllm_answers_as_the_model_of_an_exported_folder(tmp_path, build):
-    model, ids = with_large_weights(build()), list(range(40, 52))
+    model = with_large_weights(build())
+    ids = list(range(40, 52))
     export_model_folder(tmp_path, model, train_bpe_tokenizer([], 257, "gpt4").hf, torch.float32)
     found = ask("vllm", VLLM, tmp_path, ids)
     for token, log_prob in found:

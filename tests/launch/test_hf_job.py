@@ -30,7 +30,8 @@ def job(*arguments: object) -> subprocess.CompletedProcess[str]:
 def test_second_job_continues_the_run_of_the_first(hub, write_recipe, tmp_path):
     # a learning rate that does not depend on the number of steps, which time decides here
     recipe = write_recipe(checkpoint__every=2, checkpoint__keep=2, optim__schedule="constant")
-    first, second = RunFolder(tmp_path / "first"), RunFolder(tmp_path / "second")
+    first = RunFolder(tmp_path / "first")
+    second = RunFolder(tmp_path / "second")
     arguments = ["tester/tiny", recipe, "--run-dir"]
     # a job whose time is up at once: it saves after its first step
     knobs = ["--train.max_time", "1s", "--train.max_steps", 10**6]

@@ -80,7 +80,8 @@ def tool(folder: Path, name: str, text: str) -> Path:
 def test_signal_saves_and_same_command_resumes(
     tmp_path, write_recipe, capsys, machine, number, to_all
 ):
-    recipe, run = write_recipe(), RunFolder(tmp_path / "run")
+    recipe = write_recipe()
+    run = RunFolder(tmp_path / "run")
     arguments = [recipe, "--run-dir", run.path, "--auto-resume"]
     process = start(machine, *arguments, "--train.max_steps", 100_000)
     end = time.monotonic() + 120
@@ -262,7 +263,8 @@ def test_kubernetes_job_is_valid_and_consistent():
     for resource in resources:
         kubernetes_validate.validate(resource, "1.34", strict=True)
     service, claim, job = resources
-    spec, pod = job["spec"], job["spec"]["template"]["spec"]
+    spec = job["spec"]
+    pod = job["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     # beyond the schema: its parts match each other and our program
     gpus = container["resources"]["limits"]["nvidia.com/gpu"]

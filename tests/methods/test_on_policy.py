@@ -52,10 +52,12 @@ def logits_of(seed: int, rows: int = 7, vocabulary: int = VOCAB) -> torch.Tensor
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 3.0])
 @pytest.mark.parametrize("beta", [0.0, 0.1, 0.5, 0.9, 1.0])
 def test_divergence_and_its_gradient_equal_the_definition(beta, temperature):
-    student, teacher = logits_of(1).requires_grad_(), logits_of(2)
+    student = logits_of(1).requires_grad_()
+    teacher = logits_of(2)
     found = divergence(recipe(beta=beta, temperature=temperature), student, teacher)
     (gradient,) = torch.autograd.grad(found.sum(), student)
-    p, q = (teacher / temperature).softmax(-1), (student / temperature).softmax(-1)
+    p = (teacher / temperature).softmax(-1)
+    q = (student / temperature).softmax(-1)
     m = beta * p + (1 - beta) * q
     if beta in (0, 1):
         expected = (p * (p / q).log() if beta == 0 else q * (q / p).log()).sum(-1)
@@ -68,7 +70,8 @@ def test_divergence_and_its_gradient_equal_the_definition(beta, temperature):
 
 
 def test_default_divergence_is_forward_on_text_and_reverse_on_answers():
-    student, teacher = logits_of(1), logits_of(2)
+    student = logits_of(1)
+    teacher = logits_of(2)
     for config, beta in ((recipe(), 1.0), (replace(recipe(), rl=RlSection()), 0.0)):
         explicit = replace(config, distill=replace(config.distill, beta=beta))
         found = divergence(config, student, teacher)
@@ -88,7 +91,8 @@ def test_padded_vocabularies_are_compared_on_what_both_have(beta, vocabularies):
 @pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
 def test_tokens_that_the_teacher_lacks_count_against_the_student(beta):
     """With q alone of the tokens of both, a student would win by giving them no probability."""
-    student, teacher = logits_of(1, vocabulary=VOCAB + 3).requires_grad_(), logits_of(2)
+    student = logits_of(1, vocabulary=VOCAB + 3).requires_grad_()
+    teacher = logits_of(2)
     found = divergence(recipe(beta=beta), student, teacher)
     both = student[:, :VOCAB]
     share = student.softmax(-1)[:, :VOCAB].sum(-1)
@@ -153,7 +157,8 @@ def test_process_with_few_rows_or_none_adds_its_own_divergence(rows):
     ids = torch.randint(2, VOCAB, (8, 5), generator=torch.Generator().manual_seed(0))
     completions = Completions(ids, torch.tensor(LENGTHS), torch.ones(8, dtype=torch.bool))
     answers = Answers([[3, 4, 5, 6]] * 8, completions, torch.zeros(8), [], 4)
-    config, model = recipe(weight=1.0), build(1)
+    config = recipe(weight=1.0)
+    model = build(1)
     data = TaughtData(*[None] * 4, teacher=build(2, layers=3))  # pyright: ignore
     batch = pad_batch(sequence_batch(answers, range(rows)), 4)
     assert batch["input_ids"].shape[0] == batch["shift_labels"].shape[0] == 4
@@ -173,7 +178,8 @@ def test_objective_and_gradients_equal_bare_pytorch(batch, weight, chunked, monk
     if chunked:
         monkeypatch.setattr(loss_gpt, "LOGITS_PER_CHUNK", VOCAB * 7)
     config = recipe(weight=weight, beta=1.0, temperature=1.4)
-    model, teacher = build(1), build(2, layers=3).eval().requires_grad_(False)
+    model = build(1)
+    teacher = build(2, layers=3).eval().requires_grad_(False)
     data = TaughtData(*[None] * 4, teacher=teacher)  # pyright: ignore
     loss, metrics = taught_policy_objective(config, data)(model, batch)
     loss.backward()
@@ -213,7 +219,8 @@ def test_loss_and_gradients_equal_trls_gkd(batch, beta, temperature):
     """On sampled and on given answers: GKD has one loss for both."""
     from trl.experimental.gkd import GKDTrainer
 
-    model, teacher = build(1), build(2, layers=3).eval().requires_grad_(False)
+    model = build(1)
+    teacher = build(2, layers=3).eval().requires_grad_(False)
     config = recipe(weight=1.0, beta=beta, temperature=temperature)
     data = TaughtData(*[None] * 4, teacher=teacher)  # pyright: ignore
     loss = taught_policy_objective(config, data)(model, batch)[0] / sum(LENGTHS)
@@ -304,7 +311,8 @@ def test_five_steps_equal_trls_distillation_trainer(models, beta, tmp_path, monk
 
     def generate(self, prompts):
         answers = drawn[self.state.global_step]
-        ids, lengths = answers.completions.ids, answers.completions.lengths.tolist()
+        ids = answers.completions.ids
+        lengths = answers.completions.lengths.tolist()
         rows = [ids[row, :length].tolist() for row, length in enumerate(lengths)]
         return answers.prompts, rows, None, None, None
 

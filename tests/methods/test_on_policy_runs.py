@@ -105,7 +105,8 @@ def test_two_processes_equal_one(mixed, folder, arguments, launch_warm, machine)
             name
         )
     # after 12 of AdamW's updates at 0.01, whose size rounding can decide
-    ours, theirs = weights(run), weights(mixed)
+    ours = weights(run)
+    theirs = weights(mixed)
     assert max((ours[name] - theirs[name]).abs().max().item() for name in theirs) < 1e-3
     held = json.loads((folder / f"{machine}.held.0.json").read_text())["weights"]
     assert {kind for kind, _, _ in held.values()} == (
@@ -232,13 +233,15 @@ def test_given_rows_are_reference_answers_without_advantages(folder, forget_acce
     assert not batch["advantages"][given].any()
     assert torch.equal(batch["advantages"][~given], whole["advantages"][~given])
     assert batch["advantages"].any()
-    texts, asked = rollouts.sampler.texts(rollouts._answers, range(16)), rollouts.questions_at(1)
+    texts = rollouts.sampler.texts(rollouts._answers, range(16))
+    asked = rollouts.questions_at(1)
     assert [texts[row] for row in (0, 3, 8, 11)] == [asked[n].answer for n in (0, 0, 2, 2)]
     assert texts[4:8] == own.sampler.texts(own._answers, range(4, 8))
     for row in range(16):
         targets = batch["shift_labels"][row][batch["shift_labels"][row] != -100]
         assert (targets[-1] == rollouts.sampler.tokenizer.eos_token_id) or not given[row]
-    figures, rewards = rollouts.metrics(), own._answers.rewards
+    figures = rollouts.metrics()
+    rewards = own._answers.rewards
     assert figures["reward"] == pytest.approx(rewards[[*range(4, 8), *range(12, 16)]].mean().item())
     assert rollouts.num_targets(np.arange(16)) == (batch["shift_labels"] != -100).sum()
     question = replace(asked[0], answer="9" * 50)

@@ -66,7 +66,8 @@ def answers() -> Answers:
 
 def plain_log_probs(model, answers, row, temperature) -> torch.Tensor:
     """Of one completion, without padding."""
-    prompt, length = answers.prompts[row], LENGTHS[row]
+    prompt = answers.prompts[row]
+    length = LENGTHS[row]
     ids = torch.tensor([prompt + answers.completions.ids[row, :length].tolist()])
     logits = model(ids).logits[0, len(prompt) - 1 : -1] / temperature
     return F.log_softmax(logits, -1)[torch.arange(length), ids[0, len(prompt) :]]
@@ -173,7 +174,8 @@ def test_logits_of_a_chunk_alone_are_in_memory(loss, monkeypatch):
 
 def test_log_probs_of_chunks_equal_bare_pytorch(answers, monkeypatch):
     monkeypatch.setattr(loss_gpt, "LOGITS_PER_CHUNK", 257 * 7)
-    model, batch = build_model(1), sequence_batch(answers, range(8))
+    model = build_model(1)
+    batch = sequence_batch(answers, range(8))
     found = completion_log_probs(model, batch, 0.7)[batch["shift_labels"] != -100]
     expected = [plain_log_probs(model, answers, row, 0.7) for row in range(8)]
     torch.testing.assert_close(found.double(), torch.cat(expected), atol=1e-6, rtol=0)

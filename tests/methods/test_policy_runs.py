@@ -157,7 +157,8 @@ def test_two_processes_equal_one(full, more, folder, arguments, launch_warm, mac
         tolerance = 1e-4 if "grad" in name else 1e-5
         assert series(run, name) == pytest.approx(series(full, name), abs=tolerance, rel=3e-5), name
     # after 12 of AdamW's updates at 0.01, whose size rounding can decide
-    ours, theirs = weights(run), weights(full)
+    ours = weights(run)
+    theirs = weights(full)
     assert max((ours[name] - theirs[name]).abs().max().item() for name in theirs) < 1e-3
     held = json.loads((folder / f"{folder_name}.held.0.json").read_text())["weights"]
     assert {kind for kind, _, _ in held.values()} == (

@@ -22,9 +22,12 @@ from nanogpt_hf.model import GPTConfig, GPTForCausalLM, loss_gpt
 from nanogpt_hf.model.loss_gpt import rows_of_a_chunk
 
 VOCAB = 50
-ROWS, LENGTH, LABELED = 3, 16, 10
+ROWS = 3
+LENGTH = 16
+LABELED = 10
 # Logits of a chunk: all rows at once, and about seven rows.
-WHOLE, CHUNKS = 2**26, 7 * VOCAB
+WHOLE = 2**26
+CHUNKS = 7 * VOCAB
 OF_ANSWERS = RlSection(task="arithmetic", clip=0.2, updates=2, kl=0.1, loss="gspo")
 
 

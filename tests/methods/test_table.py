@@ -29,7 +29,8 @@ class Halves(Blocks):
     """The first half of each block, each of which counts as one target."""
 
     def __init__(self, blocks):
-        self.blocks, self.block_size = blocks, blocks.block_size // 2
+        self.blocks = blocks
+        self.block_size = blocks.block_size // 2
 
     def __len__(self):
         return len(self.blocks)
@@ -49,7 +50,8 @@ def load_halves(config):
 
 def last_token_loss(model, batch):
     """The loss of the last token of a sequence, and how often it is the most probable one."""
-    logits, labels = model(input_ids=batch["input_ids"]).logits[:, -1], batch["shift_labels"][:, -1]
+    logits = model(input_ids=batch["input_ids"]).logits[:, -1]
+    labels = batch["shift_labels"][:, -1]
     right = (logits.argmax(-1) == labels).sum()
     return cross_entropy(logits, labels, ignore_index=-100, reduction="sum"), {"accuracy": right}
 

@@ -81,7 +81,8 @@ def test_terms_add_up(monkeypatch, z_loss, chunks, distills):
     }
     whole = expected["cross_entropy"] + 0.01 * expected["z_loss"]
     if distills:
-        p, q = (logits / 2).log_softmax(-1), (taught / 2).log_softmax(-1)
+        p = (logits / 2).log_softmax(-1)
+        q = (taught / 2).log_softmax(-1)
         expected["kl"] = (q.exp() * (q - p)).sum()
         whole = 0.7 * expected["cross_entropy"] + 0.01 * expected["z_loss"]
         whole = whole + 0.3 * 4 * expected["kl"]

@@ -192,7 +192,8 @@ def test_two_processes_equal_one(plain, arguments, launch_warm, machine):
     for name in ("train/loss", "train/kl", "train/grad_norm"):
         tolerance = 1e-4 if "grad" in name else 1e-5
         assert series(run, name) == pytest.approx(series(plain, name), abs=tolerance, rel=3e-5)
-    ours, theirs = weights(run), weights(plain)
+    ours = weights(run)
+    theirs = weights(plain)
     assert max((ours[name] - theirs[name]).abs().max().item() for name in theirs) < 1e-4
 
 

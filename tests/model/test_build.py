@@ -22,6 +22,7 @@ def test_initial_weights_follow_the_seed_without_global_state():
     torch.manual_seed(5)
     first = build_model(config, seed=1)
     assert torch.equal(torch.rand(1), expected)
-    repeated, other = build_model(config, seed=1), build_model(config, seed=2)
+    repeated = build_model(config, seed=1)
+    other = build_model(config, seed=2)
     assert torch.equal(first.lm_head.weight, repeated.lm_head.weight)
     assert not torch.equal(first.lm_head.weight, other.lm_head.weight)

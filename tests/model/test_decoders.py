@@ -225,10 +225,12 @@ def test_padded_vocabulary_is_never_predicted_or_saved(
 
 @pytest.mark.parametrize("architecture", ["gpt2", "qwen3", "nanochat", "phi"])
 def test_training_never_holds_all_logits(architecture, monkeypatch):
-    rows, vocab = 256, 5000
+    rows = 256
+    vocab = 5000
     monkeypatch.setattr(loss_gpt, "LOGITS_PER_CHUNK", vocab * rows // 8)
     model = build_model(build_config(section(architecture), vocab), 0).train()
-    ids, sizes = torch.arange(rows).view(8, 32), set()
+    ids = torch.arange(rows).view(8, 32)
+    sizes = set()
 
     class Sizes(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):

@@ -104,13 +104,15 @@ def test_balance_loss_is_one_per_target_if_experts_have_equal_work():
 
 def test_products_of_experts_follow_autocast(monkeypatch):
     experts = experts_of(model_of("qwen3_moe").train())[0]
-    product, dtypes = F.grouped_mm, set()
+    product = F.grouped_mm
+    dtypes = set()
 
     def grouped_mm(rows, matrices, **options):
         dtypes.update((rows.dtype, matrices.dtype))
         return product(rows, matrices, **options)
 
-    hidden, weights = torch.randn(6, 32, requires_grad=True), torch.full((6, 2), 0.5)
+    hidden = torch.randn(6, 32, requires_grad=True)
+    weights = torch.full((6, 2), 0.5)
     chosen = torch.tensor([[0, 3], [3, 1], [1, 0], [3, 0], [0, 1], [1, 3]])  # none takes expert 2
     expected = grouped_mm_experts_forward(experts, hidden, chosen, weights)
     monkeypatch.setattr(F, "grouped_mm", grouped_mm)
@@ -140,8 +142,10 @@ def test_muon_takes_each_expert_as_a_matrix(architecture):
     before = {p: p.detach().clone() for p in (experts.gate_up_proj, experts.down_proj)}
     optimizer.step()
     for p, old in before.items():
-        momentum = torch.lerp(p.grad, 0.05 * p.grad, 0.95)  # of the first step, Nesterov's
-        parts = momentum[3:].chunk(stored[p].fused, 1)  # of the last expert
+        # Nesterov's momentum of the first step.
+        momentum = torch.lerp(p.grad, 0.05 * p.grad, 0.95)
+        # The parts of the last expert.
+        parts = momentum[3:].chunk(stored[p].fused, 1)
         outputs, inputs = parts[0].shape[:0:-1] if transposed else parts[0].shape[1:]
         update = torch.cat([orthogonalize(part) for part in parts], 1)[0]
         update *= 0.1 * max(1, outputs / inputs) ** 0.5
@@ -150,8 +154,10 @@ def test_muon_takes_each_expert_as_a_matrix(architecture):
 
 def test_only_active_parameters_count_as_work():
     model = model_of("deepseek_v3")
-    row, config = architecture_of(model), model.config
-    expert = 3 * 32 * 16  # of four in the second block, two are chosen
+    row = architecture_of(model)
+    config = model.config
+    # The second block has four experts, and two are chosen.
+    expert = 3 * 32 * 16
     assert row.sizes(config).idle == 2 * expert
     active = count_parameters(config) - row.sizes(config).looked_up - 2 * expert
     attention = row.flops_per_token(config, 16) - 6 * active

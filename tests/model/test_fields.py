@@ -75,8 +75,10 @@ def test_model_that_cannot_generate_is_refused_before_a_run(monkeypatch):
 
 def count_blocks(monkeypatch, architecture):
     """Lists of the numbers of blocks that take a step, and of the models that are built."""
-    stepped, built = [], []
-    step, build = trial_step.output_shapes, architecture.model_class.__init__
+    stepped = []
+    built = []
+    step = trial_step.output_shapes
+    build = architecture.model_class.__init__
 
     def noted_step(model):
         stepped.append(len(architecture.blocks(model)))

@@ -116,7 +116,8 @@ def test_adapters_of_decoders_open_with_peft(architecture, tmp_path):
     start = FinetuneSection(model=str(tmp_path / "base"))
     save_adapter(tmp_path / "adapter", model.config, lora, start, model.state_dict())
     with torch.no_grad():
-        expected, plain = model(TOKENS).logits, base.eval()(TOKENS).logits
+        expected = model(TOKENS).logits
+        plain = base.eval()(TOKENS).logits
         assert (expected - plain).abs().max() > 1e-3
         opened = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter").eval()
         assert type(opened.base_model.model) is not type(base)
@@ -261,7 +262,8 @@ def test_adapters_of_every_type_sample_evaluate_and_export(architecture, tmp_pat
         base = build_model(build_config(ModelSection(**GPT2_SIZES, bias=False), VOCAB), seed=0)
     else:
         base = tiny(architecture)
-    row, hf = architecture_of(base), char_tokenizer(CHARACTERS).hf
+    row = architecture_of(base)
+    hf = char_tokenizer(CHARACTERS).hf
     write_model_folder(tmp_path / "base", base.config, base.state_dict(), hf)
     targets = lora_targets(row, base.config)
     if not targets:
@@ -273,7 +275,8 @@ def test_adapters_of_every_type_sample_evaluate_and_export(architecture, tmp_pat
     save_adapter(adapter, model.config, section, start, model.state_dict())
     hf.save_pretrained(adapter)
     with torch.no_grad():
-        expected, plain = model(TOKENS).logits, base.eval()(TOKENS).logits
+        expected = model(TOKENS).logits
+        plain = base.eval()(TOKENS).logits
         assert (expected - plain).abs().max() > 1e-4
         opened = load_model(str(adapter)).eval()
         torch.testing.assert_close(opened(TOKENS).logits, expected, atol=1e-4, rtol=1e-4)

@@ -14,7 +14,10 @@ from nanogpt_hf.model import head_gpt, loss_gpt
 from nanogpt_hf.model.head_gpt import Head, compile_loss
 from nanogpt_hf.model.loss_gpt import chunk_loss, rows_of_a_chunk
 
-ROWS, WIDTH, VOCAB, PADDED = 40, 16, 61, 64
+ROWS = 40
+WIDTH = 16
+VOCAB = 61
+PADDED = 64
 CHUNKS = 5
 
 
@@ -79,7 +82,8 @@ def test_head_gradient_is_summed_in_float32_under_bf16():
 
 def test_bf16_weights_get_exactly_scaled_gradients():
     head, hidden, targets = build()
-    head, hidden = head.bfloat16(), hidden.detach().bfloat16().requires_grad_()
+    head = head.bfloat16()
+    hidden = hidden.detach().bfloat16().requires_grad_()
     _, *ours = gradients(Head.__call__, head, hidden, targets)
     _, *exact = gradients(
         plain, copy.deepcopy(head).float(), hidden.detach().float().requires_grad_(), targets
@@ -182,7 +186,8 @@ def test_evaluation_of_a_compiled_head_takes_the_chunks_of_one_that_is_not(monke
 
     for module in (head_gpt, loss_gpt):
         monkeypatch.setattr(module, "rows_of_a_chunk", noted)
-    hidden, targets = torch.randn(ROWS, WIDTH), torch.randint(VOCAB, (ROWS,))
+    hidden = torch.randn(ROWS, WIDTH)
+    targets = torch.randint(VOCAB, (ROWS,))
     trained = head(hidden, targets, VOCAB)
     with torch.no_grad():
         evaluated = head(hidden, targets, VOCAB)

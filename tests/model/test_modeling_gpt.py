@@ -113,7 +113,8 @@ def test_loss_and_gradients_equal_gpt2(tmp_path, monkeypatch, padded_vocab_size,
     model = tiny(padded_vocab_size=padded_vocab_size, tie_word_embeddings=tied).train()
     model.save_pretrained(tmp_path)
     reference = GPT2LMHeadModel.from_pretrained(tmp_path).train()
-    tokens, labels = ids(), ids()
+    tokens = ids()
+    labels = ids()
     labels[0, 3:9] = -100
     expected = reference(tokens, labels=labels).loss
     expected.backward()
@@ -132,7 +133,8 @@ def test_loss_and_gradients_equal_gpt2(tmp_path, monkeypatch, padded_vocab_size,
 
 
 def test_logits_are_returned_only_outside_training():
-    model, tokens = tiny(), ids()
+    model = tiny()
+    tokens = ids()
     assert model(tokens, labels=tokens).logits.shape == (2, 20, 61)
     assert model(tokens, labels=tokens, skip_logits=True).logits is None
     assert model.train()(tokens, labels=tokens).logits is None
@@ -156,7 +158,8 @@ def test_generation_with_cache_equals_without_and_gpt2(tmp_path, attention):
 
 @pytest.mark.long
 def test_model_and_blocks_compile_without_graph_breaks():
-    model, tokens = tiny(), ids()
+    model = tiny()
+    tokens = ids()
     expected = model(tokens).logits
     # aot_eager traces like inductor, without a minute of C++ compilation
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)

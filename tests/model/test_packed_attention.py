@@ -63,7 +63,8 @@ def way(monkeypatch):
 @pytest.fixture
 def masks(monkeypatch) -> list[object]:
     """The masks that models get."""
-    made, register = [], masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.register
+    made = []
+    register = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.register
 
     def noting(name, function):
         def build(**options):
@@ -142,7 +143,8 @@ def test_loss_and_gradient_equal_those_with_a_mask(name, kind, way, masks):
 @pytest.mark.parametrize("kind", ["flex", "alone"])
 def test_no_mask_of_all_pairs_is_built(kind, way, monkeypatch):
     way(kind, "inductor")
-    model, length = build("gpt2", n_positions=2048), 2048
+    model = build("gpt2", n_positions=2048)
+    length = 2048
     attend_apart(model)
     positions = torch.cat([torch.arange(256)] * 8).expand(2, -1)
     embeddings = torch.zeros(2, length, 64)
@@ -199,7 +201,8 @@ def test_what_keeps_the_mask(masks):
     loss_and_gradient(short)
     assert {type(mask) for mask in masks} == {torch.Tensor}  # on a CPU, and short
     for model in (
-        build("gpt2", n_head=8),  # of 8 values
+        # Each head has 8 values.
+        build("gpt2", n_head=8),
         build("gpt2", architecture="doge"),
         build("gpt2", architecture="granite_swa"),  # sinks
         build("gpt2", architecture="stablelm"),  # transformers runs it without flex

@@ -24,7 +24,8 @@ MODELS = {
 @pytest.fixture
 def fused_calls(monkeypatch) -> list[int]:
     """The numbers of positions of the calls that take the fused kernel."""
-    calls, fused = [], F.scaled_dot_product_attention
+    calls = []
+    fused = F.scaled_dot_product_attention
 
     def count(query, *arguments, **options):
         calls.append(query.shape[2])

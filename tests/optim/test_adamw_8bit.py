@@ -30,7 +30,8 @@ torchao = pytest.importorskip("torchao")
 # Each shape is compiled once: there are only (128, 128) and that of a LayerNorm.
 OPTIONS = {
     "model__n_embd": 128,
-    "model__architecture": "llama",  # whose n_inner is a knob
+    # A knob sets n_inner of this architecture.
+    "model__architecture": "llama",
     "model__n_inner": 128,
     "model__n_positions": 128,
     "model__pad_vocab_to_multiple_of": 128,

@@ -125,7 +125,8 @@ def test_muon_updates_block_matrices_and_adamw_the_rest():
 def test_non_finite_gradient_changes_nothing_in_muon(monkeypatch, scaled):
     model = tiny_model()
     optimizer = build_optimizer(model, OptimSection(name="muon"))
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=scaled)  # as in fp16
+    # fp16 trains with a scaler.
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=scaled)
     # the path of optimizers that cannot skip by themselves, which waits for the device
     monkeypatch.setattr(scaler, "_maybe_opt_step", None)
 

@@ -32,7 +32,8 @@ def test_families_have_rates_of_their_own(name, architecture, without):
     optim = OptimSection(name=name, rates=rates, learning_rate=0.25, muon_learning_rate=0.5)
     optimizer = build_optimizer(model, optim, layer_decay=0.5)
     set_learning_rate(optimizer, 0.25)
-    rate, found = {p: g["lr"] for g in optimizer.param_groups for p in g["params"]}, set()
+    rate = {p: g["lr"] for g in optimizer.param_groups for p in g["params"]}
+    found = set()
     for key, parameter in model.named_parameters():
         *path, kind, end = key.split(".")
         if end == "weight" and kind in KINDS:
@@ -62,7 +63,8 @@ def test_families_have_betas_of_their_own(name):
     model, reference = (build_model(build_config(section, 11), 1) for _ in range(2))
     betas = {"tokens": [0.7, 0.99], "positions": [0.7, 0.99], "vectors": [0.5, 0.6]}
     optimizer = build_optimizer(model, OptimSection(name=name, betas=betas, learning_rate=0.01))
-    theirs, decay = dict(reference.named_parameters()), 0.1
+    theirs = dict(reference.named_parameters())
+    decay = 0.1
     embeddings = [theirs.pop("transformer.wte.weight"), theirs.pop("transformer.wpe.weight")]
     vectors = [parameter for parameter in theirs.values() if parameter.dim() == 1]
     matrices = [parameter for parameter in theirs.values() if parameter.dim() == 2]

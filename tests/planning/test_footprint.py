@@ -149,9 +149,11 @@ class Case:
     logits_per_chunk: int = 2**26
     optim: OptimSection = dataclasses.field(default_factory=OptimSection)
     compiled: bool = False
-    loss: Any = None  # of preference training
+    # The loss of preference training.
+    loss: Any = None
     teacher: dict = dataclasses.field(default_factory=dict)
-    beta: float = 0.0  # of the divergence from the teacher
+    # The weight of the divergence from the teacher.
+    beta: float = 0.0
 
 
 CASES = {
@@ -302,7 +304,8 @@ def test_bytes_of_a_block(options, dropout, bytes_each):
 
 def test_blocks_are_measured_without_the_loss_of_all_positions(monkeypatch):
     """With a large vocabulary it would take longer than the blocks."""
-    sizes, forward = [], Head.forward
+    sizes = []
+    forward = Head.forward
 
     def counting(head, hidden, *rest):
         sizes.append(len(hidden))

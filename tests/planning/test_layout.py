@@ -63,7 +63,8 @@ def bytes_of_shards(model, shards) -> float:
 def test_gpt2_1558m_on_8_gpus_of_24_gb_is_sharded():
     config, model = gpt2_1558m()
     found = propose(config, model, cluster(8, None, 24e9), mfu=0.4)
-    layout, families = found.layout, {other.launch.family: other for other in found.best}
+    layout = found.layout
+    families = {other.launch.family: other for other in found.best}
     assert (found.cluster.name, layout.launch.name) == ("RTX 4090", "FSDP2 8")
     state = layout.memory.phases[LOSS]
     assert state["weights"] == pytest.approx(bytes_of_shards(model, 8), rel=1e-3)
@@ -193,7 +194,8 @@ def test_no_layout_is_proposed_that_the_recipe_refuses_or_that_does_not_fit():
 
 
 def test_ring_bytes_are_those_of_a_ring_passed_around_by_hand():
-    size, whole = 4, 12_000
+    size = 4
+    whole = 12_000
     sent = 0
     # reduce-scatter, then all-gather: in each round every device sends one part
     for _ in range(2 * (size - 1)):

@@ -110,7 +110,8 @@ def test_a_pair_is_two_sequences_and_a_labeled_answer_one(base):
     for loss in ("dpo", "simpo", "kto"):
         config, model = resolved(base, loss, 2)
         found[loss] = estimate(config, ONE, model)
-    pairs, answers = found["dpo"], found["kto"]
+    pairs = found["dpo"]
+    answers = found["kto"]
     assert pairs.memory == found["simpo"].memory
     assert pairs.tokens == 2 * answers.tokens == 2 * answers.blocks * 64
     # Its mismatched pairs are read without a gradient, which is a third of both passes.

@@ -92,7 +92,8 @@ EXPERTS = {
 def config_of(kind: str) -> Config:
     """Two processes do not divide one head, and take the ring."""
     heads = {"model.n_head": 1} if kind == "CP by ring" else EXPERTS if "EP" in kind else {}
-    if "gemma2" in kind:  # with a scaled embedding
+    # It scales its embedding.
+    if "gemma2" in kind:
         heads = {"model.architecture": "gemma2"}
     tokens = 16 * 2 * ACCUMULATION * max(2, LAYOUTS[kind].dp_size)
     return load_config(None, VALUES | heads | {"train.tokens_per_step": tokens}, name="tiny")
@@ -137,7 +138,8 @@ def on_rank(rank: int, port: int, kind: str, file: Path) -> None:
     warnings.simplefilter("ignore")
     os.environ.update(Mesh.of(LAYOUTS[kind], rank).environment(), MASTER_PORT=str(port))
     os.environ["ACCELERATE_USE_CPU"] = str(LAYOUTS[kind].kind != "FSDP2")
-    if LAYOUTS[kind].kind == "FSDP2":  # which accelerate has not on CPUs
+    # accelerate does not have this layout on CPUs.
+    if LAYOUTS[kind].kind == "FSDP2":
         backend = "gloo", DistributedType.MULTI_GPU
         state.PartialState._prepare_backend = lambda self, *_, **__: backend
     if kind == "CP by ring":
@@ -192,8 +194,10 @@ def measured(request, tmp_path_factory):
     """(kind, what each of two processes held and sent)."""
     if sys.platform != "linux":
         pytest.skip("needs fork")
-    folder, kind = tmp_path_factory.mktemp("shards"), request.param
-    port, files = get_free_port(), [folder / f"{rank}.json" for rank in range(4)]
+    folder = tmp_path_factory.mktemp("shards")
+    kind = request.param
+    port = get_free_port()
+    files = [folder / f"{rank}.json" for rank in range(4)]
     tasks = [(on_rank, rank, port, kind, files[rank]) for rank in range(LAYOUTS[kind].world_size)]
     in_processes(*tasks)
     return kind, [json.loads(file.read_text()) for *_, file in tasks]

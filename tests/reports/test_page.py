@@ -54,7 +54,11 @@ class Parsed(HTMLParser):
 
     def __init__(self, text: str):
         super().__init__()
-        self.tags, self.cells, self.text, self.data, self._in = [], [], "", None, ""
+        self.tags = []
+        self.cells = []
+        self.text = ""
+        self.data = None
+        self._in = ""
         self.feed(text)
 
     def handle_starttag(self, tag, attributes):
@@ -63,7 +67,8 @@ class Parsed(HTMLParser):
 
     def handle_data(self, text):
         if self._in == "data":
-            self.data, self._in = json.loads(text), ""
+            self.data = json.loads(text)
+            self._in = ""
         elif self._in in ("td", "th"):
             self.cells.append(text)
         if self._in not in ("script", "style"):

@@ -128,7 +128,8 @@ def test_series_axes_and_scales_can_be_selected(open_page):
     assert open_page.run(shape) != before
     open_page.click("#log-x")
     assert "NaN" not in open_page.run("return document.querySelector('#chart').outerHTML")
-    open_page.keys("#smoothing", "\ue011")  # to the left end: none
+    # This key moves to the left end, which is no smoothing.
+    open_page.keys("#smoothing", "\ue011")
     assert paths(open_page) == ["train/loss", "val/loss"]
 
 

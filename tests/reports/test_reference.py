@@ -46,7 +46,9 @@ def test_make_reference(run_of, tmp_path):
 
 
 def test_make_reference_refuses_unsuitable_runs(run_of):
-    first, second, third = run_of(0), run_of(1), run_of(2)
+    first = run_of(0)
+    second = run_of(1)
+    third = run_of(2)
     third.metrics.write_text(third.metrics.read_text().replace('"step": 20,', '"step": 21,'))
     for runs, value in (
         ([first, second], "three runs"),
@@ -125,7 +127,8 @@ def config(write_recipe):
 def reference(config):
     """A band of 0.1 around 4, 3, 2.5 and 2.2 at steps 0, 10, 20 and 30."""
     means = [4.0, 3.0, 2.5, 2.2]
-    low, high = [m - 0.1 for m in means], [m + 0.1 for m in means]
+    low = [m - 0.1 for m in means]
+    high = [m + 0.1 for m in means]
     curve = {"step": [0, 10, 20, 30], "mean": means, "low": low, "high": high}
     return Reference("tiny", experiment_of(config), curve, seeds=[1, 2, 3])
 

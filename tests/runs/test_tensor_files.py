@@ -49,7 +49,8 @@ def test_whole_tensors_are_a_plain_safetensors_file(tmp_path):
     path = tmp_path / "model.safetensors"
     written = write_tensors(path, {name: whole(tensor) for name, tensor in TENSORS.items()})
     assert written == hashlib.sha256(path.read_bytes()).hexdigest()
-    loaded, files = load_file(path), TensorFiles([path])
+    loaded = load_file(path)
+    files = TensorFiles([path])
     assert loaded.keys() == files.keys() == TENSORS.keys()
     for name, tensor in TENSORS.items():
         assert torch.equal(loaded[name], tensor)

@@ -66,7 +66,8 @@ def test_dash_writes_only_the_output_to_stdout(commands, name, stdout, capfd):
 @pytest.mark.parametrize("name", ["report", "estimate"])
 def test_output_to_a_pipe(commands, name, tmp_path):
     arguments, start = commands[name]
-    pipe, received = tmp_path / "pipe", []
+    pipe = tmp_path / "pipe"
+    received = []
     os.mkfifo(pipe)
     reader = threading.Thread(target=lambda: received.append(pipe.read_bytes()), daemon=True)
     reader.start()
@@ -99,7 +100,8 @@ def test_link_in_run_folder_is_not_followed(run, tmp_path):
 
 
 def test_planted_partial_file_is_not_used(tmp_path, monkeypatch):
-    victim, target = tmp_path / "victim", tmp_path / "o.html"
+    victim = tmp_path / "victim"
+    target = tmp_path / "o.html"
     victim.write_text("mine")
     monkeypatch.setattr(files.secrets, "token_hex", lambda n: "guessed")
     (tmp_path / ".guessed.partial.html").symlink_to(victim)

@@ -12,7 +12,9 @@ from nanogpt_hf.serving import generation
 
 pytestmark = pytest.mark.long
 HOSTILE = "<img src=x onerror='window.hit = 1'><script>window.hit = 1</script>"
-ENTER, ESCAPE, TAB = "\ue007", "\ue00c", "\ue004"
+ENTER = "\ue007"
+ESCAPE = "\ue00c"
+TAB = "\ue004"
 
 
 @pytest.fixture
@@ -20,7 +22,8 @@ def answers(monkeypatch, chat_server):
     """Scripted answers, each a text or (text, seconds per token); returns the requests: prompt
     and options.
     """
-    asked, answers = [], []
+    asked = []
+    answers = []
 
     def generate(model, ids, **options):
         asked.append({"prompt": chat_server.served.tokenizer.decode(ids), **options})

@@ -180,7 +180,8 @@ def test_streams_that_end_before_they_begin_leave_no_trace(base_server, endless)
 
 
 def test_a_slow_encoding_does_not_stop_other_requests(base_server, monkeypatch):
-    entered, go_on = threading.Event(), threading.Event()
+    entered = threading.Event()
+    go_on = threading.Event()
 
     def encode(tokenizer, prompt):
         entered.set()

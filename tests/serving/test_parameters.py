@@ -144,14 +144,14 @@ _TEXT_PART = {"type": "text", "text": "Why?"}
     ],
 )
 def test_what_is_no_text_is_refused_in_plain_words(chat_server, base_server, name, value, message):
-    body, server, path = {name: value}, base_server, "/v1/completions"
+    body = {name: value}
+    server = base_server
+    path = "/v1/completions"
     if name == "content":
         body = {"messages": [{"role": "user", "content": value}]}
-        server, path, message = (
-            chat_server,
-            "/v1/chat/completions",
-            f"messages: 0: content: {message}",
-        )
+        server = chat_server
+        path = "/v1/chat/completions"
+        message = f"messages: 0: content: {message}"
     status, answer = post(server, path, json.dumps(body).encode())
     error = json.loads(answer)["error"]
     assert status == 400

@@ -104,7 +104,9 @@ def test_chat_completions_equal_chat(chat, chat_model, capsys, monkeypatch):
 
 def test_streams_equal_whole_answers(chat, base):
     whole = ask(chat, "Why?", n=2)
-    texts, reasons, usage = ["", ""], [None, None], None
+    texts = ["", ""]
+    reasons = [None, None]
+    usage = None
     for chunk in ask(chat, "Why?", n=2, stream=True, stream_options={"include_usage": True}):
         usage = chunk.usage or usage
         for choice in chunk.choices:
@@ -129,7 +131,8 @@ def test_a_stop_string_ends_the_text_before_it(base):
 
 
 def test_the_end_of_text_token_finishes_with_stop(base, base_server, monkeypatch):
-    tokenizer, whole = base_server.served.tokenizer, complete(base, temperature=0).choices[0].text
+    tokenizer = base_server.served.tokenizer
+    whole = complete(base, temperature=0).choices[0].text
     end = whole[4]
     monkeypatch.setattr(base_server.served, "end_ids", {tokenizer.convert_tokens_to_ids(end)})
     choice = complete(base, temperature=0).choices[0]
@@ -139,7 +142,8 @@ def test_the_end_of_text_token_finishes_with_stop(base, base_server, monkeypatch
 def test_max_tokens_is_clipped_to_the_context(base, chat):
     answer = complete(base, max_tokens=1000)
     assert (answer.usage.total_tokens, answer.choices[0].finish_reason) == (32, "length")
-    assert complete(base, max_tokens=None).usage.completion_tokens == 16  # as in OpenAI's API
+    # OpenAI's API has this default.
+    assert complete(base, max_tokens=None).usage.completion_tokens == 16
     answer = ask(chat, "Why?", max_tokens=None, temperature=1.3, extra_body={"top_k": 250})
     assert answer.usage.total_tokens == 256 or answer.choices[0].finish_reason == "stop"
 
@@ -235,7 +239,8 @@ def test_parameters_that_change_nothing_are_accepted(base):
 
 
 def test_malformed_requests_get_a_4xx_and_the_server_lives(base_server, base):
-    path, plain = "/v1/completions", (("Content-Type", "text/plain"),)
+    path = "/v1/completions"
+    plain = (("Content-Type", "text/plain"),)
     evil = (("Content-Type", "application/json"), ("Host", "evil.example"))
     for status, *request in (
         (400, path, b"{no"),

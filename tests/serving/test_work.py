@@ -25,7 +25,8 @@ def chat(chat_model):
 def encoded(chat, monkeypatch):
     """The number of characters of each call of the tokenizer."""
     counts = []
-    render, tokenizer = type(chat.hf).__call__, type(chat.hf)
+    render = type(chat.hf).__call__
+    tokenizer = type(chat.hf)
 
     def counting(self, text, *arguments, **options):
         counts.append(sum(map(len, [text] if isinstance(text, str) else text)))

@@ -57,7 +57,8 @@ def pretrain(capsys, tmp_path, write_recipe, knobs, forget_accelerate):
     def pretrain(*options: object, name: str = "run", **overrides) -> Ended:
         forget_accelerate()
         capsys.readouterr()
-        recipe, folder = write_recipe(**knobs | overrides), tmp_path / name
+        recipe = write_recipe(**knobs | overrides)
+        folder = tmp_path / name
         status = main(["pretrain", str(recipe), "--run-dir", str(folder), *map(str, options)])
         return Ended(status, *capsys.readouterr(), RunFolder(folder))
 

@@ -32,7 +32,8 @@ for line in sys.stdin:
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.environ |= command["environment"]
-        if "ACCELERATE_USE_FSDP" in os.environ:  # as in launched.py
+        # launched.py does the same.
+        if "ACCELERATE_USE_FSDP" in os.environ:
             os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
             state.PartialState._prepare_backend = lambda self, *a, **k: (
                 "gloo",

@@ -37,8 +37,10 @@ if importlib.util.find_spec("deepspeed") is not None:
     import torch._functorch.aot_autograd
 
 torch.set_num_threads(1)  # a thread pool does not survive a fork; a process sets its own number
-os.fsync = lambda descriptor: None  # as in conftest.py
-metadata.metadata = functools.cache(metadata.metadata)  # as in conftest.py
+# conftest.py does the same.
+os.fsync = lambda descriptor: None
+# conftest.py does the same.
+metadata.metadata = functools.cache(metadata.metadata)
 for template in (card._template, page._template):
     template()  # compiled once, and not in each fork
 gc.freeze()  # a collection in a fork would copy all pages of what was imported

@@ -58,7 +58,8 @@ clock.time_of = budget.time_of = time_of
 
 def kill_at(where: str) -> None:
     owner, name, calls_before = PLACES[where]
-    function, calls = getattr(owner, name), []
+    function = getattr(owner, name)
+    calls = []
 
     def killing(*args, **options):
         calls.append(1)
@@ -71,7 +72,9 @@ def kill_at(where: str) -> None:
 
 def train(arguments: list[str], kill: str | int | None) -> tuple[int, int]:
     run = arguments[arguments.index("--run-dir") + 1]
-    checkpoints, kills, draw = os.path.join(run, "checkpoints"), 0, random.Random(0)
+    checkpoints = os.path.join(run, "checkpoints")
+    kills = 0
+    draw = random.Random(0)
     while True:
         saved = os.path.isdir(checkpoints) and any(
             not name.startswith(".") for name in os.listdir(checkpoints)

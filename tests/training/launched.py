@@ -31,11 +31,9 @@ from nanogpt_hf.model import loss_gpt
 from nanogpt_hf.reports import page
 from nanogpt_hf.training import budget, clock
 
-save, configure_deepspeed, file_sha256 = (
-    CheckpointWriter.save,
-    deepspeed.configure,
-    reader.file_sha256,
-)
+save = CheckpointWriter.save
+configure_deepspeed = deepspeed.configure
+file_sha256 = reader.file_sha256
 flush = os.fsync
 ending: list = []  # functions to call at the end
 verified: list[str] = []  # files of loaded checkpoints whose checksums this process computed
@@ -108,12 +106,14 @@ def prepare_fault(rank: str, kind: str, number: str, arguments: list[str]) -> No
     if kind.startswith("E"):
         os.fsync = flush
         # a third of the time of such a run
-        model_folder.model_card, page.render = lambda *_: "a card", lambda *_: "a report"
+        model_folder.model_card = lambda *_: "a card"
+        page.render = lambda *_: "a report"
         report = os.open(f"{run.parent}.fault", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         count = operations.fail_at(run.parent, int(number), getattr(errno, kind), report)
         ending.append(lambda: os.write(report, f"\n{count()}".encode()))
         return
-    calls, write = itertools.count(1), writer.write_tensors
+    calls = itertools.count(1)
+    write = writer.write_tensors
 
     def write_tensors(*parts):
         if next(calls) > 2 * (int(number) - 1):  # two files per checkpoint

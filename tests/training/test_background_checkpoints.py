@@ -57,7 +57,8 @@ def fail_writes(monkeypatch) -> None:
 def test_training_continues_while_a_checkpoint_is_written(pretrain, run, monkeypatch):
     assert pretrain(train__max_steps=3).status == 0
     before = tensors_of(run)
-    event, folders = hold_writes(monkeypatch), []
+    event = hold_writes(monkeypatch)
+    folders = []
 
     def release() -> None:
         folders.extend(path.name for path in run.checkpoints.iterdir())

@@ -37,9 +37,11 @@ def example_losses(model, config, split: str) -> list[tuple[float, int]]:
     """The summed loss over the assistant tokens of each example, and their number, computed with
     transformers.
     """
-    rows, losses = datasets.load_from_disk(f"{config.data.dir}/{split}"), []
+    rows = datasets.load_from_disk(f"{config.data.dir}/{split}")
+    losses = []
     for ids, mask in zip(rows["input_ids"], rows["assistant_mask"], strict=True):
-        ids, mask = torch.tensor(ids[: config.data.block_size + 1]), torch.tensor(mask)
+        ids = torch.tensor(ids[: config.data.block_size + 1])
+        mask = torch.tensor(mask)
         targets = ids[1:].masked_fill(mask[1 : len(ids)] == 0, -100)
         if (targets != -100).any():
             logits = model(input_ids=ids[None, :-1]).logits[0]
@@ -108,7 +110,8 @@ def test_conversations_one_after_another_equal_the_mask_and_resume(
     monkeypatch.setattr(packed_attention, "MIN_HEAD", 1)
     monkeypatch.setattr(packed_attention, "MIN_POSITIONS", 2)
     run = start("run", **knobs)
-    assert not same_weights(run, masked)  # by rounding: the way was another
+    # They differ by rounding, since they were computed in another way.
+    assert not same_weights(run, masked)
     for name in ("train/loss", "train/grad_norm", "val/loss"):
         assert column(run, name) == pytest.approx(column(masked, name), rel=1e-4)
     resumed = copy_at(run, 2, tmp_path / "resumed")

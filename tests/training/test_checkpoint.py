@@ -243,7 +243,8 @@ def replace(name: str, change):
     return lambda tensors: tensors.update({name: change(tensors[name])})
 
 
-WTE, MOMENT = "transformer.wte.weight", "transformer.wte.weight.exp_avg"
+WTE = "transformer.wte.weight"
+MOMENT = "transformer.wte.weight.exp_avg"
 CRAFTED = {
     "smaller": ("model", replace(WTE, lambda t: t[:2, :2]), f"weight {WTE} is (2, 2) float32"),
     "larger": ("model", replace(WTE, lambda t: t.repeat(3, 3)), f"weight {WTE} is (33, 24)"),

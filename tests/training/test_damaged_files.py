@@ -23,7 +23,8 @@ from nanogpt_hf.runs.find import find_model
 from nanogpt_hf.runs.folder import RunFolder
 
 pytestmark = pytest.mark.long
-SECONDS = 60  # for a command that takes less than one
+# A command takes less than one second without a fault.
+SECONDS = 60
 NEWEST = "checkpoints/step_00000004"
 DAMAGES = {
     "absent": None,
@@ -223,8 +224,11 @@ class Workshop:
     """
 
     def __init__(self, folder: Path, kept: Path, final: dict[str, bytes]):
-        self.folder, self.kept, self.final = folder, kept, final
-        self.run, self.branch = RunFolder(folder / "run"), folder / "branch"
+        self.folder = folder
+        self.kept = kept
+        self.final = final
+        self.run = RunFolder(folder / "run")
+        self.branch = folder / "branch"
         run = self.run.path
         train = argv("pretrain {} --run-dir {}", folder / "tiny.yaml", run)
         self.commands = {
@@ -298,7 +302,8 @@ def call(capsys, forget_accelerate, monkeypatch):
 
 def check(workshop: Workshop, name: str, command: str, status: int, out: list, err: list) -> None:
     """Whether a command has ended as the table says."""
-    file, said = FILES[name], "\n".join((*out, *err))
+    file = FILES[name]
+    said = "\n".join((*out, *err))
     path = workshop.folder / file.path
     trains = command in ("resume", "auto-resume")
     # losses that are not known differ from those that `verify` finds; the last step may be unknown
@@ -316,7 +321,8 @@ def check(workshop: Workshop, name: str, command: str, status: int, out: list, e
         # `report` and `compare` need none, but a manifest is named by one warning
         "needed": {0} if command in ("report", "compare") else {1, 2},
     }[file.then]
-    if name == "resealed-state" and command == "verify":  # which compares tensors alone
+    # `verify` compares tensors alone.
+    if name == "resealed-state" and command == "verify":
         expected |= {0}
     if name == "tokens":  # a byte between the tokens may have changed
         expected |= {0}

@@ -25,7 +25,8 @@ from nanogpt_hf.methods.terms import text_objective
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM, loss_gpt
 from nanogpt_hf.model.architecture import architecture_of
 
-VOCAB, SIZES = 40, {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+VOCAB = 40
+SIZES = {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
 LLAMA = {"max_position_embeddings": 32, "hidden_size": 16, "num_key_value_heads": 1} | SIZES
 
 
@@ -62,9 +63,11 @@ def plain(student, teacher, batch, weight: float, temperature: float):
     with torch.no_grad():
         taught = teacher(input_ids=batch["input_ids"]).logits
     shared = min(logits.shape[-1], taught.shape[-1])
-    total, divergence = torch.zeros(()), torch.zeros(())
+    total = torch.zeros(())
+    divergence = torch.zeros(())
     for row, column_ in (batch["shift_labels"] != -100).nonzero().tolist():
-        own, label = logits[row, column_], batch["shift_labels"][row, column_]
+        own = logits[row, column_]
+        label = batch["shift_labels"][row, column_]
         q = (taught[row, column_, : logits.shape[-1]] / temperature).softmax(-1)
         p = (own / temperature).log_softmax(-1)[:shared]
         kl = (q * (q.log() - p)).sum()
@@ -89,8 +92,10 @@ def test_loss_and_gradients_equal_plain_pytorch(
 ):
     if chunks:
         monkeypatch.setattr(loss_gpt, "LOGITS_PER_CHUNK", 7 * VOCAB)
-    model, taught = build(student, 1, vocabularies[0]), build(teacher, 2, vocabularies[1])
-    batch, objective = batch_of(), objective_of(taught, weight=weight, temperature=temperature)
+    model = build(student, 1, vocabularies[0])
+    taught = build(teacher, 2, vocabularies[1])
+    batch = batch_of()
+    objective = objective_of(taught, weight=weight, temperature=temperature)
     expected, divergence = plain(model, taught, batch, weight, temperature)
     (expected / 30).backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
@@ -105,7 +110,8 @@ def test_loss_and_gradients_equal_plain_pytorch(
 
 
 def test_evaluation_has_the_cross_entropy_alone():
-    model, batch = build("gpt2", 1), batch_of()
+    model = build("gpt2", 1)
+    batch = batch_of()
     with torch.no_grad():
         loss, metrics = objective_of(build("gpt2", 2), weight=1.0)(model, batch)
         expected = model(**batch, num_items_in_batch=1).loss
@@ -118,7 +124,9 @@ def test_teacher_is_sharded_as_the_student(kind):
     """Sums over processes: distributed/test_equalities.py. This is one of a fake group of two."""
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     try:
-        mesh, model, taught = init_device_mesh("cpu", (2,)), build("gpt2", 1), build(kind, 2)
+        mesh = init_device_mesh("cpu", (2,))
+        model = build("gpt2", 1)
+        taught = build(kind, 2)
         whole = sum(p.numel() for p in architecture_of(taught).blocks(taught).parameters())
         for block in architecture_of(model).blocks(model):
             fully_shard(block, mesh=mesh)
@@ -146,7 +154,9 @@ class Largest(TorchDispatchMode):
 @pytest.mark.parametrize("kind", ["gpt2", "gemma2"])
 def test_logits_of_neither_model_are_whole(monkeypatch, kind):
     monkeypatch.setattr(loss_gpt, "LOGITS_PER_CHUNK", 8 * VOCAB)
-    model, objective, batch = build(kind, 1), objective_of(build(kind, 2)), batch_of()
+    model = build(kind, 1)
+    objective = objective_of(build(kind, 2))
+    batch = batch_of()
     with Largest() as largest:
         objective(model, batch)[0].backward()
     assert largest.values == 16 * VOCAB  # the head, transposed; whole logits have 48 rows
@@ -216,7 +226,8 @@ CONFIGS = {
 def test_changed_config_of_the_teacher_is_one_line_at_resume(pretrain, teacher, flags):
     options = ("--distill.teacher", teacher)
     run = pretrain(*options).run
-    before, path = file_contents(run.path), teacher / "config.json"
+    before = file_contents(run.path)
+    path = teacher / "config.json"
     facts = json.loads(path.read_text())
     for name, (value, decides) in CONFIGS.items():
         path.write_text(json.dumps(facts | {name: value}, indent=7))

@@ -29,7 +29,8 @@ from nanogpt_hf.training.resume import check_resume
         (1, 101, 10, 11),
         (3, 101, 10, 31),  # not three times 11: an epoch begins within a step
         (0.5, 101, 10, 6),
-        (0.1, 30, 1, 3),  # as floating-point numbers, 0.1 · 30 is more than 3
+        # In floating-point numbers 0.1 · 30 is more than 3.
+        (0.1, 30, 1, 3),
         (1.1, 10, 1, 11),
         (0.001, 10, 10, 1),
         (1, 3, 8, 1),

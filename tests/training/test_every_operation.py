@@ -34,14 +34,16 @@ LAST = 8  # its newest step
 
 def new_training():
     torch.manual_seed(0)
-    model, accelerator = GPTForCausalLM(CONFIG), Accelerator()
+    model = GPTForCausalLM(CONFIG)
+    accelerator = Accelerator()
     return accelerator, *accelerator.prepare(model, build_optimizer(model, OptimSection()))
 
 
 def train(parts, first: int, last: int) -> None:
     """Train the steps after `first` up to `last`, each on other tokens."""
     accelerator, model, optimizer = parts
-    set_learning_rate(optimizer.optimizer, 1e-3)  # as each step of a run does
+    # Each step of a run sets the rate.
+    set_learning_rate(optimizer.optimizer, 1e-3)
     model.eval()
     for step in range(first, last):
         tokens = (torch.arange(8)[None] * (step + 1) + step) % 4
@@ -57,7 +59,8 @@ def weights(parts) -> list[torch.Tensor]:
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, forget_accelerate, save_checkpoint):
     """A run folder with checkpoints of steps 2, 4, 6 and 8, and the weights of step 8."""
-    run, parts = RunFolder(tmp_path_factory.mktemp("trained") / "run"), new_training()
+    run = RunFolder(tmp_path_factory.mktemp("trained") / "run")
+    parts = new_training()
     run.start("name: before\n")
     for step in range(2, LAST + 1, 2):
         train(parts, step - 2, step)
@@ -104,7 +107,8 @@ def each_kill(folder: Path, prepare: Callable, action: Callable, least: int) -> 
 
     Yield the change and whether `action` was killed. There are more than `least` changes.
     """
-    was_killed, point = True, 0
+    was_killed = True
+    point = 0
     while was_killed:
         point += 1
         prepare()
@@ -130,11 +134,14 @@ def test_killed_save_loses_no_checkpoint(
     tmp_path, trained, steps, saved, keep, condition, min_sound, save_checkpoint
 ):
     source, expected = trained
-    run, parts = RunFolder(tmp_path / "run"), new_training()
+    run = RunFolder(tmp_path / "run")
+    parts = new_training()
     load = RunFolder(tmp_path / "load")
     build_folder(load, source, (saved,), "")
     state = load_newest(load, *parts)
-    state.evaluation, state.evaluated_step = MeasuredLoss(1.0, 7, 1.5), saved  # as after a resume
+    # A resume leaves the state so.
+    state.evaluation = MeasuredLoss(1.0, 7, 1.5)
+    state.evaluated_step = saved
 
     def save() -> None:
         run = RunFolder(tmp_path / "run")  # a lock is not inherited by a fork
@@ -157,7 +164,8 @@ def test_killed_save_loses_no_checkpoint(
 @pytest.mark.one_row_per
 @pytest.mark.parametrize("links", [False, True])
 def test_killed_model_replacement_leaves_old_or_new(tmp_path, links):
-    tokenizer, run = char_tokenizer(list("abcd")).hf, RunFolder(tmp_path / "run")
+    tokenizer = char_tokenizer(list("abcd")).hf
+    run = RunFolder(tmp_path / "run")
 
     def write(seed: int) -> None:
         run = RunFolder(tmp_path / "run")  # a lock is not inherited by a fork

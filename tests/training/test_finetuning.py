@@ -81,10 +81,8 @@ def uninterrupted(start):
 
 def changed(run: RunFolder, base: Path) -> set[str]:
     """The names of the tensors that are not bit for bit as they were in the base."""
-    before, after = (
-        load_file(base / "model.safetensors"),
-        load_file(run.final / "model.safetensors"),
-    )
+    before = load_file(base / "model.safetensors")
+    after = load_file(run.final / "model.safetensors")
     assert before.keys() == after.keys()
     assert len(before) > 40
     return {name for name in before if not torch.equal(before[name], after[name])}
@@ -131,7 +129,8 @@ def test_unfrozen_parameters_have_their_own_step_count(uninterrupted):
 # peft 0.21 uses the old name
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 def test_adapter_opens_with_peft_and_merged_as_plain_gpt2(start, uninterrupted, tiny_base):
-    run, merged = uninterrupted("lora"), start("merged", LORA | {"lora.merge": "true"})
+    run = uninterrupted("lora")
+    merged = start("merged", LORA | {"lora.merge": "true"})
     with_adapter, saved_adapter, plain, base = (
         kind.from_pretrained(folder).eval()(input_ids=torch.arange(20)[None]).logits
         for kind, folder in (

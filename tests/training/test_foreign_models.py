@@ -15,7 +15,9 @@ from nanogpt_hf.commands import main
 from nanogpt_hf.data.tokenizer import train_bpe_tokenizer
 from nanogpt_hf.model.load import load_model
 
-START, END, TURN = "<|begin|>", "<|endoftext|>", "<|eot|>"
+START = "<|begin|>"
+END = "<|endoftext|>"
+TURN = "<|eot|>"
 pytestmark = pytest.mark.long
 TEMPLATE = (
     "{{- bos_token }}{% for m in messages %}"

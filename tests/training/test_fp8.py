@@ -52,11 +52,13 @@ def test_run_resumes_bit_for_bit_and_is_a_model_of_transformers(
     assert same_weights(whole, resumed)
     assert numbers(whole) == numbers(resumed)
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    losses, plain = series(whole, "train/loss"), series(start("bf16", **knobs), "train/loss")
+    losses = series(whole, "train/loss")
+    plain = series(start("bf16", **knobs), "train/loss")
     assert losses != plain
     assert losses == pytest.approx(plain, abs=5e-3)
     assert main(["export", str(whole.path), str(tmp_path / "out")]) == 0
-    model, ours = AutoModelForCausalLM.from_pretrained(tmp_path / "out"), load_model(whole.final)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    ours = load_model(whole.final)
     ids = torch.arange(24).view(2, 12) % model.config.vocab_size
     with torch.no_grad():
         torch.testing.assert_close(model.eval()(ids).logits, ours.eval()(ids).logits)
@@ -78,7 +80,8 @@ def test_processes_that_are_killed_resume_and_are_near_one_process(
     small = launch("cpu", "small", "--train.micro_batch_size", "2", **fp8)
     for machine in ("cpu", "cpu_ddp", "fsdp2"):
         whole = one if machine == "cpu" else launch(machine, machine, **fp8)
-        change, name = 12, f"killed_{machine}"
+        change = 12
+        name = f"killed_{machine}"
         killed = launch(
             *(machine, name),
             ends_with=lambda status, output: status != 0 or pytest.fail(output),

@@ -82,7 +82,8 @@ def words_of(tmp_path_factory, make_recipe, text_file, chat_file, byte_tokenizer
     other.write_text("".join(f"{random.Random(n).random()} is a number\n" for n in range(300)))
 
     def words(feature: str, run: Path) -> list[str]:
-        knobs, start = KNOBS | FEATURES[feature], ["pretrain", str(recipe)]
+        knobs = KNOBS | FEATURES[feature]
+        start = ["pretrain", str(recipe)]
         if feature in ("LoRA", "unfreezing"):
             start = ["finetune", "--from", str(tiny_base), "--data", str(text_file)]
             knobs |= {"data.block_size": 16, "train.tokens_per_step": 128, "data.dir": folder / "l"}
@@ -143,7 +144,8 @@ def cells() -> Iterator:
 @pytest.mark.one_row_per
 @pytest.mark.parametrize(("feature", "layout"), [*cells()])
 def test_processes_end_with_the_bytes_of_one(trained, feature, layout):
-    one, several = trained(feature, "one"), trained(feature, layout)
+    one = trained(feature, "one")
+    several = trained(feature, layout)
     assert len(contents(one)) >= 14
     assert contents(several) == contents(one)
     assert numbers(several) == numbers(one)
@@ -197,7 +199,8 @@ def test_run_killed_and_moved_ends_with_the_bytes_of_one_process(
 
     words = words_of(feature, tmp_path / "run")
     for layout in moves:
-        change = 110 if layout == "FSDP2 4" else 75  # of a folder; each shard is a file
+        # Changes of a folder: each shard is a file.
+        change = 110 if layout == "FSDP2 4" else 75
         launch(launch_warm, words, layout, ends_with=killed, FAULT=f"0:killed:{change}")
     run = launch(launch_warm, words, moves[-1])
     starts = [(start["processes"], start["step"]) for start in read_starts(run)]
@@ -221,7 +224,8 @@ def test_bench_counts_the_bytes_of_the_plain_mode(words_of, launch_warm, tmp_pat
         assert figures["peak_memory"] > 0
         return figures["communicated_bytes"]
 
-    grouped, plain = sent(), sent("--train.gradient_groups", "null")
+    grouped = sent()
+    plain = sent("--train.gradient_groups", "null")
     assert grouped.keys() == {"all-to-all", "all-gather"}
     # the loss is one more number
     assert sum(grouped.values()) == pytest.approx(plain["all-reduce"], abs=16)

@@ -36,7 +36,9 @@ class Host:
     """A network namespace, and a process in it that runs the commands it receives (host.py)."""
 
     def __init__(self, rank: int, name: str, folder: Path):
-        self.rank, self.namespace, self.folder = rank, name, folder
+        self.rank = rank
+        self.namespace = name
+        self.folder = folder
         self.interface = f"{name}e"
         self.log = folder.parent / f"host{rank}.log"
         ranks = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}

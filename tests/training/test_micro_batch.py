@@ -105,7 +105,8 @@ LINUX = pytest.mark.skipif(
 @LINUX
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 def test_peak_memory_is_measured():
-    accelerator, size = Accelerator(), 64 * 2**20
+    accelerator = Accelerator()
+    size = 64 * 2**20
 
     def peak() -> int:
         return auto_size.peak_memory(accelerator.device)

@@ -81,7 +81,8 @@ def test_a_source_has_the_order_and_the_blocks_that_it_has_alone(recipe, order):
     prepare(config)
     blocks = load_prepared(config).train
     options = {"order": order, "seed": 5, "micro_batch_size": 20}
-    mixed, starts = Batches(blocks, accumulation=1, **options), np.cumsum([0, *blocks.lengths])
+    mixed = Batches(blocks, accumulation=1, **options)
+    starts = np.cumsum([0, *blocks.lengths])
     sources, numbers = blocks.interleave(np.arange(80, 100))
     assert len(set(sources.tolist())) == 3
     (batch,) = mixed.micro_batches(4)

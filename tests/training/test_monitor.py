@@ -35,7 +35,8 @@ DIVERGING = {"optim__schedule": "constant", "train__max_steps": 30, "eval__every
 @pytest.fixture
 def patched_steps(monkeypatch):
     """Lists of trained data steps, and of spikes: logged losses ten times too large."""
-    data_steps, spikes = [], set()
+    data_steps = []
+    spikes = set()
 
     def spiking(run, step, learning_rate):
         result = train_step(run, step, learning_rate)
@@ -70,7 +71,8 @@ def test_spike_rolls_back_to_checkpoint_and_skips_its_data(pretrain, patched_ste
     assert list(column(run, "train/loss")) == list(range(1, 13))
     assert max(column(run, "train/loss").values()) < 5
     assert state_at(run, 12)["skipped_steps"] == 2
-    assert state_at(run, 6)["best_step"] == 7  # whose model is in best/
+    # best/ has the model of this step.
+    assert state_at(run, 6)["best_step"] == 7
 
 
 def state_at(run: RunFolder, step: int) -> dict:
@@ -104,7 +106,8 @@ def monitor(tmp_path):
 
 
 def test_loss_average_ignores_spikes_and_nan(monitor):
-    monitor, state = monitor(train__rollback_ratio=1.5), TrainState()
+    monitor = monitor(train__rollback_ratio=1.5)
+    state = TrainState()
     assert not monitor.spiked(state, 4.0, None)
     assert state.loss_average == pytest.approx(4.0)
     assert not monitor.spiked(state, 2.0, None)
@@ -122,7 +125,8 @@ def test_loss_average_ignores_spikes_and_nan(monitor):
     ],
 )
 def test_clipped_share_counts_steps_since_last_report(monitor, max_norm, norms, share):
-    build, state = monitor, TrainState(step=4, reported_step=4)
+    build = monitor
+    state = TrainState(step=4, reported_step=4)
     monitor = build(optim__max_grad_norm=max_norm)
     for index, norm in enumerate(norms):
         state.step += 1
@@ -195,7 +199,8 @@ def test_divergence_before_first_checkpoint(pretrain):
 def test_non_finite_checkpoint_is_not_saved(pretrain, monkeypatch):
     knobs = {"optim__schedule": "constant", "eval__every": 100, "checkpoint__keep": 3}
     run = pretrain(train__max_steps=4, **knobs).run
-    name, saved = "transformer.ln_f.weight.exp_avg_sq", writer.FullState.own_optimizer_state
+    name = "transformer.ln_f.weight.exp_avg_sq"
+    saved = writer.FullState.own_optimizer_state
 
     def with_an_infinity(*arguments):
         for other, tensor in saved(*arguments):

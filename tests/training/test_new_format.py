@@ -142,7 +142,8 @@ def test_packed_exercises_do_not_attend_to_each_other(write_recipe, knobs):
     with torch.no_grad():
         packed = model(**batch, num_items_in_batch=1).loss.item()
         for ids, mask in zip(rows["input_ids"], rows["assistant_mask"], strict=True):
-            ids, mask = torch.tensor(ids), torch.tensor(mask)
+            ids = torch.tensor(ids)
+            mask = torch.tensor(mask)
             logits = model(input_ids=ids[None, :-1]).logits[0]
             targets = ids[1:].masked_fill(mask[1:] == 0, -100)
             alone += F.cross_entropy(logits, targets, reduction="sum").item()

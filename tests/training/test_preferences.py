@@ -101,16 +101,19 @@ def plain_loss(align: AlignSection, model, reference, pair) -> torch.Tensor:
     if align.loss == "simpo":
         return -F.logsigmoid(align.beta * (chosen / n - rejected / m) - align.margin)
     if align.loss == "orpo":
-        x, y = (chosen / n).exp(), (rejected / m).exp()
+        x = (chosen / n).exp()
+        y = (rejected / m).exp()
         return -x.log() - align.beta * torch.sigmoid((x / (1 - x) / (y / (1 - y))).log()).log()
     with torch.no_grad():
         first, second = (log_prob(reference, *side) for side in pair)
-    a, b = chosen - first, rejected - second
+    a = chosen - first
+    b = rejected - second
     if align.loss == "ipo":
         return (a / n - b / m - 1 / (2 * align.beta)) ** 2
     if align.loss == "hinge":
         return (1 - align.beta * (a - b)).clamp(min=0)
-    e, x = align.label_smoothing, align.beta * (a - b)
+    e = align.label_smoothing
+    x = align.beta * (a - b)
     return -(1 - e) * F.logsigmoid(x) - e * F.logsigmoid(-x)
 
 
@@ -196,9 +199,11 @@ def test_loss_and_gradients_equal_trl(name, blocks, tmp_path, byte_tokenizer):
     import trl
     from datasets import Dataset
 
-    align, (rows, model, reference) = SECTIONS[name], blocks(name)
+    align = SECTIONS[name]
+    (rows, model, reference) = blocks(name)
     if name == "kto":
-        kind, configuration = trl.KTOTrainer, trl.KTOConfig
+        kind = trl.KTOTrainer
+        configuration = trl.KTOConfig
         options = {"desirable_weight": 1.3, "undesirable_weight": 0.7}
         data = {"prompt": ["a", "b"], "completion": ["c", "d"], "label": [True, False]}
         features = [
@@ -211,7 +216,8 @@ def test_loss_and_gradients_equal_trl(name, blocks, tmp_path, byte_tokenizer):
             for ((ids, prompt), (other, _)), label in zip(rows.pairs, LABELS, strict=True)
         ]
     else:
-        kind, configuration = trl.DPOTrainer, trl.DPOConfig
+        kind = trl.DPOTrainer
+        configuration = trl.DPOConfig
         options = {"loss_type": [{"dpo": "sigmoid"}.get(name, name)]}
         data = {"prompt": ["a"], "chosen": ["b"], "rejected": ["c"]}
         features = [
@@ -326,7 +332,8 @@ def folder(tmp_path_factory, save_chat_model):
     """
     folder = tmp_path_factory.mktemp("preferences")
     save_chat_model(folder / "start")
-    draw, rows = random.Random(0), {"dpo": [], "kto": []}
+    draw = random.Random(0)
+    rows = {"dpo": [], "kto": []}
     for number in range(40):
         good, bad = ("12"[n] * draw.randrange(1, 5) for n in range(2))
         rows["dpo"].append({"prompt": str(number), "chosen": good, "rejected": bad})
@@ -394,7 +401,8 @@ def json_rows(path) -> list[dict]:
 
 @pytest.mark.long
 def test_run_starts_at_its_reference_and_learns_the_preference(whole):
-    run, kto = whole("dpo"), whole("kto")
+    run = whole("dpo")
+    kto = whole("kto")
     assert series(run, "train/loss")[0] == pytest.approx(math.log(2), abs=1e-5)
     assert series(kto, "train/loss")[0] == pytest.approx(0.5, abs=1e-5)
     for each in (run, kto):
@@ -523,7 +531,8 @@ REFERENCES = {
 
 @pytest.mark.parametrize("content", REFERENCES.values(), ids=REFERENCES)
 def test_damaged_reference_is_found_out_with_one_warning(tmp_path, caplog, content):
-    path, splits = tmp_path / "reference.safetensors", {"train": range(5), "validation": range(2)}
+    path = tmp_path / "reference.safetensors"
+    splits = {"train": range(5), "validation": range(2)}
     assert reference.read_reference(path, splits) == {}
     path.write_bytes(REFERENCE)
     assert reference.read_reference(path, splits).keys() == splits.keys()

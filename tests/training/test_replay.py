@@ -22,7 +22,8 @@ def branch(honest, tmp_path, forget_accelerate):
     """Make a branch with knobs, and train it to its end; return its folder."""
 
     def branch(*knobs: object, step: int = 4) -> RunFolder:
-        before, new = file_contents(honest.path), RunFolder(tmp_path / "new")
+        before = file_contents(honest.path)
+        new = RunFolder(tmp_path / "new")
         words = argv("branch {} --at {} --run-dir {}", honest.path, step, new.path)
         assert main([*words, *map(str, knobs)]) == 0
         assert file_contents(honest.path) == before
@@ -151,7 +152,8 @@ def test_conversations_of_a_mixture_are_named(
     knobs |= {"model__n_positions": 128, "train__tokens_per_step": 1024, "train__max_steps": 2}
     _, tree = inspect(train(tmp_path / "run", **knobs), "--step 2")
     kinds = {sequence["source"]: sequence for sequence in tree["sequences"]}
-    text, chat = kinds[text_file.stem], kinds[chat_file.stem]
+    text = kinds[text_file.stem]
+    chat = kinds[chat_file.stem]
     assert "tokens" in text
     assert chat.keys() == {"loss", "source", "documents", "text"}
     assert chat["text"].startswith("### User:\n")

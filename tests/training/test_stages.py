@@ -74,7 +74,8 @@ def test_stopped_and_resumed_run_ends_with_the_same_bytes(undisturbed, start, mo
         with pytest.raises(Stopped, match=f"stopped at step {step}, saved"):
             start()
     run = start(resume=True)
-    ours, theirs = tensors(run), tensors(undisturbed)
+    ours = tensors(run)
+    theirs = tensors(undisturbed)
     extra = f"checkpoints/step_{step:08d}/"  # where it stopped
     assert {name for name in ours.keys() - theirs.keys() if not name.startswith(extra)} == set()
     assert {name: ours[name] for name in theirs} == theirs
@@ -117,7 +118,8 @@ def test_repeated_inspected_and_branched(undisturbed, tmp_path, capsys, forget_a
     out("branch {} --at 3 --run-dir {}", new.path)
     forget_accelerate()
     assert main(argv("pretrain {} --run-dir {} --resume", new.recipe, new.path)) == 0
-    ours, theirs = tensors(new), tensors(undisturbed)
+    ours = tensors(new)
+    theirs = tensors(undisturbed)
     assert {name: theirs[name] for name in ours} == ours
     assert "final/model.safetensors" in ours
     words = argv("branch {} --at 4 --run-dir {} --data.block_size 4", run.path, tmp_path / "no")
@@ -131,7 +133,8 @@ def test_plot_names_the_stages(undisturbed, monkeypatch):
     from nanogpt_hf.reports.curves import draw_run
     from nanogpt_hf.runs.metrics import read_metrics
 
-    texts, write = [], Axes.text
+    texts = []
+    write = Axes.text
     monkeypatch.setattr(
         Axes,
         "text",

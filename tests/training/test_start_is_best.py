@@ -87,7 +87,8 @@ def start_to_train(folder, monkeypatch, forget_accelerate):
     def train(name: str, method: str, options: str = "") -> tuple[int, RunFolder]:
         forget_accelerate()
         command = METHODS[method].format(start="start")
-        if method != "rl":  # which evaluates on questions
+        # `rl` evaluates on questions.
+        if method != "rl":
             command += " --eval.tokens 512"
         status = main(argv(f"{command} --from start --run-dir {name} {KNOBS} {options}"))
         return status, RunFolder(folder / name)
@@ -155,7 +156,8 @@ def test_diverged_run_says_so(start_to_train, folder, method, capsys, monkeypatc
     """Console, card, report and `compare` say it, at the end of the run and of its resume; nothing
     more is pushed.
     """
-    pushed, finish = [], BackgroundPush.finish
+    pushed = []
+    finish = BackgroundPush.finish
 
     def recorded(push: BackgroundPush, done: bool) -> None:
         pushed.append(done)

@@ -22,7 +22,8 @@ from nanogpt_hf.model import loss_gpt
 from nanogpt_hf.training.build import build_run, keep_freed_memory
 from nanogpt_hf.training.step import seed_dropout, train_step
 
-LAYERS, ACCUMULATION = 2, 3
+LAYERS = 2
+ACCUMULATION = 3
 STREAM = TokenStream([(np.arange(1000) % 64).astype(np.uint16)])
 
 

@@ -40,7 +40,10 @@ class Notebook(GeneralTracker):
 
     def __init__(self, project: str):
         super().__init__()
-        self.project, self.config, self.logged, self.closed = project, None, [], False
+        self.project = project
+        self.config = None
+        self.logged = []
+        self.closed = False
         Notebook.books.append(self)
 
     @property
@@ -266,7 +269,8 @@ class Pager(Notebook):
 
     def __init__(self, project: str, fails: bool = False):
         super().__init__(project)
-        self.alerts, self.fails = [], fails
+        self.alerts = []
+        self.fails = fails
 
     def alert(self, title: str, text: str) -> None:
         if self.fails:
@@ -315,7 +319,8 @@ def test_alerts_are_sent_by_trackers_that_have_them(
             return changed(result) if step == at else result
 
         replace_step(monkeypatch, take_step)
-    pager, notebook = Pager("pager", fails), Notebook("notebook")
+    pager = Pager("pager", fails)
+    notebook = Notebook("notebook")
     config = load_config(write_recipe(train__max_steps=8, **knobs))
     nanogpt_hf.train(nanogpt_hf.prepare_run(config, tmp_path / "run", trackers=[pager, notebook]))
     expected = [] if fails else alerts
