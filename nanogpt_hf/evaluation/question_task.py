@@ -204,6 +204,8 @@ def answers_to(task: QuestionTask, subject: Subject) -> "Answers":
     """Sample the answers to all questions of a task, on all processes, with a progress bar."""
     from tqdm import tqdm
 
+    from nanogpt_hf.tasks.reward import RewardError
+
     # The random numbers of an answer follow from the numbers of its question and sample alone, not
     # from the batch or process that generates it.
     seeds = [
@@ -222,6 +224,6 @@ def answers_to(task: QuestionTask, subject: Subject) -> "Answers":
             return task.sampler.sample(
                 subject.accelerator, subject.model, task.questions, seeds, bar.update
             )
-        except UserError as error:
-            # `evaluate` counts no error as 0, and has no such knob.
-            raise UserError(str(error).partition(", or set --rl.reward_errors")[0]) from None
+        except RewardError as error:
+            # `evaluate` counts no error as 0, and has no knob for it.
+            raise UserError(error.fault, "correct it") from None

@@ -18,6 +18,10 @@ from nanogpt_hf.tasks.user_code import UserCodeError, run_file, user_code
 _LARGEST = 1e15
 
 
+class RewardError(UserError):
+    """A reward function failed, and its errors do not count as 0."""
+
+
 def load_reward(spec: str) -> tuple[Score, str]:
     """Load the function of `FILE.py:NAME`, called as NAME(prompt, completion, answer). Return it
     with the digest of its code.
@@ -100,11 +104,11 @@ class RewardFunction:
         return Rewards(values, errors)
 
     def check(self, errors: Sequence[str]) -> None:
-        """Raises UserError for the first of the errors, unless they count as zeros."""
+        """Raises RewardError for the first of the errors, unless they count as zeros."""
         if errors and self.on_error == "stop":
-            raise UserError(
-                f"the reward function {errors[0]}; correct it, or set --rl.reward_errors zero to "
-                "count such errors as reward 0"
+            raise RewardError(
+                f"the reward function {errors[0]}",
+                "correct it, or set --rl.reward_errors zero to count such errors as reward 0",
             )
 
     def _reward(self, completion: str, question: Question) -> tuple[float, str | None]:

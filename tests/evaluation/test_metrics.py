@@ -411,7 +411,7 @@ def test_reward_function_scores_rows(capsys, chat_model, rows, tmp_path, refused
     reward.write_text("def score(prompt, completion, answer):\n    return 1 / 0\n")
     line = refused("evaluate", chat_model, *words)
     assert "ZeroDivisionError" in line
-    assert "reward_errors" not in line
+    assert line.rstrip().endswith("; correct it")
     assert "questions" in refused("evaluate", chat_model, "--reward", f"{reward}:score")
 
 
