@@ -125,6 +125,8 @@ def prepared_blocks(
         mode = None if plugin.mode == "default" else plugin.mode
         options: Any = {"backend": backend.value.lower(), "mode": mode}
         is_whole = _is_one_graph(model, accelerator) and not plugin.use_regional_compilation
+        if is_whole:
+            architecture_of(model).build_saved_class(model.config)
         for part in [model.base_model] if is_whole else blocks:
             part.compile(**options)
         compile_loss(model.get_output_embeddings(), **options)

@@ -251,6 +251,15 @@ class Architecture(ConfigFields, ModelParts):
             standard, attn_implementation="sdpa", trust_remote_code=False
         )
 
+    def build_saved_class(self, config: Any) -> None:
+        """Build a model of the class that a model folder holds, without values.
+
+        transformers lists the classes of which a model was built, and the graph of a whole model is
+        compiled again when the list grows. So a run builds it before it compiles.
+        """
+        with torch.device("meta"), _NoInitialValues():
+            self.standard_model(config)
+
     # What training, evaluation and estimates do with it.
 
     def resize_positions(self, model: Any, length: int, theta: float | None) -> None:

@@ -4,6 +4,7 @@ import gc
 import platform
 from collections import Counter
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,12 +14,15 @@ from accelerate import Accelerator
 from accelerate.utils import GradientAccumulationPlugin
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import GPT2LMHeadModel, GPT2Model
+from transformers.utils import output_capturing
 
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.data.blocks import TokenBlocks, TokenStream
 from nanogpt_hf.evaluation.loss import evaluate_blocks
 from nanogpt_hf.methods.run import Run
 from nanogpt_hf.model import loss_gpt
+from nanogpt_hf.training import step
 from nanogpt_hf.training.build import build_run, keep_freed_memory
 from nanogpt_hf.training.step import seed_dropout, train_step
 
@@ -136,6 +140,35 @@ def test_compiled_graphs_are_shared_by_blocks_chunks_and_steps(architecture, bui
     assert counters["stats"]["unique_graphs"] == graphs
     assert not counters["graph_break"]
     torch.compiler.reset()
+
+
+def test_evaluations_checkpoints_and_saved_models_compile_nothing(train, tmp_path, monkeypatch):
+    """Else a GPU would wait for the compiler in the middle of a run."""
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "EAGER")
+    torch.compiler.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    graphs = []
+
+    def counted_step(*arguments):
+        result = train_step(*arguments)
+        graphs.append(counters["stats"]["unique_graphs"])
+        return result
+
+    monkeypatch.setattr(step, "train_step", counted_step)
+    registry = output_capturing._CAN_RECORD_REGISTRY
+    with mock.patch.dict(registry):
+        # As in a process of its own: other tests have built a GPT-2 of transformers.
+        for kind in (GPT2Model, GPT2LMHeadModel):
+            registry.pop(str(kind), None)
+        # best/ is saved at steps 2 and 4, final/ at step 6.
+        run = train(tmp_path / "run", eval__every=2, eval__samples=["the"])
+        assert (run.best / "config.json").is_file()
+        assert str(GPT2LMHeadModel) in registry
+    torch.compiler.reset()
+    # The first step is between the evaluation at step 0 and the others.
+    assert graphs == graphs[:1] * 6
+    assert counters["stats"]["unique_graphs"] == graphs[0] > 1
 
 
 def _is_in_graph(event) -> bool:
