@@ -52,13 +52,14 @@ class CheckedLaunch:
     accumulation: int
 
 
-def check_launch(config: Config, mesh: Mesh) -> CheckedLaunch:
-    """Check that the processes of a launch can train a recipe, in all its stages.
+def check_launch(config: Config, mesh: Mesh, compiler: str = "") -> CheckedLaunch:
+    """Check that the processes of a launch can train a recipe, in all its stages. `compiler` is the
+    one of a run that goes on (`settled`).
 
     Raises UserError if the accelerate config sets another accumulation, if DeepSpeed is needed but
     not installed, and if `settled`, `check_sizes`, `check_recipe` or `check_layout` does.
     """
-    mesh = settled(mesh, config)
+    mesh = settled(mesh, config, compiler)
     if mesh.sharding == "zero":
         deepspeed.check_available()
     check_sizes(mesh)
@@ -84,18 +85,17 @@ def _check_accumulation(accumulation: int) -> None:
         )
 
 
-def settled(mesh: Mesh, config: Config | None = None) -> Mesh:
+def settled(mesh: Mesh, config: Config | None = None, compiler: str = "") -> Mesh:
     """Complete the mesh by what the accelerate config leaves to this machine: its device, the
     precision, and whether a run of `config` is compiled.
 
-    Raises UserError if the config sets what a run would not get: a precision, a device, processes.
+    `compiler` is the dynamo_backend of the run's last start, if it is known: compiled kernels round
+    otherwise than others, so a run that goes on keeps its own where no accelerate config states
+    one. Raises UserError if the config sets what a run would not get: a precision, a device,
+    processes.
     """
     check_environment()
     check_device()
-    is_long = config is not None and config.train.max_steps >= STEPS_WORTH_COMPILING
-    if is_long and chooses_for_one_gpu():
-        # Accelerate reads it when an Accelerator is built.
-        os.environ.setdefault("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")
     device = "cpu"
     if not _on_the_cpu():
         device = cast(torch.device, torch.accelerator.current_accelerator()).type
@@ -107,8 +107,17 @@ def settled(mesh: Mesh, config: Config | None = None) -> Mesh:
             "MULTI_CPU and NO never start more; set distributed_type MULTI_GPU with use_cpu: true, "
             "as accelerate_configs/cpu_ddp.yaml does, or num_processes: 1"
         )
-    compiles = os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no"
+    backend = stated_compiler()
+    if not backend and config is not None and chooses_for_one_gpu():
+        is_long = config.train.max_steps >= STEPS_WORTH_COMPILING
+        backend = compiler or ("inductor" if is_long else "no")
+    compiles = (backend or "no") != "no"
     return replace(mesh, device=device, precision=precision, compiles=compiles)
+
+
+def stated_compiler() -> str:
+    """The dynamo_backend of the accelerate config; "" if it states none."""
+    return os.environ.get("ACCELERATE_DYNAMO_BACKEND", "").lower()
 
 
 def check_sizes(mesh: Mesh) -> None:

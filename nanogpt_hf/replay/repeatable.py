@@ -10,7 +10,11 @@ import torch
 
 from nanogpt_hf.checkpoint.reader import read_checkpoint
 from nanogpt_hf.config.schema import Config
-from nanogpt_hf.distributed.accelerate_config import requested_precision
+from nanogpt_hf.distributed.accelerate_config import (
+    chooses_for_one_gpu,
+    requested_precision,
+    stated_compiler,
+)
 from nanogpt_hf.distributed.accelerator import is_deterministic, precision_of
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import UserError
@@ -32,10 +36,11 @@ def check_repeatable(
         raise UserError(f"{folder.path}: verify does not repeat finetune.unfreeze_every")
     if not folder.machine.is_file() and mesh.is_main:
         logger.warning(
-            f"{folder.machine}: is lost, so the number of processes, the precision and the threads "
-            "of the run are not known: a difference may be due to them"
+            f"{folder.machine}: is lost, so the number of processes, the precision, the compiler "
+            "and the threads of the run are not known: a difference may be due to them"
         )
     now = requested_precision().replace("no", "fp32")
+    compiler = compiler_at(folder, segments[0][0])
     for start in _starts_in(folder, segments):
         count = start.get("processes")
         precision = start.get("precision", now)
@@ -44,6 +49,13 @@ def check_repeatable(
                 f"{folder.path}: was trained in {precision}, and the accelerate config sets {now}; "
                 "repeat it under a config with that mixed_precision, by launch --config_file F"
             )
+        recorded = start.get("dynamo", compiler)
+        if recorded != compiler:
+            raise UserError(
+                f"{folder.path}: was trained with dynamo_backend {recorded}, and the accelerate "
+                f"config sets {compiler}: compiled kernels round otherwise; repeat it under a "
+                "config with that dynamo_backend, by launch --config_file F"
+            )
         # Gradient groups make the order of a sum of gradients independent of the processes.
         if count not in (None, mesh.world_size) and not config.train.gradient_groups:
             raise UserError(
@@ -51,6 +63,16 @@ def check_repeatable(
                 f"{mesh.world_size} cannot repeat it bit for bit without train.gradient_groups; "
                 f"start {count} under the run's accelerate config, by launch --config_file F"
             )
+
+
+def compiler_at(folder: RunFolder, step: int) -> str:
+    """The dynamo_backend by which steps after `step` are repeated: the accelerate config's, or,
+    where a run chooses it by itself, the one that the run had there.
+    """
+    if chooses_for_one_gpu() and not stated_compiler():
+        starts = _starts_in(folder, [(step, step + 1)])
+        return starts[0].get("dynamo", "no") if starts else "no"
+    return stated_compiler() or "no"
 
 
 def _starts_in(folder: RunFolder, segments: list[tuple[int, int]]) -> list[dict[str, Any]]:

@@ -130,6 +130,7 @@ class Start(TypedDict, total=False):
     step: int
     processes: int
     precision: str
+    dynamo: str
     fingerprint: dict[str, str]
     branch_of: str
     steps_from: str
@@ -220,17 +221,24 @@ def record_verification(run: RunFolder, first: int, last: int, result: str) -> N
         logger.warning(f"{run.verified}: cannot be written: {error.strerror}")
 
 
+def last_compiler(run: RunFolder) -> str:
+    """The dynamo_backend of the run's last start; "" if it is not known."""
+    starts = read_starts(run)
+    return starts[-1].get("dynamo", "") if starts else ""
+
+
 def continue_on(
-    run: RunFolder, device: torch.device, local_world_size: int, precision: str
+    run: RunFolder, device: torch.device, local_world_size: int, precision: str, compiler: str
 ) -> None:
     """Compute with as many CPU threads as the run did at its last start: their number decides the
     last bits of a sum. A number that the user states wins, and so does a machine of fewer cores.
 
-    What then differs from that start in fingerprint or precision is logged in one line.
+    What then differs from that start in fingerprint, precision or compiler is logged in one line.
     """
     if not (starts := read_starts(run)):
         return
-    before = {"precision": starts[-1].get("precision", precision)}
+    settings = {"precision": precision, "dynamo": compiler}
+    before = {name: starts[-1].get(name, value) for name, value in settings.items()}
     before |= starts[-1].get("fingerprint", {})
     # Sums are split over threads, and added in another order if their number differs.
     stated = stated_threads(local_world_size) is not None
@@ -241,7 +249,7 @@ def continue_on(
     # A fact that an older version did not record is taken as unchanged.
     parts = [
         f"{name} {before[name]} -> {value}"
-        for name, value in {"precision": precision, **fingerprint(device)}.items()
+        for name, value in (settings | fingerprint(device)).items()
         if before.get(name, value) != value
     ]
     if threads != torch.get_num_threads():

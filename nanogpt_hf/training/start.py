@@ -6,6 +6,7 @@ import secrets
 import socket
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from typing import Any
 
 from accelerate import Accelerator
@@ -23,8 +24,13 @@ from nanogpt_hf.config.stages import naming, stages_of
 from nanogpt_hf.cpu import share_threads
 from nanogpt_hf.data.manifest import identity
 from nanogpt_hf.data.prepared import PreparedData, load_prepared
-from nanogpt_hf.distributed.accelerate_config import check_launch
-from nanogpt_hf.distributed.accelerator import build_accelerator, is_deterministic, precision_of
+from nanogpt_hf.distributed.accelerate_config import check_launch, settled
+from nanogpt_hf.distributed.accelerator import (
+    build_accelerator,
+    compiler_of,
+    is_deterministic,
+    precision_of,
+)
 from nanogpt_hf.distributed.mesh import Mesh, mesh_of
 from nanogpt_hf.distributed.rendezvous import one_line_for_a_lost_process, prepare_on_all_ranks
 from nanogpt_hf.errors import RunFolderError
@@ -34,7 +40,7 @@ from nanogpt_hf.methods.run import Run
 from nanogpt_hf.methods.table import method_of
 from nanogpt_hf.runs.folder import RunFolder, run_folder
 from nanogpt_hf.runs.origin import needed_at_resume, origin_of
-from nanogpt_hf.runs.provenance import continue_on
+from nanogpt_hf.runs.provenance import continue_on, last_compiler
 from nanogpt_hf.runs.state import run_identity
 from nanogpt_hf.training.build import build_run
 from nanogpt_hf.training.early_checks import check_before_the_data
@@ -72,7 +78,9 @@ def prepare_run(
     disable_progress_bar()
     mesh = mesh or Mesh.from_environment()
     folder = run_folder(config.name, run_dir)
-    launch = check_launch(config, mesh)
+    # Only one process chooses it by itself.
+    compiler = "" if overwrite or mesh.world_size > 1 else last_compiler(folder)
+    launch = check_launch(config, mesh, compiler)
     check_before_the_data(config, folder)
     for line in dial_lines(config):
         # The folder may be refused.
@@ -103,6 +111,9 @@ def prepare_run(
         # 1. Each process prepares or opens the data; all must have found the same.
         data, facts = prepare_on_all_ranks(mesh, prepare)
         known = with_steps_of_epochs(config, data)
+        if known is not config:
+            # The number of steps decides whether a run is compiled.
+            launch = replace(launch, mesh=settled(mesh, known, compiler))
         with (
             one_line_for_a_lost_process(folder),
             one_line_for_too_little_memory(known, data.vocab_size, launch.mesh),
@@ -149,7 +160,13 @@ def _start_or_resume(
     processes = mesh_of(accelerator).local_world_size
     share_threads(processes)
     if facts["resumes"]:
-        continue_on(folder, accelerator.device, processes, precision_of(accelerator))
+        continue_on(
+            folder,
+            accelerator.device,
+            processes,
+            precision_of(accelerator),
+            compiler_of(accelerator),
+        )
         if not is_deterministic(config, accelerator.device):
             logger.info(
                 "losses will agree with an uninterrupted run to rounding, not bit for bit: "

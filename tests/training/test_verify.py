@@ -95,6 +95,21 @@ def test_run_of_another_user_is_equal(run, verify):
     assert verify(run)[0] == 0
 
 
+def test_other_compiler_is_refused(run, verify, capsys, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "EAGER")
+    assert main(argv("verify {}", run.path)) == 2
+    line = capsys.readouterr().err
+    assert "with dynamo_backend no, and the accelerate config sets eager: compiled kernels" in line
+    # An older version did not record it. Then a compiled model, which multiplies queries, keys and
+    # values at once, differs like an edited one.
+    machine = json.loads(run.machine.read_text())
+    del machine["starts"][-1]["dynamo"]
+    run.machine.write_text(json.dumps(machine))
+    status, lines = verify(run)
+    assert (status, lines[1]) == (1, "step 4: differs")
+    torch.compiler.reset()
+
+
 def test_other_precision_is_refused(run, verify, capsys, monkeypatch):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     assert main(argv("verify {}", run.path)) == 2
