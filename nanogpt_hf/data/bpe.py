@@ -48,9 +48,13 @@ def train_merges(
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=shows_bars(),
     )
-    # In a thread: Python handles signals in the main thread only while it runs Python code.
+    # In a thread: Python handles signals in the main thread only while it runs Python code. A
+    # signal that comes just before a wait does not end it, so each is short.
     with ThreadPool(1) as pool:
-        pool.apply(rust.train_from_iterator, (sample, trainer, len(sample)))
+        training = pool.apply_async(rust.train_from_iterator, (sample, trainer, len(sample)))
+        while not training.ready():
+            training.wait(0.1)
+        training.get()
     # A process that is forked from here on must not use the library's threads: they exist only in
     # this one.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
