@@ -41,7 +41,7 @@ from nanogpt_hf.data.manifest import (
 )
 from nanogpt_hf.data.prepared import TOKENIZER, check_fits, open_blocks
 from nanogpt_hf.data.shards import Row, ShardWriter
-from nanogpt_hf.data.source import check_source, load_documents
+from nanogpt_hf.data.source import changed_while_read, check_source, load_documents
 from nanogpt_hf.data.tokenizer import Tokenizer, build_tokenizer
 from nanogpt_hf.errors import DataError, one_line
 from nanogpt_hf.formatting import shows_bars
@@ -103,9 +103,11 @@ def _prepare_in(folder: Path, data: DataSection) -> Manifest:
     # Tokens that are made already stay where they are: the folder gets their counts.
     if form.describe is not None:
         tokenizer = build_tokenizer(data.tokenizer, ())
+        files = local_files(data)
+        state = file_state(files)
         end_of_text_id, facts = form.describe(data, tokenizer)
-        revision = f"sha256:{file_digest(local_files(data))}"
-        return write_facts(folder, data, tokenizer, revision, end_of_text_id, facts)
+        revision = f"sha256:{file_digest(files)}"
+        return write_facts(folder, data, tokenizer, revision, state, end_of_text_id, facts)
     scratch = folder / "scratch"
     scratch.mkdir()
     source = load_documents(data, scratch)
@@ -148,7 +150,8 @@ def _prepare_in(folder: Path, data: DataSection) -> Manifest:
     facts, more = _write_splits(folder, data, documents, held, encode)
     shutil.rmtree(scratch)
     return write_facts(
-        folder, data, tokenizer, documents.revision, end_of_text_id, facts, left_out + more
+        *(folder, data, tokenizer, source.revision, source.file_state),
+        *(end_of_text_id, facts, left_out + more),
     )
 
 
@@ -231,6 +234,8 @@ def _write_splits(
                 held = held_out(batches.documents, data, documents.noun)
             # All rows of a document go to the same split.
             for rows in batches:
+                if rows and rows[-1].document >= len(held):
+                    raise changed_while_read(data.one_source)
                 writers["train"].write([row for row in rows if not held[row.document]])
                 writers["validation"].write([row for row in rows if held[row.document]])
     facts = {split: writer.close() for split, writer in writers.items()}
@@ -270,18 +275,21 @@ def write_facts(
     data: DataSection,
     tokenizer: Tokenizer,
     revision: str,
+    state: str | None,
     end_of_text_id: int | None,
     facts: dict[str, SplitFacts],
     left_out: int = 0,
 ) -> Manifest:
-    """Write tokenizer and manifest, the end of every preparation; return the manifest."""
+    """Write tokenizer and manifest, the end of every preparation; return the manifest.
+
+    `state` is the `file_state` of local files before they were read.
+    """
     save_tokenizer(tokenizer.hf, folder / TOKENIZER)
-    local = local_files(data)
     form = format_of(data)
     manifest = Manifest(
         recipe={knob: getattr(data, knob) for knob in DECIDING_KNOBS},
         revision=revision,
-        file_state=file_state(local) if local else None,
+        file_state=state,
         tokenizer_hash=vocabulary_hash(tokenizer.hf),
         vocab_size=tokenizer.vocab_size,
         end_of_text_id=end_of_text_id,

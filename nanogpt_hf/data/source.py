@@ -27,7 +27,7 @@ from nanogpt_hf.data.built_in import (
 from nanogpt_hf.data.documents import BadRows, Documents
 from nanogpt_hf.data.formats import format_of
 from nanogpt_hf.data.local_files import describe_left_out, find_files, is_url, local_files
-from nanogpt_hf.data.manifest import SPLITS, file_digest
+from nanogpt_hf.data.manifest import SPLITS, file_digest, file_state
 from nanogpt_hf.data.message_lists import unpacked
 from nanogpt_hf.data.rows import ROW_ENDINGS, read_tables
 from nanogpt_hf.errors import DataError, UserError, one_line
@@ -122,16 +122,44 @@ def load_documents(data: DataSection, scratch: Path, read_row: ReadRow | None = 
     names = {path: str(path) for path in files}
     if not files:
         names = {download(source, scratch, data.sha256): source}
+    # Before the digest, so that a later change of a file is noticed in any case.
+    state = file_state(files) if files else None
     digest = f"sha256:{file_digest([*names])}"
     column = data.text_column if reads_plain_text else None
     bad = {split: BadRows(data.max_bad_rows) for split in SPLITS}
 
     def read() -> Iterator[Any]:
-        # An error's traceback would keep the file of a refused row open.
-        with contextlib.closing(_tables(names, column)) as tables:
-            yield from _documents(tables, data, read_row, bad["train"], empty=False)
+        try:
+            # An error's traceback would keep the file of a refused row open.
+            with contextlib.closing(_tables(names, column)) as tables:
+                yield from _documents(tables, data, read_row, bad["train"], empty=False)
+        except DataError:
+            # A row that is cut may be one that another program writes.
+            _check_unchanged(source, files, state)
+            raise
+        _check_unchanged(source, files, state)
 
-    return Documents(read, None, digest, noun, bad_rows=bad)
+    return Documents(read, None, digest, noun, bad_rows=bad, file_state=state)
+
+
+def _check_unchanged(source: str, files: list[Path], state: str | None) -> None:
+    """Raises DataError if local files have changed since their `state`: the documents would be of
+    two texts, of which the digest names one.
+    """
+    try:
+        if state is None or file_state(files) == state:
+            return
+    except OSError:
+        # A file was removed.
+        pass
+    raise changed_while_read(source)
+
+
+def changed_while_read(source: str) -> DataError:
+    return DataError(
+        f"data.source: {source}: has changed while it was read; start again when no other program "
+        "writes it"
+    )
 
 
 def _of_unpacked(read_row: ReadRow) -> ReadRow:

@@ -366,6 +366,74 @@ def test_changed_or_added_text_is_refused(make, tmp_path, text):
     assert load_prepared(config)
 
 
+def appended(path):
+    with path.open("a") as file:
+        file.write('{"text": "one more"}\n')
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-9])
+
+
+@pytest.mark.parametrize(
+    ("kept", "number"), [(10**6, 1), (0, 1), (0, 2)], ids=["only", "first of two", "second of two"]
+)
+@pytest.mark.parametrize("change", [appended, cut, os.unlink])
+def test_text_that_changes_while_it_is_read_is_refused(
+    rows, make, monkeypatch, tmp_path, change, kept, number
+):
+    # `bpe` reads the documents to count them, and again if they do not fit into memory.
+    monkeypatch.setattr(documents_module, "_KEPT_CHARACTERS", kept)
+    path = rows([f"text {n}, " * 5 for n in range(60)])
+    config = make(path, "bpe", vocab_size=260)
+    content = path.read_bytes()
+    read = source_module.read_tables
+    readings = []
+
+    def changing(*arguments):
+        readings.append(1)
+        for table in read(*arguments):
+            if len(readings) == number:
+                change(path)
+            yield table
+
+    monkeypatch.setattr(source_module, "read_tables", changing)
+    assert f"{path}: has changed while it was read" in refusal(prepare, config)
+    assert not (tmp_path / "data").exists()
+    path.write_bytes(content)
+    monkeypatch.setattr(source_module, "read_tables", read)
+    assert prepare(config)[1]
+
+
+@pytest.mark.parametrize("kind", ["file", "folder", "token files"])
+def test_text_that_changed_after_it_was_read_is_refused_by_the_next_call(
+    text, make, monkeypatch, tmp_path, byte_tokenizer, kind
+):
+    (tmp_path / "text").mkdir()
+    path = text(name="text/a.txt")
+    text(name="text/b.txt")
+    config = make(tmp_path / "text")
+    if kind == "file":
+        config = make(path)
+    elif kind == "token files":
+        path = tmp_path / "text" / "a.ds"
+        np.arange(100, dtype="<u2").tofile(path)
+        np.array([60, 100], dtype="<u8").tofile(f"{path}.index")
+        config = make(path, byte_tokenizer, format="datatrove")
+    write = module.write_facts
+
+    def changing(*arguments):
+        if kind == "folder":
+            text(name="text/c.txt")
+        else:
+            path.write_bytes(bytes(reversed(path.read_bytes())))
+        return write(*arguments)
+
+    monkeypatch.setattr(module, "write_facts", changing)
+    prepare(config)
+    assert "has changed since it was prepared" in refusal(prepare, config)
+
+
 def test_touched_text_is_accepted_and_read_once(text, make, monkeypatch):
     path = text()
     config = make(path)
