@@ -73,7 +73,7 @@ def _files_below(folder: Path) -> Iterator[Path]:
 
 
 def is_url(source: str) -> bool:
-    return bool(re.match(r"[a-z][a-z0-9+.-]*://", source))
+    return bool(re.match(r"[a-z][a-z0-9+.-]*://", source, re.IGNORECASE))
 
 
 def find_files(source: str, endings: tuple[str, ...] = TEXT_ENDINGS) -> list[Path]:

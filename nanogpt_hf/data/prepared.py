@@ -229,14 +229,15 @@ def check_fits(manifest: Manifest, data: DataSection) -> None:
 
 def open_tokenizer(folder: Path, manifest: Manifest) -> PreTrainedTokenizerBase:
     """Return the tokenizer of prepared data. Raises DataError if it is not the manifest's."""
-    tokenizer = load_tokenizer(folder / TOKENIZER)
+    remedy = f"copy it again, or remove {folder} to prepare it again"
+    try:
+        tokenizer = load_tokenizer(folder / TOKENIZER)
+    except DataError as error:
+        raise DataError(error, remedy) from None
     # With another tokenizer the same ids would be another text.
     facts = vocabulary_hash(tokenizer), len(tokenizer)
     if facts != (manifest.tokenizer_hash, manifest.vocab_size):
-        raise DataError(
-            f"{folder / TOKENIZER}: not the tokenizer that made these tokens; copy it again, or "
-            f"remove {folder} to prepare it again"
-        )
+        raise DataError(f"{folder / TOKENIZER}: not the tokenizer that made these tokens", remedy)
     return tokenizer
 
 

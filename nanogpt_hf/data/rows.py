@@ -1,14 +1,17 @@
 """Read the rows of files: text, JSON, tables and Parquet, compressed or in a .zip."""
 
+import contextlib
 import csv
 import io
 import itertools
 import json
+import lzma
 import re
 import shutil
 import stat
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
@@ -17,6 +20,7 @@ import pyarrow
 
 from nanogpt_hf.config.names import ARCHIVE, COMPRESSIONS, ROW_ENDINGS, TEXT_ENDINGS
 from nanogpt_hf.data.compression import DECOMPRESS
+from nanogpt_hf.errors import one_line
 
 # Forms that hold text and are not read.
 OTHER_ARCHIVES = (".tar", ".tgz", ".tbz", ".tbz2", ".txz", ".7z", ".rar")
@@ -37,6 +41,11 @@ _METHODS = {
     zipfile.ZIP_LZMA: "lzma",
 }
 _ENCRYPTED = 0x1  # the bit of a member's flags
+# What libraries raise for a file that is not what its ending says. Theirs of a disk have a number.
+_DAMAGED = (
+    *(EOFError, zlib.error, zipfile.BadZipFile, pyarrow.ArrowException, json.JSONDecodeError),
+    *(lzma.LZMAError, RecursionError, OSError),
+)
 
 
 def file_ending(path: Path) -> str:
@@ -47,6 +56,7 @@ def file_ending(path: Path) -> str:
 
 # Control characters that no text has; one has white space, backspaces and the escapes of terminals.
 _BINARY = re.compile(r"[\0-\7\x0e-\x1a\x1c-\x1f]")
+_AS_UTF8 = "; write the file in UTF-8, for example by iconv"
 # An exception among rows stands for a row that cannot be read; the rows after it can.
 Rows = Iterator[Any]
 
@@ -69,6 +79,10 @@ def text_of(row: Any, column: str) -> str | None:
     if not (isinstance(text, str) or (text is None and is_row)):
         if not is_row:
             raise ValueError(f"expected text, or an object with column {column!r}, got {row!r:.40}")
+        if column in row:
+            raise ValueError(
+                f"column {column!r} holds {text!r:.40}, which is no text; set data.text_column"
+            )
         raise ValueError(
             f"column {column!r} does not hold text (it has: {', '.join(map(str, row))}); set "
             "data.text_column"
@@ -83,10 +97,10 @@ def read_tables(path: Path, column: str | None) -> Iterator[tuple[str, Rows]]:
     member's name, "" without an archive. Rows have to be read before the next are asked for.
 
     With `column` a file of plain text is one row, and of Parquet only this column is read, if it
-    exists. An exception among the rows is a row that cannot be read. Raises an error of the reader
-    if a file is damaged, and ValueError for a form that is not known.
+    exists. An exception among the rows is a row that cannot be read. Raises ValueError if a file is
+    damaged or its form is not known, and OSError if the disk cannot be read.
     """
-    with path.open("rb") as file:
+    with path.open("rb") as file, _naming_damage():
         if path.suffix.lower() != ARCHIVE:
             yield "", _rows(file, path.name, column)
             return
@@ -130,7 +144,26 @@ def _member_rows(
         yield from _rows(file, name if PurePosixPath(name).suffix else f"{name}{ending}", column)
 
 
+@contextlib.contextmanager
+def _naming_damage() -> Iterator[None]:
+    """Context in which an error of a library that a damaged file causes says what to do."""
+    try:
+        yield
+    except _DAMAGED as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        reason = one_line(error) or type(error).__name__
+        raise ValueError(
+            f"damaged, or not what its ending says: {reason}; correct it, or copy it again"
+        ) from None
+
+
 def _rows(file: Any, name: str, column: str | None) -> Rows:
+    with _naming_damage():
+        yield from _undamaged_rows(file, name, column)
+
+
+def _undamaged_rows(file: Any, name: str, column: str | None) -> Rows:
     while decompress := DECOMPRESS.get(Path(name).suffix.lower()):
         file = decompress(file)
         name = Path(name).stem
@@ -159,20 +192,46 @@ def _rows(file: Any, name: str, column: str | None) -> Rows:
             yield _plain(text.read(), ending)
 
 
-def _utf8(text: str) -> str:
-    """Raises UnicodeDecodeError for a text with bytes that are no UTF-8."""
+def _utf8(text: str, remedy: str = _AS_UTF8) -> str:
+    """Raises ValueError for a text with bytes that are no UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError:
-        text.encode("utf-8", "surrogateescape").decode()
+        try:
+            text.encode("utf-8", "surrogateescape").decode()
+        except UnicodeDecodeError as error:
+            raise _not_utf8(error, remedy) from None
     return text
+
+
+def _not_utf8(error: UnicodeDecodeError, remedy: str = _AS_UTF8) -> ValueError:
+    byte = error.object[error.start]
+    return ValueError(f"not UTF-8: byte {byte:#04x} in position {error.start}{remedy}")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON. Raises ValueError for a key that is there twice: one would be ignored."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {twice!r:.40} is there twice in an object; leave one out")
+    return found
+
+
+_JSON = json.JSONDecoder(object_pairs_hook=_object)
 
 
 def _json_lines(lines: Iterable[str]) -> Rows:
     for line in lines:
         if line.strip():
             try:
-                yield json.loads(_utf8(line))
+                yield _JSON.decode(_utf8(line))
+            except json.JSONDecodeError as error:
+                yield ValueError(
+                    f"not JSON: {error}; a row is one line, and JSON of several lines is read "
+                    "from a file named .json"
+                )
             except (ValueError, RecursionError) as error:
                 yield error
 
@@ -184,11 +243,13 @@ def _json_file(text: io.TextIOWrapper, column: str | None) -> Rows:
     first = ""
     while not first.strip() and (line := text.readline()):
         first += line
+    if not first.strip():
+        return
     try:
-        tree = json.loads(_utf8(first))
-    except ValueError:
+        tree = _JSON.decode(_utf8(first))
+    except json.JSONDecodeError:
         # The value is not complete in one line.
-        tree = json.loads(_utf8(first + text.read()))
+        tree = _JSON.decode(_utf8(first + text.read()))
     else:
         if second := next((line for line in text if line.strip()), ""):
             yield from _json_lines(itertools.chain((first, second), text))
@@ -243,7 +304,7 @@ def _table_rows(reader: "csv.DictReader[str]", delimiter: str) -> Rows:
             continue
         try:
             yield {name: _utf8(value) for name, value in row.items()}
-        except UnicodeDecodeError as error:
+        except ValueError as error:
             yield error
 
 
@@ -254,11 +315,11 @@ def _plain(text: str, ending: str) -> str | ValueError:
     known = ending in TEXT_ENDINGS
     problem = None
     try:
-        text = _utf8(text)
-    except UnicodeDecodeError as error:
+        text = _utf8(text, _AS_UTF8 if known else "")
+    except ValueError as error:
         problem = error
     if problem is None and "\0" in text:
-        problem = ValueError("holds NUL bytes: binary data, not text")
+        problem = ValueError("holds NUL bytes: binary data or UTF-16, no text in UTF-8")
     if not known:
         if problem or _BINARY.search(text) or text.startswith(("%PDF-", "{\\rtf")):
             reason = f": {problem}" if problem else ""
@@ -319,4 +380,4 @@ def _parquet_rows(table: Any, column: str | None) -> Rows:
                 try:
                     yield batch.slice(number, 1).to_pylist()[0]
                 except UnicodeDecodeError as error:
-                    yield error
+                    yield _not_utf8(error)

@@ -51,21 +51,33 @@ def download(url: str, folder: Path, sha256: str | None) -> Path:
     Raises DataError if it cannot be downloaded, or is another file.
     """
     options: dict[str, Any] = {}
-    if url.startswith("http"):
+    # fsspec knows schemes in small letters.
+    scheme, _, rest = url.partition("://")
+    address = f"{scheme.lower()}://{rest}"
+    if address.startswith("http"):
         from aiohttp import ClientTimeout
 
         # By default a download ends after five minutes, however much of it is left. A server that
         # sends nothing for a minute ends it now.
         options["client_kwargs"] = {"timeout": ClientTimeout(sock_connect=60, sock_read=60)}
     try:
-        target = folder / (Path(urllib.parse.urlsplit(url).path).name or "file.txt")
-        system, path = fsspec.core.url_to_fs(url, **options)
+        # What is read is decided by the endings alone.
+        name = Path(urllib.parse.urlsplit(address).path).name
+        target = folder / ("".join(("file", *Path(name).suffixes)) if name else "file.txt")
+        system, path = fsspec.core.url_to_fs(address, **options)
         system.get_file(path, str(target))
+        if not target.is_file():
+            raise IsADirectoryError("a folder, and not a file")
     except Exception as error:  # the network, a file system, a package that it needs
         reason = one_line(error) or type(error).__name__
         if isinstance(error, ValueError):
             # Its text may show a part of a password.
             reason = "not a URL"
+        elif isinstance(error, FileNotFoundError):
+            reason = "no such file there"
+        elif (status := getattr(error, "status", None)) is not None:
+            # The text of an error of aiohttp is its fields; a loop of redirections has no message.
+            reason = f"{getattr(error, 'message', '') or type(error).__name__} ({status})"
         raise DataError(f"data.source: {url}: cannot be downloaded: {reason}") from None
     digest = file_digest([target])
     if sha256 and digest != sha256.lower():

@@ -58,7 +58,9 @@ def reading_checkpoint(path: Path) -> Iterator[dict[str, Any]]:
         raise
     except Exception as error:
         reason = one_line(error) or repr(error)
-        if not isinstance(error, OSError) and not zipfile.is_zipfile(path):
+        # A file that cannot be opened is named; torch maps a part of a file with another error.
+        is_read = not isinstance(error, OSError) or error.filename is None
+        if is_read and not zipfile.is_zipfile(path):
             reason = "no file that torch.save has written, or a part of one"
         if isinstance(error, KeyError):
             reason = f"it has no {error.args[0]!r}"

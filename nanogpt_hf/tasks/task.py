@@ -107,6 +107,6 @@ def reference_problem(task: str, answer: str) -> str | None:
     if task == "regex":
         try:
             re.compile(answer)
-        except re.error as error:
+        except (re.error, OverflowError, RecursionError) as error:
             return f"is no regular expression: {error}"
     return None

@@ -393,6 +393,7 @@ CALL = {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {}}]}
         ("rl", {"messages": [QUESTION, ANSWER, QUESTION, ANSWER | {"weight": 0}]}, "not to be"),
         ("rl, gsm8k", of_method("rl", QUESTION, "?"), "has no number after ####"),
         ("rl, regex", {"question": "1?", "answer": "("}, "is no regular expression"),
+        ("rl, regex", {"question": "1?", "answer": "a{9999999999}"}, "is no regular expression"),
     ],
 )
 def test_row_that_a_method_refuses_is_named_or_left_out(

@@ -636,7 +636,17 @@ def test_missing_or_other_tokenizer_is_one_line(text, make, tmp_path):
     config = make(text())
     folder = tmp_path / "data" / "tokenizer"
     prepare(config)
+
+    def check():
+        message = refusal(load_prepared, config)
+        assert message.startswith(f"{folder}: ")
+        remedy = f"copy it again, or remove {folder.parent} to prepare it again"
+        assert message.endswith(f"; {remedy}")
+
+    for damaged in ("", "{}", (folder / "tokenizer.json").read_text()[:-9]):
+        (folder / "tokenizer.json").write_text(damaged)
+        check()
     shutil.rmtree(folder)
-    assert str(folder) in refusal(load_prepared, config)
+    check()
     build_tokenizer("char", ["abd"]).hf.save_pretrained(folder)
-    assert str(folder) in refusal(load_prepared, config)
+    check()

@@ -535,6 +535,13 @@ UNREADABLE = [
     ("a.json", '{"text": "x"}\n{"txt": "y"}\n', "row 2", "txt"),
     ("a.json", '{\n"text": "x"}\n{"text": "y"}\n', "Extra data"),
     ("a.jsonl", '{"text": "x"}\nnull\n', "row 2", "'text'", "got None"),
+    ("a.jsonl", '{"text": "x"}\n{"text": "y", "text": "z"}\n', "row 2", "'text' is there twice"),
+    ("a.jsonl", '{"text": "x", "m": [{"a": 1, "a": 2}]}\n', "row 1", "'a' is there twice"),
+    ("a.json", '[{"text": "x"}, {"text": "y", "text": "z"}]', "'text' is there twice"),
+    ("a.json", '{"text": "y", "text": "z"}\n{"text": "x"}\n', "'text' is there twice"),
+    ("a.jsonl", '[\n{"text": "x"}\n]\n', "row 1", "not JSON", "named .json"),
+    ("a.jsonl", '{"text": 5}\n', "'text' holds 5"),
+    ("a.csv", "id,body\n1,x\n", "'text' does not hold text", "id, body"),
     ("a.json", '[{"text": "x"}, null]', "row 2", "'text'", "got None"),
     ("a.json", "\n5", "row 1", "'text'", "got 5"),
     ("a.csv", "text,id,text\na,1,b\n", "2 columns are named 'text'"),
@@ -567,7 +574,31 @@ def test_unreadable_text_is_refused_with_file_and_row(write, tmp_path, case):
 def test_damaged_compressed_file_is_an_error(write, tmp_path, compression):
     whole = COMPRESSIONS[compression](os.urandom(50_000).hex().encode())
     for data in (b"not compressed at all", whole[:-3]):
-        assert f"a.txt{compression}: " in error_of(write(f"a.txt{compression}", data), tmp_path)
+        message = error_of(write(f"a.txt{compression}", data), tmp_path)
+        assert f"a.txt{compression}: " in message
+        assert message.endswith("copy it again")
+
+
+@pytest.mark.parametrize("ending", ["", ".gz", ".bz2", ".xz", ".lzma", ".zst"])
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.csv", "a.tsv", "a.json"])
+def test_an_empty_file_has_no_rows(write, tmp_path, name, ending):
+    for data in (b"", b"\xef\xbb\xbf"):
+        data = COMPRESSIONS[ending](data) if ending else data
+        assert texts_of(write(f"{name}{ending}", data), tmp_path) == []
+
+
+NOT_UTF8 = {"UTF-16": "caf\xe9".encode("utf-16"), "Latin-1": "caf\xe9 noir".encode("latin-1")}
+
+
+@pytest.mark.parametrize("encoding", NOT_UTF8)
+@pytest.mark.parametrize("name", ["a.txt", "a.md", "a.jsonl", "a.json", "a.csv", "a.tsv"])
+def test_text_in_another_encoding_is_refused_with_what_to_do(write, tmp_path, name, encoding):
+    data = NOT_UTF8[encoding]
+    if name.endswith(("csv", "tsv")):
+        data = b"text\n" + data
+    message = error_of(write(name, data), tmp_path)
+    assert "not UTF-8: byte 0x" in message
+    assert "iconv" in message
 
 
 STREAMS = [".gz", ".bz2", ".xz", ".lzma", ".zst"]
@@ -634,7 +665,10 @@ def server(monkeypatch):
         def do_GET(self):
             path = self.path.partition("?")[0]
             data = files.get(path, b"")
-            self.send_response(200 if path in files else 404)
+            status = {"/loop.txt": 302, "/secret.txt": 401}.get(path, 404)
+            self.send_response(200 if path in files else status)
+            if status == 302:
+                self.send_header("Location", path)
             # /short announces more bytes than it sends, like a lost connection
             length = len(data) + 100 * (path == "/short.txt")
             self.send_header("Content-Length", str(length))
@@ -660,12 +694,26 @@ def server(monkeypatch):
         ("/a.jsonl.gz", "/a.jsonl.gz"),
         ("/deep/a.jsonl.gz", "/deep/a.jsonl.gz?download=true"),
         ("/caf%C3%A9%20au%20lait.jsonl.gz", "/café%20au lait.jsonl.gz?größe=1"),
+        (f"/{'a' * 300}.jsonl.gz", f"/{'a' * 300}.jsonl.gz"),
     ],
 )
 def test_url_is_read_by_its_extension(server, tmp_path, path, written):
     url, files = server
     files[path] = gzip.compress(b'{"text": "one"}\n{"text": "two"}\n')
     assert texts_of(url + written, tmp_path) == ["one", "two"]
+
+
+@pytest.mark.parametrize("path", ["", "/", "/..", "/x/.."])
+def test_url_without_a_name_is_a_text(server, tmp_path, path):
+    url, files = server
+    files["/"] = b"hello"
+    assert texts_of(url + path, tmp_path) == ["hello"]
+
+
+def test_scheme_of_a_url_may_have_capitals(server, tmp_path):
+    url, files = server
+    files["/a.txt"] = b"hello"
+    assert texts_of(f"{url}/a.txt".replace("http", "Http"), tmp_path) == ["hello"]
 
 
 def test_sha256_of_url_is_checked(server, tmp_path):
@@ -682,8 +730,20 @@ def test_sha256_of_url_is_checked(server, tmp_path):
 def test_url_that_cannot_be_downloaded_is_one_line(server, tmp_path):
     url, files = server
     files["/short.txt"] = b"only the beginning"
-    for source in (f"{url}/none.txt", f"{url}/short.txt", "http://127.0.0.1:0/a.txt"):
-        assert error_of(source, tmp_path).startswith("data.source: ")
+    (tmp_path / "folder").mkdir()
+    refused = {
+        f"{url}/none.txt": "no such file there",
+        f"{url}/short.txt": "118 bytes",
+        f"{url}/loop.txt": "TooManyRedirects",
+        f"{url}/secret.txt": "Unauthorized (401)",
+        "http://127.0.0.1:0/a.txt": "127.0.0.1",
+        f"file://{tmp_path}/none.txt": "no such file there",
+        f"file://{tmp_path}/folder": "a folder",
+    }
+    for source, reason in refused.items():
+        message = error_of(source, tmp_path)
+        assert message.startswith(f"data.source: {source}: cannot be downloaded: ")
+        assert reason in message.removeprefix(f"data.source: {source}")
     gc.collect()  # an open connection would warn now, and warnings are errors
 
 
