@@ -4,7 +4,6 @@ import contextlib
 import shlex
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from nanogpt_hf.commands.arguments import (
@@ -65,8 +64,7 @@ def run_verify(arguments: Namespace) -> int:
     folder.check_unlocked()
 
     from nanogpt_hf.checkpoint.reader import OtherFormatError
-    from nanogpt_hf.config.sources import sources_of
-    from nanogpt_hf.data.prepared import check_prepared, require_manifest
+    from nanogpt_hf.data.prepared import check_prepared, require_prepared
     from nanogpt_hf.replay import repeatable, verify
     from nanogpt_hf.runs.provenance import record_verification
 
@@ -74,8 +72,7 @@ def run_verify(arguments: Namespace) -> int:
     segments = repeatable.segments_to_verify(folder, arguments.steps, arguments.sample)
     repeatable.check_repeatable(folder, config, mesh, segments)
     # Verifying must not prepare the data again: it would no longer be the data of the run.
-    for source in sources_of(config.data):
-        require_manifest(Path(source.data.dir))
+    require_prepared(config.data)
     texts = [f"{first:,} to {last:,}" for first, last in segments]
     # If nothing can be repeated at all, the record is about all steps that were asked for.
     first = segments[0][0]
@@ -162,6 +159,7 @@ def run_inspect(arguments: Namespace) -> None:
     """
     folder = find_run(arguments.run)
 
+    from nanogpt_hf.data.prepared import require_prepared
     from nanogpt_hf.replay.sequences import sequences_of, steps_with
     from nanogpt_hf.replay.verify import recipe_of, run_at
     from nanogpt_hf.runs.metrics import read_metrics
@@ -183,6 +181,8 @@ def run_inspect(arguments: Namespace) -> None:
     begun, other = branched_at(folder)
     if step and step <= begun:
         raise UserError(f"--step {step}: was taken by {other}, of which this run is a branch")
+    # Data that is prepared now would not be what the run has read.
+    require_prepared(config.data)
     # The weights that took the step are gone, unless a checkpoint was just before it.
     before = max((number for number in kept if number < (step or last + 1)), default=0)
     with run_at(folder, config, before, arguments.mesh) as run:

@@ -100,12 +100,9 @@ def load_prepared(config: Config, manifest: Manifest | None = None) -> PreparedD
 
 def _fitting_manifest(data: DataSection) -> Manifest:
     """Return the manifest of the prepared data, whose every source fits the recipe."""
+    require_prepared(data)
     manifest = find_manifest(data)
-    if manifest is None:
-        for source in sources_of(data):
-            # It raises for the first source that is missing.
-            require_manifest(Path(source.data.dir))
-        raise AssertionError("a source is missing")
+    assert manifest is not None
     if not manifest.sources:
         check_fits(manifest, data)
     for source in manifest.sources:
@@ -152,6 +149,12 @@ def require_manifest(folder: Path) -> Manifest:
         elsewhere = "" if folder.is_absolute() else ", or change to the folder where a run began"
         raise DataError(f"{folder}: no prepared data here; run `prepare` first{elsewhere}")
     return manifest
+
+
+def require_prepared(data: DataSection) -> None:
+    """Raises DataError for the first source that is not prepared."""
+    for source in sources_of(data):
+        require_manifest(Path(source.data.dir))
 
 
 def check_knobs_of_prepared(data: DataSection) -> None:

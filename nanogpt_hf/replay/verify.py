@@ -40,7 +40,7 @@ from nanogpt_hf.runs.recipe import read_recipe
 from nanogpt_hf.runs.state import KnobChange, TrainState, knobs_at
 from nanogpt_hf.training.build import start_again
 from nanogpt_hf.training.loop import Action, next_action, record_evaluation
-from nanogpt_hf.training.resume import remedies_of_run
+from nanogpt_hf.training.resume import check_learned_data, remedies_of_run
 from nanogpt_hf.training.start import prepare_run
 from nanogpt_hf.training.step import next_step
 
@@ -88,6 +88,9 @@ def run_at(folder: RunFolder, config: Config, first: int, mesh: Mesh) -> Iterato
         if first:
             # Raises an error if the checkpoint is damaged. A resume would search for an older one.
             identity_of(read_checkpoint(folder.checkpoint(first)))
+        else:
+            # A resume compares the data with its checkpoint's.
+            check_learned_data(folder, config)
         if first and mesh.is_main:
             copy.checkpoints.mkdir(parents=True)
             copy.recipe.write_bytes(folder.recipe.read_bytes())

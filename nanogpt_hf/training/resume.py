@@ -54,9 +54,8 @@ def remedies_of_run(folder: RunFolder, config: Config) -> Iterator[None]:
 
 def _has_learned(folder: RunFolder, config: Config) -> bool:
     """Return whether the prepared data may be the data of the run's newest checkpoint."""
-    try:
-        learned = identity_of(newest_checkpoint(folder))["data"]
-    except RunFolderError:
+    learned = _learned_data(folder)
+    if learned is None:
         return False
     # Data of another method is in memory: there is no folder that may hold other data.
     if not method_of(config).uses_prepared_data:
@@ -65,6 +64,30 @@ def _has_learned(folder: RunFolder, config: Config) -> bool:
     # Without one source the checkpoint does not tell which data a mixture had. Only the remedies of
     # a run never lose what it has learned.
     return manifest is None or manifest.content().items() <= learned.items()
+
+
+def _learned_data(folder: RunFolder) -> dict[str, Any] | None:
+    """What the newest checkpoint that can be read knows of the run's data; None without one."""
+    try:
+        return identity_of(newest_checkpoint(folder))["data"]
+    except RunFolderError:
+        return None
+
+
+def check_learned_data(folder: RunFolder, config: Config) -> None:
+    """Raises DataError if the prepared data is known not to be what the run has learned."""
+    manifest = find_manifest(config.data)
+    learned = _learned_data(folder)
+    if manifest is None or learned is None:
+        return
+    for name, value in manifest.content().items():
+        # A stage changes the weights of a mixture.
+        known = learned.get(name, value)
+        if name != "weights" and known != value:
+            raise DataError(
+                f"{config.data.dir}: holds other data than {folder.path} has learned: {name} "
+                f"{value!s:.80}, not {known!s:.80}; put that data back"
+            )
 
 
 def _recorded_steps(folder: RunFolder) -> int:

@@ -355,6 +355,37 @@ def test_a_repeated_run_names_the_remedy_of_a_run(
     assert run.call(*words) == 0
 
 
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        ("verify run", "other data: data revision"),
+        ("verify run --steps 0:2", "holds other data than run has learned: revision"),
+        ("inspect run --step 1", "holds other data than run has learned: revision"),
+        ("inspect run --find a", "other data: data revision"),
+    ],
+)
+def test_a_run_is_not_repeated_on_data_that_it_has_not_read(
+    words, reason, begun, tmp_path, monkeypatch, capsys
+):
+    words = words.split()
+    run, _ = begun("text", tmp_path / "work", monkeypatch)
+    Path("data").rename("kept")
+    assert run.call(*words) == 2
+    assert "data: no prepared data here" in capsys.readouterr().err
+    assert not Path("data").exists()
+    # Other text in the same place, which is prepared by itself.
+    run.kind.change(run.folder)
+    assert run.call("prepare", "run/recipe.yaml") == 0
+    capsys.readouterr()
+    assert run.call(*words) == (1 if words[0] == "verify" else 2)
+    out, err = capsys.readouterr()
+    assert reason in out + err
+    run.kind.write(run.folder)
+    shutil.rmtree("data")
+    Path("kept").rename("data")
+    assert run.call(*words) == 0
+
+
 def test_a_run_that_starts_may_have_the_changed_text(begun, tmp_path, monkeypatch, capsys):
     run, _ = begun("text", tmp_path / "work", monkeypatch)
     run.kind.change(run.folder)
