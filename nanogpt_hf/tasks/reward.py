@@ -39,6 +39,10 @@ def load_reward(spec: str) -> tuple[Score, str]:
     function: Any = run_file("rl.reward", path).get(name)
     if not callable(function):
         raise UserError(f"rl.reward: {path}: has no function {name!r}")
+    if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
+        raise UserError(
+            f"rl.reward: {path}: {name}: is asynchronous or a generator; return the reward"
+        )
     # Found out now instead of after the first completions, and by its name.
     if not _takes_three(function):
         raise UserError(

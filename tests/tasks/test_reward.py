@@ -146,6 +146,16 @@ def test_reward_file_changes_settings_for_itself_only(tmp_path):
     assert settings() == before
 
 
+@pytest.mark.parametrize(
+    "body", ["async def score(*_):\n    return 1", "def score(*_):\n    yield 1"]
+)
+def test_reward_that_returns_no_number_is_refused_at_once(tmp_path, body):
+    path = tmp_path / "mine.py"
+    path.write_text(f"{body}\n")
+    line = refusal(load_reward, f"{path}:score", error=UserError)
+    assert line.startswith(f"rl.reward: {path}: score: is asynchronous or a generator")
+
+
 def test_load_reward_calls_the_users_function(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text(
