@@ -116,7 +116,8 @@ class Documents:
     bad_rows: dict[str, BadRows] = field(
         default_factory=lambda: {split: BadRows() for split in SPLITS}
     )
-    file_state: str | None = None  # of local files, before they are read
+    # The state of local files before they are read.
+    file_state: str | None = None
 
     def read(self, split: str = "train") -> list[Any]:
         """All documents of a split."""

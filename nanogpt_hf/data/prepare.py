@@ -150,8 +150,14 @@ def _prepare_in(folder: Path, data: DataSection) -> Manifest:
     facts, more = _write_splits(folder, data, documents, held, encode)
     shutil.rmtree(scratch)
     return write_facts(
-        *(folder, data, tokenizer, source.revision, source.file_state),
-        *(end_of_text_id, facts, left_out + more),
+        folder,
+        data,
+        tokenizer,
+        source.revision,
+        source.file_state,
+        end_of_text_id,
+        facts,
+        left_out + more,
     )
 
 

@@ -3,7 +3,6 @@
 import contextlib
 import csv
 import io
-import itertools
 import json
 import lzma
 import re
@@ -12,7 +11,7 @@ import stat
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
@@ -20,6 +19,8 @@ import pyarrow
 
 from nanogpt_hf.config.names import ARCHIVE, COMPRESSIONS, ROW_ENDINGS, TEXT_ENDINGS
 from nanogpt_hf.data.compression import DECOMPRESS
+from nanogpt_hf.data.json_rows import Rows, is_json, json_file, json_lines
+from nanogpt_hf.data.utf8 import AS_UTF8, not_utf8, utf8
 from nanogpt_hf.errors import one_line
 
 # Forms that hold text and are not read.
@@ -43,8 +44,14 @@ _METHODS = {
 _ENCRYPTED = 0x1  # the bit of a member's flags
 # What libraries raise for a file that is not what its ending says. Theirs of a disk have a number.
 _DAMAGED = (
-    *(EOFError, zlib.error, zipfile.BadZipFile, pyarrow.ArrowException, json.JSONDecodeError),
-    *(lzma.LZMAError, RecursionError, OSError),
+    EOFError,
+    OSError,
+    RecursionError,
+    json.JSONDecodeError,
+    lzma.LZMAError,
+    pyarrow.ArrowException,
+    zipfile.BadZipFile,
+    zlib.error,
 )
 
 
@@ -56,9 +63,6 @@ def file_ending(path: Path) -> str:
 
 # Control characters that no text has; one has white space, backspaces and the escapes of terminals.
 _BINARY = re.compile(r"[\0-\7\x0e-\x1a\x1c-\x1f]")
-_AS_UTF8 = "; write the file in UTF-8, for example by iconv"
-# An exception among rows stands for a row that cannot be read; the rows after it can.
-Rows = Iterator[Any]
 
 
 def text_of(row: Any, column: str) -> str | None:
@@ -183,92 +187,13 @@ def _undamaged_rows(file: Any, name: str, column: str | None) -> Rows:
     # are no UTF-8 are kept until it is known in which row they are.
     with io.TextIOWrapper(file, encoding="utf-8-sig", errors="surrogateescape") as text:
         if ending in (".jsonl", ".ndjson"):
-            yield from _json_lines(text)
+            yield from json_lines(text)
         elif ending == ".json":
-            yield from _json_file(text, column)
+            yield from json_file(text, column)
         elif ending in (".csv", ".tsv"):
             yield from _table(text, "\t" if ending == ".tsv" else ",", column)
         else:
             yield _plain(text.read(), ending)
-
-
-def _utf8(text: str, remedy: str = _AS_UTF8) -> str:
-    """Raises ValueError for a text with bytes that are no UTF-8."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        try:
-            text.encode("utf-8", "surrogateescape").decode()
-        except UnicodeDecodeError as error:
-            raise _not_utf8(error, remedy) from None
-    return text
-
-
-def _not_utf8(error: UnicodeDecodeError, remedy: str = _AS_UTF8) -> ValueError:
-    byte = error.object[error.start]
-    return ValueError(f"not UTF-8: byte {byte:#04x} in position {error.start}{remedy}")
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of JSON. Raises ValueError for a key that is there twice: one would be ignored."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the key {twice!r:.40} is there twice in an object; leave one out")
-    return found
-
-
-_JSON = json.JSONDecoder(object_pairs_hook=_object)
-
-
-def _json_lines(lines: Iterable[str]) -> Rows:
-    for line in lines:
-        if line.strip():
-            try:
-                yield _JSON.decode(_utf8(line))
-            except json.JSONDecodeError as error:
-                yield ValueError(
-                    f"not JSON: {error}; a row is one line, and JSON of several lines is read "
-                    "from a file named .json"
-                )
-            except (ValueError, RecursionError) as error:
-                yield error
-
-
-def _json_file(text: io.TextIOWrapper, column: str | None) -> Rows:
-    """Yield the rows of a list, {"data": list}, one row, or JSON lines under another name."""
-    # JSON lines under the name .json: the first line that is not empty is complete, and another one
-    # follows. Otherwise the file is one value, over any number of lines.
-    first = ""
-    while not first.strip() and (line := text.readline()):
-        first += line
-    if not first.strip():
-        return
-    try:
-        tree = _JSON.decode(_utf8(first))
-    except json.JSONDecodeError:
-        # The value is not complete in one line.
-        tree = _JSON.decode(_utf8(first + text.read()))
-    else:
-        if second := next((line for line in text if line.strip()), ""):
-            yield from _json_lines(itertools.chain((first, second), text))
-            return
-    # A list of rows may be inside an object, next to facts about it.
-    if isinstance(tree, dict) and column not in tree:
-        lists = [name for name, value in tree.items() if _is_rows(value, dict)]
-        if lists == ["data"] or (not lists and _is_rows(tree.get("data"), str)):
-            tree = tree["data"]
-        elif lists and column is not None:
-            raise ValueError(
-                f"an object around {', '.join(lists)}; write the list of rows alone, or as "
-                '{"data": [...]}'
-            )
-    yield from tree if isinstance(tree, list) else [tree]
-
-
-def _is_rows(value: Any, kind: type) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(row) is kind for row in value)
 
 
 def _table(text: io.TextIOWrapper, delimiter: str, column: str | None) -> Rows:
@@ -303,7 +228,7 @@ def _table_rows(reader: "csv.DictReader[str]", delimiter: str) -> Rows:
             )
             continue
         try:
-            yield {name: _utf8(value) for name, value in row.items()}
+            yield {name: utf8(value) for name, value in row.items()}
         except ValueError as error:
             yield error
 
@@ -315,7 +240,7 @@ def _plain(text: str, ending: str) -> str | ValueError:
     known = ending in TEXT_ENDINGS
     problem = None
     try:
-        text = _utf8(text, _AS_UTF8 if known else "")
+        text = utf8(text, AS_UTF8 if known else "")
     except ValueError as error:
         problem = error
     if problem is None and "\0" in text:
@@ -324,27 +249,12 @@ def _plain(text: str, ending: str) -> str | ValueError:
         if problem or _BINARY.search(text) or text.startswith(("%PDF-", "{\\rtf")):
             reason = f": {problem}" if problem else ""
             raise ValueError(f"not plain text{reason}; convert it to .txt; {KNOWN}")
-        if _is_json(text):
+        if is_json(text):
             raise ValueError(
                 "JSON under another name; name it .jsonl or .json to read its rows, .txt to "
                 "train on it as it is"
             )
     return problem or text
-
-
-def _is_json(text: str) -> bool:
-    """Whether a text is a JSON object or a list of such, or its first line is."""
-    if text.lstrip()[:1] not in ("{", "["):
-        return False
-    # The first line alone would be one of JSON lines.
-    for part in (text.lstrip().partition("\n")[0], text):
-        try:
-            tree = json.loads(part)
-            if isinstance(tree, dict) or _is_rows(tree, dict):
-                return True
-        except (ValueError, RecursionError):
-            continue
-    return False
 
 
 def _parquet(file: IO[bytes], column: str | None) -> Rows:
@@ -380,4 +290,4 @@ def _parquet_rows(table: Any, column: str | None) -> Rows:
                 try:
                     yield batch.slice(number, 1).to_pylist()[0]
                 except UnicodeDecodeError as error:
-                    yield _not_utf8(error)
+                    yield not_utf8(error)
