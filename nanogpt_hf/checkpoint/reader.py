@@ -185,14 +185,20 @@ def check_recorded_start(run: RunFolder, config: Config) -> None:
     model = config.finetune.model
     if model is None or os.path.isdir(model):
         return
-    origin = None
-    folders = run.checkpoint_folders()
-    while origin is None and folders:
+    check_start_folder(run, model, newest_identity(run).get("origin", {}))
+
+
+def newest_identity(run: RunFolder) -> dict[str, Any]:
+    """Identity of the run, as its newest checkpoint states whose state can be read; empty without
+    one.
+    """
+    for folder in reversed(run.checkpoint_folders()):
         # Not the tensors, whose checksums take long.
         with contextlib.suppress(UserError):
-            state, _, _ = _read_state(folders.pop())
-            origin = (state.identity or {}).get("origin", {})
-    check_start_folder(run, model, origin or {})
+            state, _, _ = _read_state(folder)
+            if state.identity is not None:
+                return state.identity
+    return {}
 
 
 def check_identity(run: RunFolder, state: TrainState, identity: dict[str, Any]) -> None:

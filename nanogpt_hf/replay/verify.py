@@ -77,9 +77,15 @@ def run_at(folder: RunFolder, config: Config, first: int, mesh: Mesh) -> Iterato
     """
     made = tempfile.TemporaryDirectory() if mesh.is_main else nullcontext("")
     with _stopped_by_signals(), one_line_for_a_lost_process(), made as temporary:
-        # The other processes learn the name of the folder from the main one.
-        place = {"folder": temporary} if mesh.is_main else {}
-        _, place = prepare_on_all_ranks(mesh, lambda: (None, place))
+
+        def check() -> tuple[None, dict[str, Any]]:
+            if not first:
+                # A resume compares the data with its checkpoint's.
+                check_learned_data(folder, config)
+            # The other processes learn the name of the folder from the main one.
+            return None, {"folder": temporary} if mesh.is_main else {}
+
+        _, place = prepare_on_all_ranks(mesh, check)
         copy = RunFolder(Path(place["folder"]) / "run")
         if mesh.is_main:
             copy.path.mkdir()
@@ -88,9 +94,6 @@ def run_at(folder: RunFolder, config: Config, first: int, mesh: Mesh) -> Iterato
         if first:
             # Raises an error if the checkpoint is damaged. A resume would search for an older one.
             identity_of(read_checkpoint(folder.checkpoint(first)))
-        else:
-            # A resume compares the data with its checkpoint's.
-            check_learned_data(folder, config)
         if first and mesh.is_main:
             copy.checkpoints.mkdir(parents=True)
             copy.recipe.write_bytes(folder.recipe.read_bytes())

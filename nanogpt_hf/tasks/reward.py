@@ -12,7 +12,7 @@ from typing import Any, Literal
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.tasks.own_modules import code_digest
 from nanogpt_hf.tasks.task import Question, Score
-from nanogpt_hf.tasks.user_code import UserCodeError, run_file, user_code
+from nanogpt_hf.tasks.user_code import UserCodeError, is_deferred, run_file, user_code
 
 # The largest reward. float32 holds the sums and squares of more than a million of them.
 _LARGEST = 1e15
@@ -39,7 +39,7 @@ def load_reward(spec: str) -> tuple[Score, str]:
     function: Any = run_file("rl.reward", path).get(name)
     if not callable(function):
         raise UserError(f"rl.reward: {path}: has no function {name!r}")
-    if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
+    if is_deferred(function):
         raise UserError(
             f"rl.reward: {path}: {name}: is asynchronous or a generator; return the reward"
         )

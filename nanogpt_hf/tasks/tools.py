@@ -16,7 +16,7 @@ from nanogpt_hf.data.call_format import Call
 from nanogpt_hf.errors import UserError, did_you_mean, is_utf8, one_line
 from nanogpt_hf.tasks.calculator import calculator
 from nanogpt_hf.tasks.own_modules import code_digest
-from nanogpt_hf.tasks.user_code import UserCodeError, run_file, user_code
+from nanogpt_hf.tasks.user_code import UserCodeError, is_deferred, run_file, user_code
 
 # Tools by the name that stands for them in `rl.tools`.
 BUILT_IN = {"calculator": calculator}
@@ -128,7 +128,7 @@ def _is_defined_in(value: Any, path: Path) -> bool:
 
 def _schema_of(name: str, function: Callable[..., Any], where: str) -> dict[str, Any]:
     """The description of a function for the model."""
-    if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
+    if is_deferred(function):
         raise UserError(f"{where}: {name}: is asynchronous or a generator; return the result")
     kinds = {parameter.kind for parameter in inspect.signature(function).parameters.values()}
     if kinds & _BY_POSITION:

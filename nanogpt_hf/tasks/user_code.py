@@ -1,5 +1,6 @@
 """Run a user's Python code: with a time limit, and without a trace in this process's settings."""
 
+import inspect
 import os
 import runpy
 import traceback
@@ -29,6 +30,19 @@ _SETTINGS: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
 
 class UserCodeError(Exception):
     """A user's code has failed; the message continues a sentence about it: `raises ...`."""
+
+
+def is_deferred(function: Callable[..., Any]) -> bool:
+    """Whether a call of a function, or of an object like one, returns no result but a coroutine or
+    a generator.
+    """
+    kinds = (
+        inspect.iscoroutinefunction,
+        inspect.isgeneratorfunction,
+        inspect.isasyncgenfunction,
+    )
+    called = (function, type(function).__call__)
+    return any(kind(part) for kind in kinds for part in called)
 
 
 @contextmanager

@@ -9,18 +9,19 @@ from typing import Any
 from nanogpt_hf.checkpoint.reader import (
     Checkpoint,
     check_identity,
-    identity_of,
     newest_checkpoint,
+    newest_identity,
 )
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.config.stages import config_at, with_known_steps
 from nanogpt_hf.data.manifest import find_manifest
 from nanogpt_hf.data.prepared import check_prepared_sources
-from nanogpt_hf.errors import ChangedError, DataError, RunFolderError, UserError
+from nanogpt_hf.errors import ChangedError, DataError, UserError
 from nanogpt_hf.methods.table import method_of
 from nanogpt_hf.optim.optimizer import learning_rate_at
 from nanogpt_hf.runs.folder import RunFolder, run_folder
 from nanogpt_hf.runs.origin import origin_of
+from nanogpt_hf.runs.provenance import read_starts
 from nanogpt_hf.runs.recipe import changed_knobs, known_recipe
 from nanogpt_hf.runs.state import knobs_at, run_identity
 from nanogpt_hf.training.early_checks import check_folders
@@ -54,7 +55,7 @@ def remedies_of_run(folder: RunFolder, config: Config) -> Iterator[None]:
 
 def _has_learned(folder: RunFolder, config: Config) -> bool:
     """Return whether the prepared data may be the data of the run's newest checkpoint."""
-    learned = _learned_data(folder)
+    learned = newest_identity(folder).get("data")
     if learned is None:
         return False
     # Data of another method is in memory: there is no folder that may hold other data.
@@ -66,18 +67,13 @@ def _has_learned(folder: RunFolder, config: Config) -> bool:
     return manifest is None or manifest.content().items() <= learned.items()
 
 
-def _learned_data(folder: RunFolder) -> dict[str, Any] | None:
-    """What the newest checkpoint that can be read knows of the run's data; None without one."""
-    try:
-        return identity_of(newest_checkpoint(folder))["data"]
-    except RunFolderError:
-        return None
-
-
 def check_learned_data(folder: RunFolder, config: Config) -> None:
-    """Raises DataError if the prepared data is known not to be what the run has learned."""
+    """Raises DataError if the prepared data is known not to be what the run has learned: by its
+    newest checkpoint, or by its last start if none was saved.
+    """
     manifest = find_manifest(config.data)
-    learned = _learned_data(folder)
+    starts = read_starts(folder)
+    learned = newest_identity(folder).get("data") or (starts[-1].get("data") if starts else None)
     if manifest is None or learned is None:
         return
     for name, value in manifest.content().items():

@@ -42,7 +42,7 @@ from nanogpt_hf.training.sweep_grid import GridRun, Sweep
 from nanogpt_hf.training.sweep_results import write_results
 
 logger = logging.getLogger(__name__)
-# The time for a run to end that a second Ctrl-C has interrupted.
+# The time that a run has to end after a second Ctrl-C has interrupted it.
 _SECONDS_TO_END = 10.0
 
 

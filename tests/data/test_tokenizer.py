@@ -377,25 +377,25 @@ def test_spread_sample_is_bounded_and_covers_the_whole_text(documents):
 
 
 def test_bpe_training_stops_at_each_signal(monkeypatch):
-    stop = threading.Event()
-    ended = []
     # a shell's background jobs ignore it
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    def train(*_: object) -> None:
-        os.kill(os.getpid(), signal.SIGINT)
-        if not stop.wait(20):
-            ended.append("a training that did not stop")
-
-    monkeypatch.setattr(bpe, "byte_level", lambda *_: SimpleNamespace(train_from_iterator=train))
     try:
         # Some signals come just before the main thread waits.
         for _ in range(20):
+            stop = threading.Event()
+            trained = []
+
+            def train(*_: object, stop: threading.Event = stop, trained: list = trained) -> None:
+                os.kill(os.getpid(), signal.SIGINT)
+                trained.append(not stop.wait(60))
+
+            rust = SimpleNamespace(train_from_iterator=train)
+            monkeypatch.setattr(bpe, "byte_level", lambda *_, rust=rust: rust)
             with pytest.raises(KeyboardInterrupt):
                 bpe.train_merges(["text"], 300, "gpt2")
-            assert not ended
+            assert trained == [], "the training went on to its end"
+            stop.set()
     finally:
-        stop.set()
         signal.signal(signal.SIGINT, before)
 
 

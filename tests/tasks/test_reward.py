@@ -147,7 +147,13 @@ def test_reward_file_changes_settings_for_itself_only(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "body", ["async def score(*_):\n    return 1", "def score(*_):\n    yield 1"]
+    "body",
+    [
+        "async def score(*_):\n    return 1",
+        "def score(*_):\n    yield 1",
+        "async def score(*_):\n    yield 1",
+        "class Score:\n    async def __call__(self, *_):\n        return 1\nscore = Score()",
+    ],
 )
 def test_reward_that_returns_no_number_is_refused_at_once(tmp_path, body):
     path = tmp_path / "mine.py"

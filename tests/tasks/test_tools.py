@@ -235,6 +235,7 @@ def function(parameters: str, meaning: str = "X.") -> str:
         ('def f(x: int) -> int:\n    """F."""\n', "no description for the argument 'x'"),
         ('async def f() -> int:\n    """F."""\n', "f: is asynchronous"),
         ('def f():\n    """F."""\n    yield 1\n', "f: is asynchronous or a generator"),
+        ('async def f():\n    """F."""\n    yield 1\n', "f: is asynchronous or a generator"),
         ("import os\nos.remove(__file__)\n", "defines no function"),
         ("globals()[3] = len\n", "defines no function"),
         (function("x: int, /"), "f: takes arguments by position"),

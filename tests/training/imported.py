@@ -37,9 +37,8 @@ if importlib.util.find_spec("deepspeed") is not None:
     import torch._functorch.aot_autograd
 
 torch.set_num_threads(1)  # a thread pool does not survive a fork; a process sets its own number
-# conftest.py does the same.
+# conftest.py does the same two.
 os.fsync = lambda descriptor: None
-# conftest.py does the same.
 metadata.metadata = functools.cache(metadata.metadata)
 for template in (card._template, page._template):
     template()  # compiled once, and not in each fork

@@ -356,19 +356,23 @@ def test_a_repeated_run_names_the_remedy_of_a_run(
 
 
 @pytest.mark.parametrize(
-    ("words", "reason"),
+    ("words", "reason", "is_saved"),
     [
-        ("verify run", "other data: data revision"),
-        ("verify run --steps 0:2", "holds other data than run has learned: revision"),
-        ("inspect run --step 1", "holds other data than run has learned: revision"),
-        ("inspect run --find a", "other data: data revision"),
+        ("verify run", "other data: data revision", True),
+        ("verify run --steps 0:2", "holds other data than run has learned: revision", True),
+        ("inspect run --step 1", "holds other data than run has learned: revision", True),
+        ("inspect run --step 1", "holds other data than run has learned: revision", False),
+        ("inspect run --find a", "other data: data revision", True),
     ],
 )
 def test_a_run_is_not_repeated_on_data_that_it_has_not_read(
-    words, reason, begun, tmp_path, monkeypatch, capsys
+    words, reason, is_saved, begun, tmp_path, monkeypatch, capsys
 ):
     words = words.split()
     run, _ = begun("text", tmp_path / "work", monkeypatch)
+    if not is_saved:
+        # A kill before the first checkpoint leaves the record of the start.
+        shutil.rmtree("run/checkpoints")
     Path("data").rename("kept")
     assert run.call(*words) == 2
     assert "data: no prepared data here" in capsys.readouterr().err
