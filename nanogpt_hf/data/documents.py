@@ -5,6 +5,7 @@ are held out for validation.
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -118,11 +119,14 @@ class Documents:
     )
     # The state of local files before they are read.
     file_state: str | None = None
+    # Makes a context for reading, which raises DataError at its end if local files have changed.
+    unchanged: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def read(self, split: str = "train") -> list[Any]:
-        """All documents of a split."""
-        documents = list(getattr(self, split)())
-        self.bad_rows[split].left_out(len(documents))
+        """All documents of a split. Raises DataError if local files change meanwhile."""
+        with self.unchanged():
+            documents = list(getattr(self, split)())
+            self.bad_rows[split].left_out(len(documents))
         return documents
 
 

@@ -140,6 +140,9 @@ def describe_left_out(
 def local_files(data: DataSection) -> list[Path]:
     """`find_files` of the recipe's source and format; token files without tokens are left out."""
     files = find_files(data.one_source, format_of(data).endings)
-    if FORMATS[data.format].has_tokens:
+    if not FORMATS[data.format].has_tokens:
+        return files
+    try:
         return [path for path in files if path.stat().st_size]
-    return files
+    except OSError as error:
+        raise DataError(f"{error.filename}: cannot be read: {error.strerror}") from None

@@ -51,8 +51,16 @@ def tool_versions() -> dict[str, str]:
 
 
 def file_state(files: list[Path]) -> str:
-    """A fingerprint of names, sizes and times: equal only if the files are unchanged."""
-    states = [(path.as_posix(), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    """A fingerprint of names, sizes and times: equal only if the files are unchanged, or changed
+    within the resolution of the file system's times and kept their sizes.
+    """
+    states = []
+    for path in files:
+        try:
+            status = path.stat()
+        except OSError as error:
+            raise DataError(f"{path}: cannot be read: {error.strerror}") from error
+        states.append((path.as_posix(), status.st_size, status.st_mtime_ns))
     return hashlib.sha256(json.dumps(states).encode()).hexdigest()
 
 
@@ -67,7 +75,7 @@ def file_digest(files: list[Path]) -> str:
                 while block := file.read(1 << 20):
                     digest.update(block)
         except OSError as error:
-            raise DataError(f"{path}: cannot be read: {error.strerror}") from None
+            raise DataError(f"{path}: cannot be read: {error.strerror}") from error
     return digest.hexdigest()
 
 

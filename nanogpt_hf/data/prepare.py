@@ -33,16 +33,15 @@ from nanogpt_hf.data.manifest import (
     Manifest,
     PreparedSource,
     SplitFacts,
-    file_digest,
-    file_state,
     mixed_manifest,
     read_manifest,
     write_manifest,
 )
 from nanogpt_hf.data.prepared import TOKENIZER, check_fits, open_blocks
 from nanogpt_hf.data.shards import Row, ShardWriter
-from nanogpt_hf.data.source import changed_while_read, check_source, load_documents
+from nanogpt_hf.data.source import check_source, load_documents
 from nanogpt_hf.data.tokenizer import Tokenizer, build_tokenizer
+from nanogpt_hf.data.unchanged import FilesBefore, changed_while_read
 from nanogpt_hf.errors import DataError, one_line
 from nanogpt_hf.formatting import shows_bars
 from nanogpt_hf.place import dead_link, make_once
@@ -103,19 +102,35 @@ def _prepare_in(folder: Path, data: DataSection) -> Manifest:
     # Tokens that are made already stay where they are: the folder gets their counts.
     if form.describe is not None:
         tokenizer = build_tokenizer(data.tokenizer, ())
-        files = local_files(data)
-        state = file_state(files)
-        end_of_text_id, facts = form.describe(data, tokenizer)
-        revision = f"sha256:{file_digest(files)}"
-        return write_facts(folder, data, tokenizer, revision, state, end_of_text_id, facts)
+        before = FilesBefore(data.one_source, local_files(data))
+        with before.unchanged():
+            end_of_text_id, facts = form.describe(data, tokenizer)
+        state = before.state
+        return write_facts(folder, data, tokenizer, before.revision, state, end_of_text_id, facts)
     scratch = folder / "scratch"
     scratch.mkdir()
     source = load_documents(data, scratch)
+    # Not where the documents are read: with a limit they are not read to their end.
+    with source.unchanged():
+        tokenizer, end_of_text_id, facts, left_out = _write_documents(folder, data, source)
+    shutil.rmtree(scratch)
+    revision = source.revision
+    state = source.file_state
+    return write_facts(folder, data, tokenizer, revision, state, end_of_text_id, facts, left_out)
+
+
+def _write_documents(
+    folder: Path, data: DataSection, source: Documents
+) -> tuple[Tokenizer, int | None, dict[str, SplitFacts], int]:
+    """Write both splits. Return the tokenizer, the id of the token that ends each document, the
+    facts of the splits, and the number of rows that were left out.
+    """
+    form = format_of(data)
+    assert form.texts is not None
+    assert form.encoder is not None
     # 1. Read. A tokenizer that is made from the documents reads them before they are encoded.
     is_made = data.tokenizer in MADE_TOKENIZERS
     is_trained = data.tokenizer == "bpe"
-    assert form.texts is not None
-    assert form.encoder is not None
     train = Reading(source.train, form.texts if is_made else None)
     documents = replace(source, train=train)
     # 2. Choose what is held out. With streaming or a limit the documents are counted when they are
@@ -148,17 +163,7 @@ def _prepare_in(folder: Path, data: DataSection) -> Manifest:
     # 4. Encode, and write the shards of both splits.
     encode = form.encoder(tokenizer, end_of_text_id)
     facts, more = _write_splits(folder, data, documents, held, encode)
-    shutil.rmtree(scratch)
-    return write_facts(
-        folder,
-        data,
-        tokenizer,
-        source.revision,
-        source.file_state,
-        end_of_text_id,
-        facts,
-        left_out + more,
-    )
+    return tokenizer, end_of_text_id, facts, left_out + more
 
 
 class Spool:

@@ -27,9 +27,10 @@ from nanogpt_hf.data.built_in import (
 from nanogpt_hf.data.documents import BadRows, Documents
 from nanogpt_hf.data.formats import format_of
 from nanogpt_hf.data.local_files import describe_left_out, find_files, is_url, local_files
-from nanogpt_hf.data.manifest import SPLITS, file_digest, file_state
+from nanogpt_hf.data.manifest import SPLITS, file_digest
 from nanogpt_hf.data.message_lists import unpacked
 from nanogpt_hf.data.rows import ROW_ENDINGS, read_tables
+from nanogpt_hf.data.unchanged import FilesBefore
 from nanogpt_hf.errors import DataError, UserError, one_line
 from nanogpt_hf.formatting import shows_bars
 
@@ -121,56 +122,55 @@ def load_documents(data: DataSection, scratch: Path, read_row: ReadRow | None = 
                 "out (data.validation_fraction is held out)"
             )
     if source in BUILT_IN:
-        if source == ARITHMETIC:
-            rows = arithmetic_text() if reads_plain_text else arithmetic_rows()
-            revision = f"{ARITHMETIC} 1"
-        else:
-            # The documentation is one document.
-            rows = [python_docs()]
-            revision = f"Python {sys.version.split()[0]}"
-        documents = list(_documents([(source, rows)], data, read_row, BadRows()))
-        return Documents(lambda: documents, None, revision, noun, len(documents))
+        return _built_in(data, read_row, noun, reads_plain_text)
+    return _of_files(
+        data, files, scratch, read_row, noun, data.text_column if reads_plain_text else None
+    )
+
+
+def _built_in(data: DataSection, read_row: ReadRow, noun: str, is_text: bool) -> Documents:
+    source = data.one_source
+    if source == ARITHMETIC:
+        rows = arithmetic_text() if is_text else arithmetic_rows()
+        revision = f"{ARITHMETIC} 1"
+    else:
+        # The documentation is one document.
+        rows = [python_docs()]
+        revision = f"Python {sys.version.split()[0]}"
+    documents = list(_documents([(source, rows)], data, read_row, BadRows()))
+    return Documents(lambda: documents, None, revision, noun, len(documents))
+
+
+def _of_files(
+    data: DataSection,
+    files: list[Path],
+    scratch: Path,
+    read_row: ReadRow,
+    noun: str,
+    column: str | None,
+) -> Documents:
+    """Return the rows of local files, or, without `files`, of a URL."""
+    source = data.one_source
     # What messages call each file: a download is called by its URL.
     names = {path: str(path) for path in files}
     if not files:
         names = {download(source, scratch, data.sha256): source}
-    # Before the digest, so that a later change of a file is noticed in any case.
-    state = file_state(files) if files else None
-    digest = f"sha256:{file_digest([*names])}"
-    column = data.text_column if reads_plain_text else None
+    before = FilesBefore(source, [*names])
     bad = {split: BadRows(data.max_bad_rows) for split in SPLITS}
 
     def read() -> Iterator[Any]:
-        try:
-            # An error's traceback would keep the file of a refused row open.
-            with contextlib.closing(_tables(names, column)) as tables:
-                yield from _documents(tables, data, read_row, bad["train"], empty=False)
-        except DataError:
-            # A row that is cut may be one that another program writes.
-            _check_unchanged(source, files, state)
-            raise
-        _check_unchanged(source, files, state)
+        # An error's traceback would keep the file of a refused row open.
+        with contextlib.closing(_tables(names, column)) as tables:
+            yield from _documents(tables, data, read_row, bad["train"], empty=False)
 
-    return Documents(read, None, digest, noun, bad_rows=bad, file_state=state)
-
-
-def _check_unchanged(source: str, files: list[Path], state: str | None) -> None:
-    """Raises DataError if local files have changed since their `state`: the documents would be of
-    two texts, of which the digest names one.
-    """
-    try:
-        if state is None or file_state(files) == state:
-            return
-    except OSError:
-        # A file was removed.
-        pass
-    raise changed_while_read(source)
-
-
-def changed_while_read(source: str) -> DataError:
-    return DataError(
-        f"data.source: {source}: has changed while it was read; start again when no other program "
-        "writes it"
+    return Documents(
+        read,
+        None,
+        before.revision,
+        noun,
+        bad_rows=bad,
+        file_state=before.state if files else None,
+        unchanged=before.unchanged,
     )
 
 

@@ -2,6 +2,7 @@
 processes.
 """
 
+import errno
 import json
 import multiprocessing
 import os
@@ -16,7 +17,9 @@ import pytest
 
 from assertions import refusal
 from nanogpt_hf.config.schema import Config, DataSection, replace_knobs
+from nanogpt_hf.data import datatrove, formats
 from nanogpt_hf.data import documents as documents_module
+from nanogpt_hf.data import local_files as local_files_module
 from nanogpt_hf.data import prepare as module
 from nanogpt_hf.data import prepared as prepared_module
 from nanogpt_hf.data import source as source_module
@@ -27,6 +30,7 @@ from nanogpt_hf.data.shards import ShardWriter
 from nanogpt_hf.data.summary import split_warnings, summary_lines
 from nanogpt_hf.data.text import text_encoder
 from nanogpt_hf.data.tokenizer import build_tokenizer
+from nanogpt_hf.data.unchanged import FilesBefore
 
 SPLITS = ("train", "validation")
 # The end token of byte_tokenizer.
@@ -405,6 +409,117 @@ def test_text_that_changes_while_it_is_read_is_refused(
     assert prepare(config)[1]
 
 
+def touched(path):
+    os.utime(path, ns=(1, 1))
+
+
+KINDS = ["text", "text with a limit", "token files"]
+
+
+@pytest.fixture
+def changing(rows, make, monkeypatch, tmp_path, byte_tokenizer):
+    """A function that gives a recipe of a kind, and its file, which `change` changes while it is
+    read.
+    """
+
+    def changing(kind, change):
+        if kind == "token files":
+            path = tmp_path / "a.ds"
+            np.arange(100, dtype="<u2").tofile(path)
+            np.array([30, 60, 100], dtype="<u8").tofile(f"{path}.index")
+            config = make(path, byte_tokenizer, format="datatrove")
+            place = datatrove, "_count_bytes"
+        else:
+            path = rows([f"text {n}, " * 5 for n in range(60)])
+            limit = 500 if kind == "text with a limit" else None
+            config = make(path, byte_tokenizer, max_tokens=limit)
+            place = source_module, "_documents"
+        read = getattr(*place)
+        # With larger batches a limit would come after the end of the rows.
+        monkeypatch.setattr(formats, "_BATCH_DOCUMENTS", 3)
+        readings = []
+
+        def changed(*arguments, **options):
+            result = read(*arguments, **options)
+            if not readings:
+                change(path)
+            readings.append(1)
+            return result
+
+        monkeypatch.setattr(*place, changed)
+        return config, path
+
+    return changing
+
+
+def more_tokens(path):
+    if path.suffix != ".ds":
+        appended(path)
+        return
+    for file, number, kind in ((path, 7, "<u2"), (f"{path}.index", 101, "<u8")):
+        values = np.fromfile(file, dtype=kind)
+        np.append(values, np.array([number], kind)).tofile(file)
+
+
+@pytest.mark.parametrize("change", [more_tokens, cut, os.unlink])
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_kind_of_source_that_changes_while_it_is_read_is_refused(
+    changing, tmp_path, kind, change
+):
+    config, path = changing(kind, change)
+    assert f"{path}: has changed while it was read" in refusal(prepare, config)
+    assert not (tmp_path / "data").exists()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_time_that_changes_while_a_source_is_read_is_accepted(changing, kind):
+    config, _ = changing(kind, touched)
+    manifest, _ = prepare(config)
+    again, is_new = prepare(config)
+    assert (again.revision, is_new) == (manifest.revision, False)
+
+
+def test_what_reads_all_rows_refuses_a_text_that_changes(rows, monkeypatch, tmp_path):
+    """Pairs, questions and the texts of `evaluate` are read in this way."""
+    path = rows(["one", "two"])
+    documents = source_module.load_documents(DataSection(str(path)), tmp_path)
+    read = source_module.read_tables
+    changed = lambda *arguments: appended(path) or read(*arguments)  # noqa: E731
+    monkeypatch.setattr(source_module, "read_tables", changed)
+    assert "has changed while it was read" in refusal(documents.read)
+
+
+def test_an_error_of_the_disk_is_no_change(text, monkeypatch):
+    path = text()
+    before = FilesBefore(str(path), [path])
+
+    def fail(*_, **__):
+        raise OSError(errno.EIO, "Input/output error")
+
+    def read():
+        with before.unchanged():
+            monkeypatch.setattr(Path, "stat", fail)
+
+    assert refusal(read) == f"{path}: cannot be read: Input/output error"
+
+
+@pytest.mark.parametrize("kind", ["text", "token files", "empty token files"])
+def test_a_file_that_is_removed_after_it_was_found_is_named(changing, monkeypatch, kind):
+    config, path = changing(kind.removeprefix("empty "), lambda path: None)
+    # The files of text are found by load_documents; of token files the empty ones are left out.
+    places = {"text": (source_module, "find_files"), "token files": (module, "local_files")}
+    place = places.get(kind, (local_files_module, "find_files"))
+    find = getattr(*place)
+
+    def removing(*arguments):
+        found = find(*arguments)
+        path.unlink(missing_ok=True)
+        return found
+
+    monkeypatch.setattr(*place, removing)
+    assert refusal(prepare, config) == f"{path}: cannot be read: No such file or directory"
+
+
 @pytest.mark.parametrize("kind", ["file", "folder", "token files"])
 def test_text_that_changed_after_it_was_read_is_refused_by_the_next_call(
     text, make, monkeypatch, tmp_path, byte_tokenizer, kind
@@ -427,6 +542,8 @@ def test_text_that_changed_after_it_was_read_is_refused_by_the_next_call(
             text(name="text/c.txt")
         else:
             path.write_bytes(bytes(reversed(path.read_bytes())))
+            # The times of some file systems are whole seconds.
+            touched(path)
         return write(*arguments)
 
     monkeypatch.setattr(module, "write_facts", changing)
