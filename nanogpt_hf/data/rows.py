@@ -2,12 +2,14 @@
 
 import contextlib
 import csv
+import errno
 import io
 import json
 import lzma
 import re
 import shutil
 import stat
+import struct
 import tempfile
 import zipfile
 import zlib
@@ -20,7 +22,7 @@ import pyarrow
 from nanogpt_hf.config.names import ARCHIVE, COMPRESSIONS, ROW_ENDINGS, TEXT_ENDINGS
 from nanogpt_hf.data.compression import DECOMPRESS
 from nanogpt_hf.data.json_rows import Rows, is_json, json_file, json_lines
-from nanogpt_hf.data.utf8 import AS_UTF8, not_utf8, utf8
+from nanogpt_hf.data.utf8 import AS_UTF8, not_utf8, utf8, without_nul
 from nanogpt_hf.errors import one_line
 
 # Forms that hold text and are not read.
@@ -42,17 +44,22 @@ _METHODS = {
     zipfile.ZIP_LZMA: "lzma",
 }
 _ENCRYPTED = 0x1  # the bit of a member's flags
-# What libraries raise for a file that is not what its ending says. Theirs of a disk have a number.
+# What libraries raise for a file that is not what its ending says.
 _DAMAGED = (
     EOFError,
     OSError,
     RecursionError,
     json.JSONDecodeError,
     lzma.LZMAError,
+    struct.error,
     pyarrow.ArrowException,
+    UnicodeDecodeError,
     zipfile.BadZipFile,
     zlib.error,
 )
+# The error number of an OSError of a library, and of a position before the start of a file, which
+# a damaged file names. Others are of the disk.
+_NOT_OF_DISK = (None, errno.EINVAL)
 
 
 def file_ending(path: Path) -> str:
@@ -106,7 +113,7 @@ def read_tables(path: Path, column: str | None) -> Iterator[tuple[str, Rows]]:
     """
     with path.open("rb") as file, _naming_damage():
         if path.suffix.lower() != ARCHIVE:
-            yield "", _rows(file, path.name, column)
+            yield "", _with_remedies(_rows(file, path.name, column))
             return
         with zipfile.ZipFile(file) as archive:
             for member in archive.infolist():
@@ -116,7 +123,8 @@ def read_tables(path: Path, column: str | None) -> Iterator[tuple[str, Rows]]:
                 name = "".join(
                     letter if letter.isprintable() else "?" for letter in member.filename
                 )
-                yield name, _member_rows(archive, member, file_ending(path), column)
+                rows = _member_rows(archive, member, file_ending(path), column)
+                yield name, _with_remedies(rows)
 
 
 def is_skipped(member: str) -> bool:
@@ -153,21 +161,30 @@ def _naming_damage() -> Iterator[None]:
     """Context in which an error of a library that a damaged file causes says what to do."""
     try:
         yield
+    # Among the errors of pyarrow are those of other causes.
+    except MemoryError:
+        raise
+    except NotImplementedError as error:
+        raise ValueError(
+            f"in a form that is not read here: {one_line(error)}; write it in another one, for "
+            "example with another compression"
+        ) from None
     except _DAMAGED as error:
-        if isinstance(error, OSError) and error.errno is not None:
+        if isinstance(error, OSError) and error.errno not in _NOT_OF_DISK:
             raise
-        reason = one_line(error) or type(error).__name__
+        # Short enough that the remedy is not cut.
+        reason = one_line(error, 150) or type(error).__name__
         raise ValueError(
             f"damaged, or not what its ending says: {reason}; correct it, or copy it again"
         ) from None
 
 
-def _rows(file: Any, name: str, column: str | None) -> Rows:
+def _with_remedies(rows: Rows) -> Rows:
     with _naming_damage():
-        yield from _undamaged_rows(file, name, column)
+        yield from rows
 
 
-def _undamaged_rows(file: Any, name: str, column: str | None) -> Rows:
+def _rows(file: Any, name: str, column: str | None) -> Rows:
     while decompress := DECOMPRESS.get(Path(name).suffix.lower()):
         file = decompress(file)
         name = Path(name).stem
@@ -201,7 +218,9 @@ def _table(text: io.TextIOWrapper, delimiter: str, column: str | None) -> Rows:
     csv.field_size_limit(2**31 - 1)
     # Without `strict` an open quote takes the rest of the file.
     reader = csv.DictReader(text, delimiter=delimiter, strict=True)
-    _check_names(reader.fieldnames or (), column)
+    names = reader.fieldnames or ()
+    without_nul("".join(names))
+    _check_names(names, column)
     try:
         yield from _table_rows(reader, delimiter)
     except csv.Error as error:
@@ -240,11 +259,10 @@ def _plain(text: str, ending: str) -> str | ValueError:
     known = ending in TEXT_ENDINGS
     problem = None
     try:
-        text = utf8(text, AS_UTF8 if known else "")
+        remedy = AS_UTF8 if known else ""
+        without_nul(utf8(text, remedy), remedy)
     except ValueError as error:
         problem = error
-    if problem is None and "\0" in text:
-        problem = ValueError("holds NUL bytes: binary data or UTF-16, no text in UTF-8")
     if not known:
         if problem or _BINARY.search(text) or text.startswith(("%PDF-", "{\\rtf")):
             reason = f": {problem}" if problem else ""

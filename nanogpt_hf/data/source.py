@@ -200,6 +200,8 @@ def _tables(
         try:
             for member, rows in read_tables(path, column):
                 yield f"{name}: {member}" if member else name, rows
+        except MemoryError:
+            raise
         except Exception as error:  # the file system, a damaged archive
             raise DataError(f"{name}: {one_line(error) or type(error).__name__}") from None
 
@@ -235,7 +237,7 @@ def _documents(
                 if document or empty:
                     yield document
                     count += 1
-        except DataError:
+        except (DataError, MemoryError):
             raise
         except Exception as error:  # the network, a file format, ...
             reason = one_line(error) or type(error).__name__

@@ -18,6 +18,7 @@ from nanogpt_hf.data.source import load_documents
 from nanogpt_hf.data.summary import summary_lines
 
 GOOD = '{"text": "good"}'
+TWICE = '{"text": "x", "text": "y"}'
 TURNS = {"prompt": "a", "completion": "b"}
 
 
@@ -40,6 +41,12 @@ BAD = [
     ("a.jsonl", f'{GOOD}\n{{"text": "\\ud83d"}}\n{GOOD}\n', "text"),
     ("a.json", f'[{GOOD}, {{"body": "x"}}, {GOOD}]', "text"),
     ("a.json", f"{GOOD}\n[1]\n{GOOD}\n", "text"),
+    ("a.json", f"[{GOOD}, {TWICE}, {GOOD}]", "text"),
+    ("a.json", f'{{"data": [{GOOD}, {TWICE}, {GOOD}]}}', "text"),
+    ("a.json", f'[{GOOD}, {{"text": "x", "of": [[{TWICE}]]}}, {GOOD}]', "text"),
+    ("a.json", f"{GOOD}\n{TWICE}\n{GOOD}\n", "text"),
+    ("a.jsonl", f"{GOOD}\n{TWICE}\n{GOOD}\n", "text"),
+    ("a.jsonl", f'{GOOD}\n{{"of": {{"of": {TWICE}}}, "text": "x"}}\n{GOOD}\n', "text"),
     ("a.csv", "text\ngood\nx,y\ngood\n", "text"),
     ("a.tsv", b"text\ngood\n\xff\ngood\n", "text"),
     ("a.jsonl", lines(TURNS, TURNS | {"completion": " "}, TURNS), "chat"),
@@ -65,6 +72,13 @@ def test_bad_row_is_refused_or_left_out_and_named(write, tmp_path, caplog, name,
         assert texts[0] == texts[1]
         assert f"1 of 3 rows cannot be used, left out: {path}: row 2: " in caplog.text
     assert "1 of 3 rows" in refusal(read, path, tmp_path, 0.3, format=format)
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.jsonl"])
+@pytest.mark.parametrize("bad", [TWICE.encode(), b'{"text": "\xff"}', b"[1]"])
+def test_a_bad_first_line_is_a_row(write, tmp_path, name, bad):
+    path = write(name, bad + f"\n{GOOD}\n{GOOD}\n".encode())
+    assert read(path, tmp_path, 1) == (["good", "good"], 1)
 
 
 @pytest.mark.parametrize("limit", [0, 1])
@@ -97,6 +111,7 @@ def test_files_that_are_no_text_are_left_out(write, tmp_path):
     ("name", "data"),
     [
         ("a.json", '[{"text": "x"}, {"text"'),
+        ("a.json", '{"data": [{"text": "x"}], "data": [{"text": "y"}]}'),
         ("a.csv", 'text\nx\n"open'),
         ("a.parquet", "no parquet"),
         ("a.zip", "no zip"),

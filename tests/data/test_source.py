@@ -2,6 +2,7 @@
 
 import bz2
 import csv
+import errno
 import gc
 import gzip
 import hashlib
@@ -11,6 +12,7 @@ import itertools
 import json
 import lzma
 import os
+import re
 import struct
 import threading
 import zipfile
@@ -28,6 +30,7 @@ from nanogpt_hf.data.compression import DECOMPRESS
 from nanogpt_hf.data.local_files import find_files
 from nanogpt_hf.data.manifest import file_digest, file_state
 from nanogpt_hf.data.source import load_documents
+from nanogpt_hf.errors import DataError
 
 ROWS = ["first\nof two lines", 'second, "quoted"', "third: ünï 😀\u2028.", "  spaces  kept  "]
 
@@ -537,8 +540,11 @@ UNREADABLE = [
     ("a.jsonl", '{"text": "x"}\nnull\n', "row 2", "'text'", "got None"),
     ("a.jsonl", '{"text": "x"}\n{"text": "y", "text": "z"}\n', "row 2", "'text' is there twice"),
     ("a.jsonl", '{"text": "x", "m": [{"a": 1, "a": 2}]}\n', "row 1", "'a' is there twice"),
-    ("a.json", '[{"text": "x"}, {"text": "y", "text": "z"}]', "'text' is there twice"),
-    ("a.json", '{"text": "y", "text": "z"}\n{"text": "x"}\n', "'text' is there twice"),
+    ("a.json", '[{"text": "x"}, {"text": "y", "text": "z"}]', "row 2", "'text' is there twice"),
+    ("a.json", '{"text": "y", "text": "z"}\n{"text": "x"}\n', "row 1", "'text' is there twice"),
+    ("a.json", '{"text": "y", "text": "z"}', "row 1", "'text' is there twice"),
+    ("a.json", '{"data": [{"text": "x"}], "data": [{"text": "y"}]}', "'data' is there twice"),
+    ("a.json", '{"text": "x"}\n{"text"\n', "row 2", "not JSON", "one list of rows"),
     ("a.jsonl", '[\n{"text": "x"}\n]\n', "row 1", "not JSON", "named .json"),
     ("a.jsonl", '{"text": 5}\n', "'text' holds 5"),
     ("a.csv", "id,body\n1,x\n", "'text' does not hold text", "id, body"),
@@ -599,6 +605,86 @@ def test_text_in_another_encoding_is_refused_with_what_to_do(write, tmp_path, na
     message = error_of(write(name, data), tmp_path)
     assert "not UTF-8: byte 0x" in message
     assert "iconv" in message
+
+
+ROWS_OF_ENDINGS = {
+    **dict.fromkeys(["a.txt", "a.md"], "cafe"),
+    **dict.fromkeys(["a.jsonl", "a.json"], '{"text": "cafe"}\n'),
+    **dict.fromkeys(["b.json"], '[\n{"text": "cafe"}\n]'),
+    **dict.fromkeys(["a.csv", "a.tsv"], "text\ncafe\n"),
+}
+
+
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
+@pytest.mark.parametrize("name", ROWS_OF_ENDINGS)
+def test_utf_16_without_a_mark_is_refused_with_what_to_do(write, tmp_path, name, encoding):
+    """It is valid UTF-8."""
+    message = error_of(write(name, ROWS_OF_ENDINGS[name].encode(encoding)), tmp_path)
+    assert "UTF-16" in message
+    assert "iconv" in message
+
+
+def test_many_keys_are_searched_once(write, tmp_path):
+    """Counting each among all takes minutes."""
+    pairs = [f'"key {n}": 1' for n in range(100_000)]
+    path = write("a.jsonl", f'{{"text": "x", {", ".join(pairs)}, "key 99999": 2}}')
+    assert "'key 99999' is there twice" in error_of(path, tmp_path)
+
+
+def damaged_archives():
+    """Archives with a byte that is another, or that are cut."""
+    data = archive(("rows.jsonl", ONE + TWO), ("notes.txt", "some text"))
+    for position in range(len(data)):
+        for byte in {0, 255, data[position] ^ 1}:
+            yield data[:position] + bytes([byte]) + data[position + 1 :]
+        yield data[:position]
+
+
+def test_a_damaged_archive_is_refused_with_what_to_do(write, tmp_path):
+    path = write("a.zip", b"")
+    messages = []
+    for data in damaged_archives():
+        path.write_bytes(data)
+        # A byte of a date may be any, for example.
+        try:
+            texts_of(path, tmp_path)
+        except DataError as error:
+            messages.append(str(error))
+    assert len(messages) > 400
+    assert not [message for message in messages if not re.search(REMEDIES, message)]
+
+
+REMEDIES = "copy it again|extract it first|compress it again|write it in|known are|make the archive"
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (pyarrow.ArrowInvalid("no magic"), "damaged, or not what its ending says: no magic; "),
+        (pyarrow.lib.ArrowNotImplementedError("codec lzo"), "not read here: codec lzo; write it"),
+        (NotImplementedError("zip file version 6.3"), "not read here: zip file version 6.3; "),
+        (OSError(errno.EIO, "Input/output error"), "row 1: [Errno 5] Input/output error"),
+    ],
+)
+def test_errors_of_libraries_are_what_they_are(write, tmp_path, monkeypatch, error, words):
+    monkeypatch.setattr(pyarrow.parquet, "ParquetFile", raising(error))
+    assert words in error_of(write("a.parquet", b""), tmp_path)
+
+
+@pytest.mark.parametrize("error", [MemoryError(), pyarrow.lib.ArrowMemoryError("malloc failed")])
+@pytest.mark.parametrize("place", ["ParquetFile", "ZipFile"])
+def test_memory_that_is_used_up_is_no_damage(write, tmp_path, monkeypatch, error, place):
+    name = {"ParquetFile": "a.parquet", "ZipFile": "a.zip"}[place]
+    monkeypatch.setattr({"a.zip": zipfile}.get(name, pyarrow.parquet), place, raising(error))
+    with pytest.raises(MemoryError):
+        texts_of(write(name, b""), tmp_path)
+
+
+def raising(error):
+    def fail(*_, **__):
+        raise error
+
+    return fail
 
 
 STREAMS = [".gz", ".bz2", ".xz", ".lzma", ".zst"]
