@@ -42,6 +42,8 @@ _ROW_ERRORS = (
     UserError,
 )
 
+_LONGEST_ENDING = 16  # characters that are kept of an ending of a URL
+
 # A row as a document; raises ValueError or UserError if it is none that can be used.
 ReadRow = Callable[[Any, DataSection], Any]
 
@@ -55,6 +57,7 @@ def download(url: str, folder: Path, sha256: str | None) -> Path:
     # fsspec knows schemes in small letters.
     scheme, _, rest = url.partition("://")
     address = f"{scheme.lower()}://{rest}"
+    path = ""
     if address.startswith("http"):
         from aiohttp import ClientTimeout
 
@@ -64,7 +67,10 @@ def download(url: str, folder: Path, sha256: str | None) -> Path:
     try:
         # What is read is decided by the endings alone.
         name = Path(urllib.parse.urlsplit(address).path).name
-        target = folder / ("".join(("file", *Path(name).suffixes)) if name else "file.txt")
+        # What follows a point may be a whole sentence, and too long for the name of a file. No
+        # ending that is read has so many characters.
+        endings = [ending[:_LONGEST_ENDING] for ending in Path(name).suffixes[-3:]]
+        target = folder / ("".join(("file", *endings)) if name else "file.txt")
         system, path = fsspec.core.url_to_fs(address, **options)
         system.get_file(path, str(target))
         if not target.is_file():
@@ -75,10 +81,16 @@ def download(url: str, folder: Path, sha256: str | None) -> Path:
             # Its text may show a part of a password.
             reason = "not a URL"
         elif isinstance(error, FileNotFoundError):
-            reason = "no such file there"
+            # Of these its text is the address. Of others it may have a remedy, such as a login.
+            is_address = scheme.lower() in ("http", "https", "file")
+            reason = "no such file there" if is_address else f"no such file: {reason}"
+            if scheme.lower() == "file" and os.path.exists(path):
+                reason = "a pipe or a device; write its text to a file"
         elif (status := getattr(error, "status", None)) is not None:
-            # The text of an error of aiohttp is its fields; a loop of redirections has no message.
-            reason = f"{getattr(error, 'message', '') or type(error).__name__} ({status})"
+            # The text of an error of aiohttp is its fields. A loop of redirections has no message,
+            # and the status 0.
+            reason = getattr(error, "message", "") or type(error).__name__
+            reason += f" ({status})" if status else ""
         raise DataError(f"data.source: {url}: cannot be downloaded: {reason}") from None
     digest = file_digest([target])
     if sha256 and digest != sha256.lower():

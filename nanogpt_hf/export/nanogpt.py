@@ -5,6 +5,7 @@ nanoGPT uses GPT-2's layer names, but stores matrices in the layout of nn.Linear
 """
 
 import contextlib
+import errno
 import hashlib
 import pickle
 import re
@@ -58,9 +59,10 @@ def reading_checkpoint(path: Path) -> Iterator[dict[str, Any]]:
         raise
     except Exception as error:
         reason = one_line(error) or repr(error)
-        # A file that cannot be opened is named; torch maps a part of a file with another error.
-        is_read = not isinstance(error, OSError) or error.filename is None
-        if is_read and not zipfile.is_zipfile(path):
+        # The memory-mapping of a file that is cut fails with EINVAL. Other error numbers are those
+        # of a disk, or of a file that cannot be opened.
+        of_disk = isinstance(error, OSError) and error.errno not in (None, errno.EINVAL)
+        if not of_disk and not zipfile.is_zipfile(path):
             reason = "no file that torch.save has written, or a part of one"
         if isinstance(error, KeyError):
             reason = f"it has no {error.args[0]!r}"

@@ -19,6 +19,7 @@ import zipfile
 from pathlib import Path
 
 import datasets
+import fsspec
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -781,12 +782,22 @@ def server(monkeypatch):
         ("/deep/a.jsonl.gz", "/deep/a.jsonl.gz?download=true"),
         ("/caf%C3%A9%20au%20lait.jsonl.gz", "/café%20au lait.jsonl.gz?größe=1"),
         (f"/{'a' * 300}.jsonl.gz", f"/{'a' * 300}.jsonl.gz"),
+        (f"/Dr.%20{'a' * 300}.jsonl.gz", f"/Dr. {'a' * 300}.jsonl.gz"),
+        (f"/v1.{'0.' * 200}2.jsonl.gz", f"/v1.{'0.' * 200}2.jsonl.gz"),
     ],
 )
 def test_url_is_read_by_its_extension(server, tmp_path, path, written):
     url, files = server
     files[path] = gzip.compress(b'{"text": "one"}\n{"text": "two"}\n')
     assert texts_of(url + written, tmp_path) == ["one", "two"]
+
+
+def test_long_words_after_points_of_a_url_are_no_problem(server, tmp_path):
+    url, files = server
+    path = f"/Dr. Smith{'é' * 250}".replace(" ", "%20").replace("é", "%C3%A9")
+    for ending in (".txt", ""):
+        files[f"{path}{ending}"] = b"hello"
+        assert texts_of(f"{url}{path}{ending}", tmp_path) == ["hello"]
 
 
 @pytest.mark.parametrize("path", ["", "/", "/..", "/x/.."])
@@ -817,20 +828,41 @@ def test_url_that_cannot_be_downloaded_is_one_line(server, tmp_path):
     url, files = server
     files["/short.txt"] = b"only the beginning"
     (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "scratch").mkdir()
     refused = {
         f"{url}/none.txt": "no such file there",
-        f"{url}/short.txt": "118 bytes",
-        f"{url}/loop.txt": "TooManyRedirects",
+        # aiohttp says what.
+        f"{url}/short.txt": "",
+        f"{url}/loop.txt": ": TooManyRedirects",
         f"{url}/secret.txt": "Unauthorized (401)",
         "http://127.0.0.1:0/a.txt": "127.0.0.1",
         f"file://{tmp_path}/none.txt": "no such file there",
         f"file://{tmp_path}/folder": "a folder",
+        f"file://{tmp_path}/pipe": "a pipe or a device; write its text to a file",
     }
     for source, reason in refused.items():
         message = error_of(source, tmp_path)
-        assert message.startswith(f"data.source: {source}: cannot be downloaded: ")
+        start = f"data.source: {source}: cannot be downloaded: "
+        assert message.startswith(start)
+        assert len(message) > len(start)
         assert reason in message.removeprefix(f"data.source: {source}")
+        assert "(0)" not in message
     gc.collect()  # an open connection would warn now, and warnings are errors
+
+
+@pytest.mark.parametrize("scheme", ["hf", "s3"])
+def test_the_remedy_of_a_file_system_is_kept(tmp_path, monkeypatch, scheme):
+    """That of the Hub says that a repository which is not found may be private."""
+    said = "datasets/x (repository not found). Make sure you are authenticated"
+
+    class System:
+        def get_file(self, path, target):
+            raise FileNotFoundError(said)
+
+    monkeypatch.setattr(fsspec.core, "url_to_fs", lambda url, **_: (System(), url))
+    message = error_of(f"{scheme}://x/a.txt", tmp_path)
+    assert message == f"data.source: {scheme}://x/a.txt: cannot be downloaded: no such file: {said}"
 
 
 @pytest.mark.parametrize("url", ["http://me:pa/ss@host/a.txt", "http://me:secret@[x/a.txt"])

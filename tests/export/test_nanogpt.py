@@ -1,5 +1,6 @@
 """Import of nanoGPT's files: equal weights and tokens; refusal of damaged or hostile ones."""
 
+import errno
 import os
 import pickle
 from functools import partial
@@ -152,6 +153,18 @@ def test_load_nanogpt_refuses_truncated_and_other_files(tmp_path, shared):
         assert "no file that torch.save has written, or a part of one" in line
     foreign = shared / "models" / "not-a-nanogpt-ckpt.pt"
     assert "not a checkpoint of nanoGPT" in refused(load_nanogpt, foreign)
+
+
+def test_an_error_of_the_disk_is_not_called_a_part_of_a_checkpoint(tmp_path, monkeypatch):
+    (tmp_path / "ckpt.pt").write_bytes(b"PK")
+
+    def fail(*_, **__):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(torch, "load", fail)
+    line = refused(load_nanogpt, tmp_path / "ckpt.pt")
+    assert "Input/output error" in line
+    assert "a part of one" not in line
 
 
 def test_load_nanogpt_needs_the_matching_meta_pkl(tmp_path):
