@@ -15,7 +15,7 @@ from nanogpt_hf.cpu import (
     stated_threads,
 )
 from nanogpt_hf.runs.folder import RunFolder
-from nanogpt_hf.runs.provenance import add_start, continue_on, fingerprint
+from nanogpt_hf.runs.provenance import add_start, continue_on, fingerprint, last_start
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_resume_keeps_the_number_of_threads_unless_one_is_stated(
 ):
     if stated:
         monkeypatch.setenv("OMP_NUM_THREADS", stated)
-    continue_on(run, torch.device("cpu"), 1, "fp32", "no")
+    continue_on(last_start(run), torch.device("cpu"), 1, "fp32", "no")
     assert torch.get_num_threads() == threads
     assert bool(caplog.messages) == bool(stated)  # another number than before is reported
 
@@ -110,20 +110,20 @@ def test_resume_keeps_the_number_of_threads_unless_one_is_stated(
 def test_changed_fingerprint_is_one_line_with_its_parts(run, caplog):
     now = fingerprint(torch.device("cpu"))
     add_start(run, {"fingerprint": now | {"id": "0", "numpy": "1.0"}})
-    continue_on(run, torch.device("cpu"), 1, "fp32", "no")
+    continue_on(last_start(run), torch.device("cpu"), 1, "fp32", "no")
     (line,) = caplog.messages
     assert f"id 0 -> {now['id']}, numpy 1.0 -> {now['numpy']}: losses will agree" in line
     caplog.clear()
     add_start(run, {"fingerprint": now, "precision": "bf16"})
-    continue_on(run, torch.device("cpu"), 1, "fp32", "no")
+    continue_on(last_start(run), torch.device("cpu"), 1, "fp32", "no")
     (line,) = caplog.messages
-    assert "accelerate config is not that of the run's last start: precision bf16 -> fp32:" in line
+    assert "config differs from the run's start at step 0: precision bf16 -> fp32: losses" in line
     caplog.clear()
-    add_start(run, {"fingerprint": now, "precision": "fp32", "dynamo": "inductor"})
-    continue_on(run, torch.device("cpu"), 1, "fp32", "no")
+    add_start(run, {"step": 7, "fingerprint": now, "dynamo": "inductor"})
+    continue_on(last_start(run), torch.device("cpu"), 1, "fp32", "no")
     (line,) = caplog.messages
-    assert "not that of the run's last start: dynamo inductor -> no: losses will agree" in line
+    assert "differs from the run's start at step 7: dynamo inductor -> no: losses will" in line
     caplog.clear()
     add_start(run, {"fingerprint": now, "precision": "fp32", "dynamo": "no"})
-    continue_on(run, torch.device("cpu"), 1, "fp32", "no")
+    continue_on(last_start(run), torch.device("cpu"), 1, "fp32", "no")
     assert caplog.messages == []

@@ -110,6 +110,7 @@ BAD_STARTS = [
     *(START | {"step": step} for step in (None, "0", -1)),
     *(START | {"processes": count} for count in (None, "1", 0)),
     *(START | {"precision": precision} for precision in (None, 32)),
+    *(START | {"dynamo": name} for name in (None, 5, "", "foo", "inductor, foo", "no, regional")),
     *(START | {"fingerprint": print} for print in (None, [], {"id": 1}, {"threads": "x"})),
     *(START | {"fingerprint": {"threads": "0"}}, START | {"branch_of": 5}),
 ]

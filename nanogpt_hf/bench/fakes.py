@@ -322,7 +322,7 @@ def _talk_to_absent_stages(replacements: _Replacements, sent: dict[type, Any]) -
 def _join_absent_processes(replacements: _Replacements, launch: Launch, rank: int) -> None:
     """Set the environment of process `rank`, and join a process group that moves nothing."""
     # On the CPU and not compiled, since the tensors have no values.
-    here = Mesh.of(replace_fields(launch, device="cpu", compiles=False), rank)
+    here = Mesh.of(replace_fields(launch, device="cpu", compiler="no"), rank)
     replacements.enter_context(patch.dict(os.environ, here.environment()))
     replacements.replace(nn.parallel, "DistributedDataParallel", _Replica)
     if launch.world_size == 1:

@@ -8,7 +8,7 @@ import math
 import os
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from typing import cast
+from typing import Any, cast
 
 import psutil
 import torch
@@ -23,6 +23,7 @@ from nanogpt_hf.distributed.environment import (
     SIZE_VARIABLES,
     check_environment,
     is_true,
+    stated_compiler,
     states_cpu,
 )
 from nanogpt_hf.distributed.layout import check_layout
@@ -52,14 +53,13 @@ class CheckedLaunch:
     accumulation: int
 
 
-def check_launch(config: Config, mesh: Mesh, compiler: str = "") -> CheckedLaunch:
-    """Check that the processes of a launch can train a recipe, in all its stages. `compiler` is the
-    one of a run that goes on (`settled`).
+def check_launch(config: Config, mesh: Mesh) -> CheckedLaunch:
+    """Check that the processes of a launch can train a recipe, in all its stages.
 
     Raises UserError if the accelerate config sets another accumulation, if DeepSpeed is needed but
     not installed, and if `settled`, `check_sizes`, `check_recipe` or `check_layout` does.
     """
-    mesh = settled(mesh, config, compiler)
+    mesh = settled(mesh, config)
     if mesh.sharding == "zero":
         deepspeed.check_available()
     check_sizes(mesh)
@@ -85,14 +85,11 @@ def _check_accumulation(accumulation: int) -> None:
         )
 
 
-def settled(mesh: Mesh, config: Config | None = None, compiler: str = "") -> Mesh:
+def settled(mesh: Mesh, config: Config | None = None) -> Mesh:
     """Complete the mesh by what the accelerate config leaves to this machine: its device, the
     precision, and whether a run of `config` is compiled.
 
-    `compiler` is the dynamo_backend of the run's last start, if it is known: compiled kernels round
-    otherwise than others, so a run that goes on keeps its own where no accelerate config states
-    one. Raises UserError if the config sets what a run would not get: a precision, a device,
-    processes.
+    Raises UserError if the config sets what a run would not get: a precision, a device, processes.
     """
     check_environment()
     check_device()
@@ -107,17 +104,25 @@ def settled(mesh: Mesh, config: Config | None = None, compiler: str = "") -> Mes
             "MULTI_CPU and NO never start more; set distributed_type MULTI_GPU with use_cpu: true, "
             "as accelerate_configs/cpu_ddp.yaml does, or num_processes: 1"
         )
-    backend = stated_compiler()
-    if not backend and config is not None and chooses_for_one_gpu():
+    compiler = mesh.compiler or "no"
+    if not mesh.compiler and config is not None and chooses_for_one_gpu():
         is_long = config.train.max_steps >= STEPS_WORTH_COMPILING
-        backend = compiler or ("inductor" if is_long else "no")
-    compiles = (backend or "no") != "no"
-    return replace(mesh, device=device, precision=precision, compiles=compiles)
+        # A compiled block does not combine with selective checkpointing, which the user has set.
+        if is_long and mesh.checkpointing != "selective":
+            compiler = stated_compiler(os.environ, "inductor")
+    return replace(mesh, device=device, precision=precision, compiler=compiler)
 
 
-def stated_compiler() -> str:
-    """The dynamo_backend of the accelerate config; "" if it states none."""
-    return os.environ.get("ACCELERATE_DYNAMO_BACKEND", "").lower()
+def keep_compiler(mesh: Mesh, start: dict[str, Any]) -> Mesh:
+    """Return the mesh with the compiler of a start in machine.json, if no accelerate config states
+    one: each compiler has kernels of its own, so a run that is resumed or repeated keeps its own.
+
+    The mesh is returned as it is if the compiler is not known; then `settled` chooses as for a new
+    run.
+    """
+    if mesh.compiler or not chooses_for_one_gpu():
+        return mesh
+    return replace(mesh, compiler=start.get("dynamo", ""))
 
 
 def check_sizes(mesh: Mesh) -> None:

@@ -38,7 +38,6 @@ from nanogpt_hf.distributed.accelerate_config import (
     ignore_layout,
     lacks_bfloat16,
     settled,
-    stated_compiler,
 )
 from nanogpt_hf.distributed.mesh import Mesh, mesh_of
 from nanogpt_hf.errors import UserError, one_line
@@ -117,11 +116,8 @@ def _start(mesh: Mesh, **options: Any) -> Accelerator:
     # of the collectives: a process that is lost ends the others after it
     timeout = InitProcessGroupKwargs(timeout=rendezvous.PEER_TIMEOUT)
     # Accelerate's own checkpointing knows no levels: preparation.py does it.
-    own = {"fsdp_activation_checkpointing": "false"}
-    if mesh.compiles and not stated_compiler():
-        # `settled` has chosen it.
-        own["accelerate_dynamo_backend"] = "inductor"
-    with _one_line_of_accelerate(), patch_environment(**own):
+    own = patch_environment(fsdp_activation_checkpointing="false")
+    with _one_line_of_accelerate(), own:
         accelerator = _Accelerator(
             mesh, mixed_precision=mesh.precision, kwargs_handlers=[timeout], **options
         )
@@ -280,11 +276,6 @@ def precision_of(accelerator: Accelerator) -> str:
     return "fp32" if accelerator.mixed_precision == "no" else accelerator.mixed_precision
 
 
-def compiler_of(accelerator: Accelerator) -> str:
-    """The dynamo_backend of a run: inductor, another one, or no."""
-    return cast(Any, accelerator.state.dynamo_plugin).backend.value.lower()
-
-
 def describe_machine(accelerator: Accelerator) -> str:
     """One line such as `8 × NVIDIA H200, MULTI_GPU, bf16`."""
     mesh = mesh_of(accelerator)
@@ -310,5 +301,5 @@ def actual_settings(accelerator: Accelerator) -> dict[str, str]:
         "device": accelerator.device.type,
         "distributed type": accelerator.distributed_type.value,
         "precision": accelerator.mixed_precision,
-        "dynamo": compiler_of(accelerator),
+        "dynamo": mesh_of(accelerator).compiler,
     }

@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from nanogpt_hf.compiler import BACKENDS, MODES, compiler_text
 from nanogpt_hf.config.values import SettingsLoader, parse_settings, read_settings
 from nanogpt_hf.errors import UserError, did_you_mean, one_line
 from nanogpt_hf.program import program
@@ -46,7 +47,7 @@ _DEVICE = "(cpu|cuda|mps|xpu|npu|hpu)(:[0-9]{1,3})?"
 _STEPS = f"auto|{_COUNT}"
 _COMPRESSION = "no|bf16|fp16"
 _GPUS = "'.+'"  # the repr of a text
-_MODE = "default|max-autotune-no-cudagraphs"
+_MODE = "|".join(MODES)
 _FP8 = r"(?i:\{\}|\{'backend': 'AO'\})"
 _WORDS = {
     _COUNT: "a number from 1 on",
@@ -98,7 +99,7 @@ VARIABLES = {
     "ACCELERATE_FP8_BACKEND": "(?i:AO)",
     "ACCELERATE_LOG_LEVEL": "(?i:debug|info|warning|error|critical)",
     "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": _STEPS,
-    "ACCELERATE_DYNAMO_BACKEND": "(?i:no|eager|aot_eager|inductor)",
+    "ACCELERATE_DYNAMO_BACKEND": f"(?i:{'|'.join(BACKENDS)})",
     "ACCELERATE_DYNAMO_MODE": _MODE,
     "ACCELERATE_DEEPSPEED_ZERO_STAGE": "0|1|2|3",
     **_all(
@@ -149,6 +150,17 @@ def level_of(stated: object) -> str:
     """
     level = str(stated).lower()
     return "" if level in ("false", "none") else level
+
+
+def stated_compiler(given: Mapping[str, str], default: str = "") -> str:
+    """The compiler (compiler.py) that the launcher's variables state. `default` is the backend if
+    they state none.
+    """
+    return compiler_text(
+        given.get("ACCELERATE_DYNAMO_BACKEND") or default,
+        given.get("ACCELERATE_DYNAMO_MODE") or MODES[0],
+        is_regional=is_true(given.get("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION")),
+    )
 
 
 def states_cpu(given: Mapping[str, str]) -> bool:

@@ -46,7 +46,7 @@ class Launch:
     # How each process computes.
     device: str = "cuda"
     precision: str = "no"  # or bf16, fp16, fp8
-    compiles: bool = False
+    compiler: str = ""  # what compiler.py writes; "" if the config leaves it to the program
     checkpointing: str = ""  # level of activation checkpointing (model/recompute.py)
 
     @property
@@ -135,6 +135,10 @@ class Launch:
     def writes_out_attention(self) -> bool:
         """Whether short sequences take the attention of model/written_out_attention.py."""
         return self.on_cpu and self.precision == "bf16"
+
+    @property
+    def compiles(self) -> bool:
+        return self.compiler not in ("", "no")
 
     # Words for a launch.
 

@@ -9,12 +9,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
+from nanogpt_hf.compiler import compiler_parts, compiler_text
 from nanogpt_hf.distributed.environment import (
     ROTATIONS,
     SCHEDULES,
     SIZE_VARIABLES,
     is_true,
     level_of,
+    stated_compiler,
     states_cpu,
 )
 from nanogpt_hf.distributed.launch import Launch
@@ -73,7 +75,7 @@ class Mesh(Launch):
             compression=given.get("PARALLELISM_CONFIG_DDP_COMM_HOOK", "no"),
             device="cpu" if states_cpu(given) else "cuda",
             precision=given.get("ACCELERATE_MIXED_PRECISION", "no"),
-            compiles=given.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no",
+            compiler=stated_compiler(given),
             checkpointing=level_of(given.get("FSDP_ACTIVATION_CHECKPOINTING")),
             rank=int(given.get("RANK", 0)),
             local_rank=int(given.get("LOCAL_RANK", 0)),
@@ -87,8 +89,13 @@ class Mesh(Launch):
             "ACCELERATE_MIXED_PRECISION": self.precision,
             "FSDP_ACTIVATION_CHECKPOINTING": self.checkpointing or "false",
         }
-        if self.compiles:
-            given["ACCELERATE_DYNAMO_BACKEND"] = "INDUCTOR"
+        if self.compiler:
+            backend, mode, is_regional = compiler_parts(self.compiler)
+            given |= {
+                "ACCELERATE_DYNAMO_BACKEND": backend.upper(),
+                "ACCELERATE_DYNAMO_MODE": mode,
+                "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": str(is_regional).lower(),
+            }
         if self.world_size == 1:
             return given | ({"ACCELERATE_USE_CPU": "true"} if self.on_cpu else {})
         if self.on_cpu:
@@ -174,4 +181,11 @@ def mesh_of(accelerator: "Accelerator") -> Mesh:
     """
     if (mesh := getattr(accelerator, "mesh", None)) is not None:
         return mesh
-    return Mesh(device=accelerator.device.type, precision=str(accelerator.mixed_precision))
+    plugin: Any = accelerator.state.dynamo_plugin
+    return Mesh(
+        device=accelerator.device.type,
+        precision=str(accelerator.mixed_precision),
+        compiler=compiler_text(
+            plugin.backend.value, plugin.mode, is_regional=plugin.use_regional_compilation
+        ),
+    )

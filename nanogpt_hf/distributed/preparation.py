@@ -21,6 +21,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
+from nanogpt_hf.compiler import MODES, compiler_parts
 from nanogpt_hf.distributed import accelerate_config
 from nanogpt_hf.distributed.context_parallel import needs_ring, share_positions
 from nanogpt_hf.distributed.expert_parallel import split_experts
@@ -99,8 +100,8 @@ def _is_one_graph(model: PreTrainedModel, accelerator: Accelerator) -> bool:
 def prepared_blocks(
     model: PreTrainedModel, accelerator: Accelerator, optimizer: torch.optim.Optimizer
 ) -> Iterator[None]:
-    """Compile the model, loss and the optimizer's update, and checkpoint activations, if the
-    accelerate config sets it. Name the blocks for FSDP2.
+    """Compile the model, loss and the optimizer's update, and checkpoint activations, if the mesh
+    has it. Name the blocks for FSDP2.
 
     A context for `accelerator.prepare`, inside which accelerate's own versions are off. Compiled
     in place, parameters keep their names. The model with its loss is one graph where that is
@@ -119,12 +120,12 @@ def prepared_blocks(
     cast(Any, model)._no_split_modules = sorted({type(block).__name__ for block in blocks})
     # Accelerate would compile the whole prepared model, in a wrapper that renames its parameters.
     plugin: Any = accelerator.state.dynamo_plugin
-    backend = plugin.backend
+    accelerates_own = plugin.backend
     plugin.backend = DynamoBackend.NO
-    if backend != DynamoBackend.NO:
-        mode = None if plugin.mode == "default" else plugin.mode
-        options: Any = {"backend": backend.value.lower(), "mode": mode}
-        is_whole = _is_one_graph(model, accelerator) and not plugin.use_regional_compilation
+    if mesh.compiles:
+        backend, mode, is_regional = compiler_parts(mesh.compiler)
+        options: Any = {"backend": backend, "mode": None if mode == MODES[0] else mode}
+        is_whole = _is_one_graph(model, accelerator) and not is_regional
         if is_whole:
             architecture_of(model).build_saved_class(model.config)
         for part in [model.base_model] if is_whole else blocks:
@@ -138,7 +139,7 @@ def prepared_blocks(
         yield
     finally:
         # For the next model of this run, after unfreezing or a loss spike.
-        plugin.backend = backend
+        plugin.backend = accelerates_own
 
 
 def compress_gradients(model: torch.nn.Module, accelerator: Accelerator) -> None:

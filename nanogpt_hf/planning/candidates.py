@@ -122,8 +122,10 @@ def _launches(config: Config, model: PreTrainedModel, cluster: Cluster) -> Itera
             continue
         inside = per_machine // tp
         plain = tp == cp == pp == 1
-        # The other layouts compile with limits.
-        whole = replace(one, tp_size=tp, cp_size=cp, pp_size=pp, compiles=plain)
+        whole = replace(one, tp_size=tp, cp_size=cp, pp_size=pp)
+        if plain:
+            # The other layouts compile with limits.
+            whole = replace(whole, compiler="inductor")
         ranks = whole.dp_cp_size
         # One process, or DDP. What splits the model is sharded, too; HSDP shards inside a machine.
         kinds = [whole]

@@ -84,7 +84,7 @@ def _launch_of(path: str, config: Any) -> Launch:
         compression=mesh.get("ddp_comm_hook") or "no",
         device="cpu" if config.use_cpu else "cuda",
         precision=precision,
-        compiles=str((config.dynamo_config or {}).get("dynamo_backend", "NO")).upper() != "NO",
+        compiler=str((config.dynamo_config or {}).get("dynamo_backend", "NO")).lower(),
         checkpointing=level_of(fsdp.get("fsdp_activation_checkpointing")),
     )
 

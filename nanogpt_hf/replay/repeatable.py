@@ -2,7 +2,6 @@
 
 import itertools
 import logging
-import math
 import random
 from typing import Any
 
@@ -11,9 +10,8 @@ import torch
 from nanogpt_hf.checkpoint.reader import read_checkpoint
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.distributed.accelerate_config import (
-    chooses_for_one_gpu,
-    requested_precision,
-    stated_compiler,
+    keep_compiler,
+    settled,
 )
 from nanogpt_hf.distributed.accelerator import is_deterministic, precision_of
 from nanogpt_hf.distributed.mesh import Mesh
@@ -39,53 +37,69 @@ def check_repeatable(
             f"{folder.machine}: is lost, so the number of processes, the precision, the compiler "
             "and the threads of the run are not known: a difference may be due to them"
         )
-    now = requested_precision().replace("no", "fp32")
-    compiler = compiler_at(folder, segments[0][0])
-    for start in _starts_in(folder, segments):
-        count = start.get("processes")
-        precision = start.get("precision", now)
-        if precision != now:
-            raise UserError(
-                f"{folder.path}: was trained in {precision}, and the accelerate config sets {now}; "
-                "repeat it under a config with that mixed_precision, by launch --config_file F"
-            )
-        recorded = start.get("dynamo", compiler)
-        if recorded != compiler:
-            raise UserError(
-                f"{folder.path}: was trained with dynamo_backend {recorded}, and the accelerate "
-                f"config sets {compiler}: compiled kernels round otherwise; repeat it under a "
-                "config with that dynamo_backend, by launch --config_file F"
-            )
-        # Gradient groups make the order of a sum of gradients independent of the processes.
-        if count not in (None, mesh.world_size) and not config.train.gradient_groups:
-            raise UserError(
-                f"{folder.path}: was trained on {plural(count, 'process')}, and "
-                f"{mesh.world_size} cannot repeat it bit for bit without train.gradient_groups; "
-                f"start {count} under the run's accelerate config, by launch --config_file F"
-            )
+    for segment in segments:
+        # `run_at` prepares the run so.
+        mesh_then = keep_compiler(mesh, start_at(folder, segment[0]))
+        keeps = mesh_then != mesh
+        _check_kernels(folder, segment, settled(mesh_then, config), keeps_compiler=keeps)
+        for _, start in _starts_in(folder, *segment):
+            count = start.get("processes")
+            # Gradient groups make the order of a sum of gradients independent of the processes.
+            if count not in (None, mesh.world_size) and not config.train.gradient_groups:
+                raise UserError(
+                    f"{folder.path}: was trained on {plural(count, 'process')}, and "
+                    f"{mesh.world_size} cannot repeat it bit for bit without "
+                    f"train.gradient_groups; start {count} under the run's accelerate config, by "
+                    "launch --config_file F"
+                )
 
 
-def compiler_at(folder: RunFolder, step: int) -> str:
-    """The dynamo_backend by which steps after `step` are repeated: the accelerate config's, or,
-    where a run chooses it by itself, the one that the run had there.
+def _check_kernels(
+    folder: RunFolder, segment: tuple[int, int], mesh: Mesh, *, keeps_compiler: bool
+) -> None:
+    """Raises UserError if `mesh`, by which a segment is repeated, rounds differently from a start
+    that took some of its steps. `keeps_compiler` states that it has the compiler of the first one.
     """
-    if chooses_for_one_gpu() and not stated_compiler():
-        starts = _starts_in(folder, [(step, step + 1)])
-        return starts[0].get("dynamo", "no") if starts else "no"
-    return stated_compiler() or "no"
+    here = {"precision": mesh.precision.replace("no", "fp32"), "dynamo": mesh.compiler}
+    names = {"precision": "mixed_precision", "dynamo": "dynamo_backend"}
+    for (begin, end), start in _starts_in(folder, *segment):
+        for field, name in names.items():
+            recorded = start.get(field, here[field])
+            if recorded == here[field]:
+                continue
+            ways = []
+            if (begin, end) != segment:
+                kept = [step for step in _starts_of_segments(folder) if begin <= step <= end]
+                steps = f"{kept[0]}:{kept[-1]}" if len(kept) > 1 else "FIRST:LAST of other steps"
+                ways.append(f"by --steps {steps}")
+            if field == "precision" or not keeps_compiler:
+                ways.append("under an accelerate config with it, by launch --config_file F")
+            raise UserError(
+                f"{folder.path}: steps {begin} to {end} were computed with {name} {recorded}, and "
+                f"would be repeated with {here[field]}, which rounds differently; repeat them "
+                f"{' '.join(ways)}"
+            )
 
 
-def _starts_in(folder: RunFolder, segments: list[tuple[int, int]]) -> list[dict[str, Any]]:
-    """The starts that took steps of these segments, as the run has them now: a resume takes the
-    steps after its checkpoint again.
+def start_at(folder: RunFolder, step: int) -> dict[str, Any]:
+    """Return the start that took the step after `step`; {} if it is not known."""
+    found = _starts_in(folder, step, step + 1)
+    return found[0][1] if found else {}
+
+
+def _starts_in(
+    folder: RunFolder, first: int, last: int
+) -> list[tuple[tuple[int, int], dict[str, Any]]]:
+    """The starts that took steps of a segment, as the run has them now, each with the first and
+    last step of its part: a resume takes the steps after its checkpoint again.
     """
     found = []
     # Backwards, since a start's steps count up to where a later one began.
-    end = math.inf
+    end = last
     for start in reversed(read_starts(folder)):
-        begin = start.get("step", 0)
-        if any(max(begin, first) < min(end, last) for first, last in segments):
-            found.append(start)
+        begin = max(start.get("step", 0), first)
+        if begin < end:
+            found.append(((begin, end), start))
         end = min(end, begin)
     return found
 
@@ -103,6 +117,12 @@ def rounding_bound(folder: RunFolder, run: Run) -> float:
     return torch.finfo(dtype).eps
 
 
+def _starts_of_segments(folder: RunFolder) -> list[int]:
+    """The steps at which a segment may begin: the start of the run, and its checkpoints."""
+    kept = [step_of(path) for path in folder.checkpoint_folders()]
+    return kept if branched_at(folder)[1] else [0, *kept]
+
+
 def segments_to_verify(
     folder: RunFolder, stated: tuple[int, int] | None, sample: int | None
 ) -> list[tuple[int, int]]:
@@ -114,7 +134,7 @@ def segments_to_verify(
     `stated` steps without checkpoints.
     """
     kept = [step_of(path) for path in folder.checkpoint_folders()]
-    starts = kept if branched_at(folder)[1] else [0, *kept]
+    starts = _starts_of_segments(folder)
     if len(starts) < 2:
         raise UserError(f"{folder.path}: has no two checkpoints to compare")
     # With a single checkpoint the only segment is from the start of the run to it.

@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from accelerate.utils import patch_environment
 from tqdm import tqdm
 
 from nanogpt_hf.checkpoint.reader import (
@@ -23,7 +22,8 @@ from nanogpt_hf.checkpoint.writer import CheckpointWriter
 from nanogpt_hf.config.schema import KNOBS, Config, replace_knobs
 from nanogpt_hf.config.stages import config_at
 from nanogpt_hf.config.step_size import accumulation_steps
-from nanogpt_hf.distributed.accelerator import compiler_of, precision_of, sum_over_ranks
+from nanogpt_hf.distributed.accelerate_config import keep_compiler
+from nanogpt_hf.distributed.accelerator import precision_of, sum_over_ranks
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.distributed.rendezvous import one_line_for_a_lost_process, prepare_on_all_ranks
 from nanogpt_hf.errors import RunFolderError, Stopped, UserError
@@ -32,7 +32,7 @@ from nanogpt_hf.methods.run import Run
 from nanogpt_hf.methods.table import method_of
 from nanogpt_hf.place import Interrupted, raise_on_signals
 from nanogpt_hf.replay.difference import tensor_differences, value_differences
-from nanogpt_hf.replay.repeatable import compiler_at
+from nanogpt_hf.replay.repeatable import start_at
 from nanogpt_hf.runs.folder import RunFolder, step_of
 from nanogpt_hf.runs.metrics import read_metrics
 from nanogpt_hf.runs.provenance import continue_on
@@ -75,6 +75,8 @@ def run_at(folder: RunFolder, config: Config, first: int, mesh: Mesh) -> Iterato
     """Context with the run at step `first`, 0 or a step with a checkpoint, in a temporary folder of
     the main process: the run's own folder is only read.
     """
+    start = start_at(folder, first)
+    mesh = keep_compiler(mesh, start)
     made = tempfile.TemporaryDirectory() if mesh.is_main else nullcontext("")
     with _stopped_by_signals(), one_line_for_a_lost_process(), made as temporary:
 
@@ -101,8 +103,7 @@ def run_at(folder: RunFolder, config: Config, first: int, mesh: Mesh) -> Iterato
             # A resume forgets the best loss, and evaluates again, if best/ was removed.
             copy.best.mkdir()
         try:
-            compiled = patch_environment(accelerate_dynamo_backend=compiler_at(folder, first))
-            with _without_lines(), remedies_of_run(folder, config), compiled:
+            with _without_lines(), remedies_of_run(folder, config):
                 run = prepare_run(config, copy.path, resume=first > 0, mesh=mesh)
         except RunFolderError as error:
             raise RunFolderError(str(error).replace(str(copy.path), str(folder.path))) from None
@@ -110,11 +111,7 @@ def run_at(folder: RunFolder, config: Config, first: int, mesh: Mesh) -> Iterato
             accelerator = run.accelerator
             processes = mesh.local_world_size
             continue_on(
-                folder,
-                accelerator.device,
-                processes,
-                precision_of(accelerator),
-                compiler_of(accelerator),
+                start, accelerator.device, processes, precision_of(accelerator), run.mesh.compiler
             )
             yield run
             # The main process removes the folder, which others may still read.

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 import nanogpt_hf
 from nanogpt_hf import __version__
+from nanogpt_hf.compiler import compiler_parts
 from nanogpt_hf.cpu import allowed_cores, stated_threads
 from nanogpt_hf.errors import DamagedFileError
 from nanogpt_hf.own_files import as_type, read_json, read_json_lines, warn_once
@@ -162,11 +163,12 @@ def read_starts(run: RunFolder) -> list[dict[str, Any]]:
 
 
 def _checked(start: Any) -> dict[str, Any]:
-    """A start of a run. Raises ValueError for a number that it cannot have had."""
+    """A start of a run. Raises ValueError for a number or a compiler that it cannot have had."""
     # Others use the numbers as they are, so a wrong one must be caught here.
     threads = int(start.get("fingerprint", {}).get("threads", 1))
     if start.get("step", 0) < 0 or start.get("processes", 1) < 1 or threads < 1:
         raise ValueError("a number below its lowest")
+    compiler_parts(start.get("dynamo", "no"))
     return start
 
 
@@ -221,28 +223,32 @@ def record_verification(run: RunFolder, first: int, last: int, result: str) -> N
         logger.warning(f"{run.verified}: cannot be written: {error.strerror}")
 
 
-def last_compiler(run: RunFolder) -> str:
-    """The dynamo_backend of the run's last start; "" if it is not known."""
-    starts = read_starts(run)
-    return starts[-1].get("dynamo", "") if starts else ""
+def last_start(run: RunFolder) -> dict[str, Any]:
+    """Return the run's last start; {} if it is not known."""
+    return (read_starts(run) or [{}])[-1]
 
 
 def continue_on(
-    run: RunFolder, device: torch.device, local_world_size: int, precision: str, compiler: str
+    start: dict[str, Any],
+    device: torch.device,
+    local_world_size: int,
+    precision: str,
+    compiler: str,
 ) -> None:
-    """Compute with as many CPU threads as the run did at its last start: their number decides the
-    last bits of a sum. A number that the user states wins, and so does a machine of fewer cores.
+    """Compute with as many CPU threads as the run did at a start: their number decides the last
+    bits of a sum. A number that the user states wins, and so does a machine of fewer cores.
 
-    What then differs from that start in fingerprint, precision or compiler is logged in one line.
+    What then differs from the start in fingerprint, precision or compiler is logged in one line.
+    A start that is not known is {}.
     """
-    if not (starts := read_starts(run)):
+    if not start:
         return
     settings = {"precision": precision, "dynamo": compiler}
-    before = {name: starts[-1].get(name, value) for name, value in settings.items()}
-    before |= starts[-1].get("fingerprint", {})
+    before = {name: start.get(name, value) for name, value in settings.items()}
+    before |= start.get("fingerprint", {})
     # Sums are split over threads, and added in another order if their number differs.
     stated = stated_threads(local_world_size) is not None
-    # A user's number, or that of the last start if this machine has as many cores.
+    # A user's number, or the start's if this machine has as many cores.
     threads = int(before.get("threads", torch.get_num_threads()))
     if device.type == "cpu" and not stated and threads <= allowed_cores():
         torch.set_num_threads(threads)
@@ -256,6 +262,7 @@ def continue_on(
         parts.append(f"OMP_NUM_THREADS={threads} OMP_DYNAMIC=false keeps the threads")
     if parts:
         logger.warning(
-            f"this machine or its accelerate config is not that of the run's last start: "
+            "this machine or its accelerate config differs from the run's start at step "
+            f"{start.get('step', 0)}: "
             f"{', '.join(parts)}: losses will agree to rounding only, not bit for bit"
         )

@@ -24,10 +24,9 @@ from nanogpt_hf.config.stages import naming, stages_of
 from nanogpt_hf.cpu import share_threads
 from nanogpt_hf.data.manifest import identity
 from nanogpt_hf.data.prepared import PreparedData, load_prepared
-from nanogpt_hf.distributed.accelerate_config import check_launch, settled
+from nanogpt_hf.distributed.accelerate_config import check_launch, keep_compiler, settled
 from nanogpt_hf.distributed.accelerator import (
     build_accelerator,
-    compiler_of,
     is_deterministic,
     precision_of,
 )
@@ -40,7 +39,7 @@ from nanogpt_hf.methods.run import Run
 from nanogpt_hf.methods.table import method_of
 from nanogpt_hf.runs.folder import RunFolder, run_folder
 from nanogpt_hf.runs.origin import needed_at_resume, origin_of
-from nanogpt_hf.runs.provenance import continue_on, last_compiler
+from nanogpt_hf.runs.provenance import continue_on, last_start
 from nanogpt_hf.runs.state import run_identity
 from nanogpt_hf.training.build import build_run
 from nanogpt_hf.training.early_checks import check_before_the_data
@@ -78,9 +77,10 @@ def prepare_run(
     disable_progress_bar()
     mesh = mesh or Mesh.from_environment()
     folder = run_folder(config.name, run_dir)
-    # Only one process chooses it by itself.
-    compiler = "" if overwrite or mesh.world_size > 1 else last_compiler(folder)
-    launch = check_launch(config, mesh, compiler)
+    may_resume = resume or auto_resume
+    if may_resume and folder.checkpoint_folders():
+        mesh = keep_compiler(mesh, last_start(folder))
+    launch = check_launch(config, mesh)
     check_before_the_data(config, folder)
     for line in dial_lines(config):
         # The folder may be refused.
@@ -88,7 +88,6 @@ def prepare_run(
     method = method_of(config)
     # --resume and --overwrite exclude each other by a rule, as knobs do.
     options = {"resume": resume, "overwrite": overwrite, "auto_resume": auto_resume}
-    may_resume = resume or auto_resume
     flags = [f"--{name.replace('_', '-')}" for name, is_given in options.items() if is_given]
     check_settings({Setting(flag): flag for flag in flags})
 
@@ -113,7 +112,7 @@ def prepare_run(
         known = with_steps_of_epochs(config, data)
         if known is not config:
             # The number of steps decides whether a run is compiled.
-            launch = replace(launch, mesh=settled(mesh, known, compiler))
+            launch = replace(launch, mesh=settled(mesh, known))
         with (
             one_line_for_a_lost_process(folder),
             one_line_for_too_little_memory(known, data.vocab_size, launch.mesh),
@@ -161,11 +160,11 @@ def _start_or_resume(
     share_threads(processes)
     if facts["resumes"]:
         continue_on(
-            folder,
+            last_start(folder),
             accelerator.device,
             processes,
             precision_of(accelerator),
-            compiler_of(accelerator),
+            mesh_of(accelerator).compiler,
         )
         if not is_deterministic(config, accelerator.device):
             logger.info(

@@ -20,7 +20,6 @@ from nanogpt_hf.config.schema import Config
 from nanogpt_hf.config.sources import is_mixture, sources_of
 from nanogpt_hf.config.stages import planned_tokens, stage_lines
 from nanogpt_hf.distributed.accelerator import (
-    compiler_of,
     describe_device,
     describe_machine,
     is_deterministic,
@@ -267,7 +266,7 @@ def _record_start(run: Run) -> None:
         "step": run.state.step,
         "processes": run.mesh.world_size,
         "precision": precision_of(run.accelerator),
-        "dynamo": compiler_of(run.accelerator),
+        "dynamo": run.mesh.compiler,
         "device": describe_device(device),
         "deterministic": is_deterministic(run.config, device),
         **describe_start(device),

@@ -43,7 +43,7 @@ def test_every_setting_is_one_that_a_run_can_have_and_a_rule_names():
             precision="bf16",
         ),
         Launch(2, sharding="zero", precision="fp8", compression="bf16"),
-        Launch(2, precision="fp16", compiles=True, checkpointing="selective", reshards=True),
+        Launch(2, precision="fp16", compiler="inductor", checkpointing="selective", reshards=True),
         Launch(4, cp_size=2, tp_size=2, sharding="fsdp"),
         Launch(2, tp_size=2, sharding="fsdp", device="cpu"),
         Launch(2, ep_size=2, sharding="fsdp", sends_weights=True),

@@ -1,5 +1,5 @@
 """File operations that fail once, in one process and in each of two: the run ends in one line or
-goes on, and the resumed run's bytes are those of an undisturbed one.
+continues, and the resumed run's bytes are those of an undisturbed one.
 
 Each cell tries a few operations with one error each; with EVERY_OPERATION=1 in the environment all
 with all errors.

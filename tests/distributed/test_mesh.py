@@ -55,7 +55,9 @@ def test_from_environment_reads_the_launchers_variables(monkeypatch):
     "launch",
     [
         Launch(),
-        Launch(device="cpu", precision="bf16", compiles=True, checkpointing="selective"),
+        Launch(device="cpu", precision="bf16", compiler="eager", checkpointing="selective"),
+        Launch(compiler="inductor, max-autotune-no-cudagraphs, regional"),
+        Launch(8, 8, compiler="no"),
         Launch(8, 4, tp_size=2, precision="bf16"),
         Launch(8, 8, compression="fp16", device="cpu"),
         Launch(16, 8, sharding="fsdp", dp_replicate_size=2, reshards=True, checkpointing="2"),

@@ -48,13 +48,13 @@ HIERARCHY = {"stat": V1["stat"] + "\nhierarchical_memory_limit 4000"}
     [
         ("0::/a/b\n", "a/b", V2, 2501),
         ("0::/a/b\n", "a", V2, 2501),  # the limit of a cgroup above
-        # In a container that sees its own cgroup as the root.
+        # A container may see its own cgroup as the root.
         ("0::/other\n", ".", V2, 2501),
         ("0::/a/b\n", "a/b", V2 | {"max": "max"}, None),
         ("0::/a/b\n", "a/b", V2 | {"current": "9000"}, 0),
         ("4:memory:/a/b\n0::/\n", "memory/a/b", V1, 2501),
         ("5:cpu,memory:/a/b\n", "memory/a", V1, 2501),
-        # In a container.
+        # A container has the files of its own cgroup alone, and sees its path on the host.
         ("4:memory:/host/a\n", "memory", V1, 2501),
         ("4:memory:/a/b\n", "memory/a", V1 | UNLIMITED, None),
         ("4:memory:/a/b\n", "memory/a/b", V1 | UNLIMITED | HIERARCHY, 1501),

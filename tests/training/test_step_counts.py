@@ -143,7 +143,7 @@ def test_compiled_graphs_are_shared_by_blocks_chunks_and_steps(architecture, bui
 
 
 def test_evaluations_checkpoints_and_saved_models_compile_nothing(train, tmp_path, monkeypatch):
-    """Else a GPU would wait for the compiler in the middle of a run."""
+    """A GPU would wait for the compiler in the middle of a run."""
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "EAGER")
     torch.compiler.reset()
     counters = torch._dynamo.utils.counters
@@ -158,7 +158,7 @@ def test_evaluations_checkpoints_and_saved_models_compile_nothing(train, tmp_pat
     monkeypatch.setattr(step, "train_step", counted_step)
     registry = output_capturing._CAN_RECORD_REGISTRY
     with mock.patch.dict(registry):
-        # As in a process of its own: other tests have built a GPT-2 of transformers.
+        # The test begins as in a process of its own: others have built a GPT-2 of transformers.
         for kind in (GPT2Model, GPT2LMHeadModel):
             registry.pop(str(kind), None)
         # best/ is saved at steps 2 and 4, final/ at step 6.

@@ -17,6 +17,7 @@ from nanogpt_hf.checkpoint.files import CHECKSUMS
 from nanogpt_hf.checkpoint.reader import read_checkpoint
 from nanogpt_hf.commands import main
 from nanogpt_hf.data.blocks import read_column
+from nanogpt_hf.distributed import accelerate_config
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.distributed.updates import Updater
 from nanogpt_hf.errors import RunFolderError
@@ -24,7 +25,8 @@ from nanogpt_hf.own_files import file_sha256
 from nanogpt_hf.replay import verify as replay
 from nanogpt_hf.replay.verify import first_difference, recipe_of, run_at
 from nanogpt_hf.runs.folder import RunFolder
-from nanogpt_hf.runs.provenance import read_verifications
+from nanogpt_hf.runs.provenance import add_start, read_starts, read_verifications
+from nanogpt_hf.training.start import prepare_run
 from nanogpt_hf.training.step import train_step
 
 pytestmark = pytest.mark.long
@@ -99,21 +101,66 @@ def test_other_compiler_is_refused(run, verify, capsys, monkeypatch):
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "EAGER")
     assert main(argv("verify {}", run.path)) == 2
     line = capsys.readouterr().err
-    assert "with dynamo_backend no, and the accelerate config sets eager: compiled kernels" in line
-    # An older version did not record it. Then a compiled model, which multiplies queries, keys and
-    # values at once, differs like an edited one.
+    assert "2 to 8 were computed with dynamo_backend no, and would be repeated with eager" in line
+    assert line.endswith("under an accelerate config with it, by launch --config_file F\n")
+    # An older version did not record it: the steps are repeated under the accelerate config.
     machine = json.loads(run.machine.read_text())
     del machine["starts"][-1]["dynamo"]
     run.machine.write_text(json.dumps(machine))
-    status, lines = verify(run)
-    assert (status, lines[1]) == (1, "step 4: differs")
+    compilers = _spy_on_compilers(monkeypatch)
+    verify(run)
+    assert compilers == ["eager"]
     torch.compiler.reset()
+
+
+def _spy_on_compilers(monkeypatch) -> list[str]:
+    """The compilers of the runs that `verify` prepares, as they come."""
+    compilers = []
+
+    def prepared(*arguments, **options):
+        run = prepare_run(*arguments, **options)
+        compilers.append(run.mesh.compiler)
+        return run
+
+    monkeypatch.setattr(replay, "prepare_run", prepared)
+    return compilers
+
+
+def test_one_gpu_repeats_with_the_compiler_of_the_run(train, tmp_path, verify, monkeypatch):
+    """Also where the accelerate config does not state it. The GPU computes as a CPU here."""
+    torch.compiler.reset()
+    with monkeypatch.context() as config:
+        config.setenv("ACCELERATE_DYNAMO_BACKEND", "EAGER")
+        config.setenv("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION", "true")
+        run = train(tmp_path / "run", checkpoint__keep=9)
+    (start,) = read_starts(run)
+    assert start["dynamo"] == "eager, regional"
+    monkeypatch.setattr(accelerate_config, "chooses_for_one_gpu", lambda: True)
+    monkeypatch.setattr(accelerate_config, "requested_precision", lambda: "no")
+    compilers = _spy_on_compilers(monkeypatch)
+    status, lines = verify(run, "--sample 2")
+    assert (status, lines[1:]) == (0, ["steps 2 to 4: equal", "steps 4 to 6: equal"])
+    assert compilers == ["eager, regional"] * 2
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize(("steps", "differs"), [("2:4", False), ("4:8", True)])
+def test_machine_is_compared_with_the_start_of_the_steps(run, verify, caplog, steps, differs):
+    """A later start on another machine does not matter to them."""
+    (start,) = read_starts(run)
+    other = start | {"step": 4, "fingerprint": start["fingerprint"] | {"numpy": "1.0"}}
+    add_start(run, other)
+    assert verify(run, f"--steps {steps}")[0] == 0
+    found = [line for line in caplog.messages if "start at step 4: numpy 1.0 ->" in line]
+    assert bool(found) == differs
+    assert len(caplog.messages) == len(found)
 
 
 def test_other_precision_is_refused(run, verify, capsys, monkeypatch):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     assert main(argv("verify {}", run.path)) == 2
-    assert "trained in fp32, and the accelerate config sets bf16" in capsys.readouterr().err
+    line = capsys.readouterr().err
+    assert "were computed with mixed_precision fp32, and would be repeated with bf16, which" in line
 
 
 @pytest.mark.parametrize(
