@@ -122,10 +122,9 @@ def _launches(config: Config, model: PreTrainedModel, cluster: Cluster) -> Itera
             continue
         inside = per_machine // tp
         plain = tp == cp == pp == 1
-        whole = replace(one, tp_size=tp, cp_size=cp, pp_size=pp)
-        if plain:
-            # The other layouts compile with limits.
-            whole = replace(whole, compiler="inductor")
+        # The other layouts compile with limits.
+        compiler = "inductor" if plain else "no"
+        whole = replace(one, tp_size=tp, cp_size=cp, pp_size=pp, compiler=compiler)
         ranks = whole.dp_cp_size
         # One process, or DDP. What splits the model is sharded, too; HSDP shards inside a machine.
         kinds = [whole]

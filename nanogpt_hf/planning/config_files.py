@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+from nanogpt_hf.compiler import BACKENDS, MODES, compiler_text
 from nanogpt_hf.distributed.environment import (
     SCHEDULES,
     check_accelerate_config,
@@ -65,6 +66,7 @@ def _launch_of(path: str, config: Any) -> Launch:
             "offload_param_device": (deepspeed.get("offload_param_device") or "none", ("none",)),
         },
     )
+    dynamo = config.dynamo_config or {}
     names = ("dp_replicate", "dp_shard", "tp", "cp", "pp")
     sizes = {name: mesh.get(f"{name}_size") or 1 for name in names}
     machines = config.num_machines or 1
@@ -84,7 +86,11 @@ def _launch_of(path: str, config: Any) -> Launch:
         compression=mesh.get("ddp_comm_hook") or "no",
         device="cpu" if config.use_cpu else "cuda",
         precision=precision,
-        compiler=str((config.dynamo_config or {}).get("dynamo_backend", "NO")).lower(),
+        compiler=compiler_text(
+            dynamo.get("dynamo_backend", BACKENDS[0]),
+            dynamo.get("dynamo_mode", MODES[0]),
+            is_regional=is_true(dynamo.get("dynamo_use_regional_compilation")),
+        ),
         checkpointing=level_of(fsdp.get("fsdp_activation_checkpointing")),
     )
 
