@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import itertools
 import logging
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -182,10 +181,7 @@ def check_recorded_start(run: RunFolder, config: Config) -> None:
     """Raises RunFolderError if the run started from a model in a folder, as its newest readable
     checkpoint states, that is not here.
     """
-    model = config.finetune.model
-    if model is None or os.path.isdir(model):
-        return
-    check_start_folder(run, model, newest_identity(run).get("origin", {}))
+    check_start_folder(run, config.finetune.model, newest_identity(run).get("origin", {}))
 
 
 def newest_identity(run: RunFolder) -> dict[str, Any]:

@@ -9,10 +9,7 @@ import torch
 
 from nanogpt_hf.checkpoint.reader import read_checkpoint
 from nanogpt_hf.config.schema import Config
-from nanogpt_hf.distributed.accelerate_config import (
-    keep_compiler,
-    settled,
-)
+from nanogpt_hf.distributed.accelerate_config import keep_compiler, settled
 from nanogpt_hf.distributed.accelerator import is_deterministic, precision_of
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import UserError
@@ -37,12 +34,13 @@ def check_repeatable(
             f"{folder.machine}: is lost, so the number of processes, the precision, the compiler "
             "and the threads of the run are not known: a difference may be due to them"
         )
+    starts = read_starts(folder)
     for segment in segments:
         # `run_at` prepares the run so.
-        mesh_then = keep_compiler(mesh, start_at(folder, segment[0]))
+        mesh_then = keep_compiler(mesh, start_at(starts, segment[0]))
         keeps = mesh_then != mesh
-        _check_kernels(folder, segment, settled(mesh_then, config), keeps_compiler=keeps)
-        for _, start in _starts_in(folder, *segment):
+        _check_kernels(folder, starts, segment, settled(mesh_then, config), keeps_compiler=keeps)
+        for _, start in _starts_in(starts, *segment):
             count = start.get("processes")
             # Gradient groups make the order of a sum of gradients independent of the processes.
             if count not in (None, mesh.world_size) and not config.train.gradient_groups:
@@ -55,40 +53,45 @@ def check_repeatable(
 
 
 def _check_kernels(
-    folder: RunFolder, segment: tuple[int, int], mesh: Mesh, *, keeps_compiler: bool
+    folder: RunFolder,
+    starts: list[dict[str, Any]],
+    segment: tuple[int, int],
+    mesh: Mesh,
+    *,
+    keeps_compiler: bool,
 ) -> None:
     """Raises UserError if `mesh`, by which a segment is repeated, rounds differently from a start
     that took some of its steps. `keeps_compiler` states that it has the compiler of the first one.
     """
     here = {"precision": mesh.precision.replace("no", "fp32"), "dynamo": mesh.compiler}
     names = {"precision": "mixed_precision", "dynamo": "dynamo_backend"}
-    for (begin, end), start in _starts_in(folder, *segment):
+    for (begin, end), start in _starts_in(starts, *segment):
         for field, name in names.items():
             recorded = start.get(field, here[field])
             if recorded == here[field]:
                 continue
-            ways = []
-            if (begin, end) != segment:
-                kept = [step for step in _starts_of_segments(folder) if begin <= step <= end]
-                steps = f"{kept[0]}:{kept[-1]}" if len(kept) > 1 else "FIRST:LAST of other steps"
-                ways.append(f"by --steps {steps}")
+            remedy = "repeat them"
+            kept = [step for step in _starts_of_segments(folder) if begin <= step <= end]
+            if (begin, end) != segment and len(kept) > 1:
+                remedy += f" by --steps {kept[0]}:{kept[-1]}"
             if field == "precision" or not keeps_compiler:
-                ways.append("under an accelerate config with it, by launch --config_file F")
+                remedy += " under an accelerate config with it, by launch --config_file F"
+            if len(kept) < 2:
+                remedy = "no two checkpoints are left of them, so repeat others by --steps"
             raise UserError(
                 f"{folder.path}: steps {begin} to {end} were computed with {name} {recorded}, and "
-                f"would be repeated with {here[field]}, which rounds differently; repeat them "
-                f"{' '.join(ways)}"
+                f"would be repeated with {here[field]}, which rounds differently; {remedy}"
             )
 
 
-def start_at(folder: RunFolder, step: int) -> dict[str, Any]:
+def start_at(starts: list[dict[str, Any]], step: int) -> dict[str, Any]:
     """Return the start that took the step after `step`; {} if it is not known."""
-    found = _starts_in(folder, step, step + 1)
+    found = _starts_in(starts, step, step + 1)
     return found[0][1] if found else {}
 
 
 def _starts_in(
-    folder: RunFolder, first: int, last: int
+    starts: list[dict[str, Any]], first: int, last: int
 ) -> list[tuple[tuple[int, int], dict[str, Any]]]:
     """The starts that took steps of a segment, as the run has them now, each with the first and
     last step of its part: a resume takes the steps after its checkpoint again.
@@ -96,7 +99,7 @@ def _starts_in(
     found = []
     # Backwards, since a start's steps count up to where a later one began.
     end = last
-    for start in reversed(read_starts(folder)):
+    for start in reversed(starts):
         begin = max(start.get("step", 0), first)
         if begin < end:
             found.append(((begin, end), start))

@@ -35,7 +35,7 @@ from nanogpt_hf.replay.difference import tensor_differences, value_differences
 from nanogpt_hf.replay.repeatable import start_at
 from nanogpt_hf.runs.folder import RunFolder, step_of
 from nanogpt_hf.runs.metrics import read_metrics
-from nanogpt_hf.runs.provenance import continue_on
+from nanogpt_hf.runs.provenance import continue_on, read_starts
 from nanogpt_hf.runs.recipe import read_recipe
 from nanogpt_hf.runs.state import KnobChange, TrainState, knobs_at
 from nanogpt_hf.training.build import start_again
@@ -75,7 +75,7 @@ def run_at(folder: RunFolder, config: Config, first: int, mesh: Mesh) -> Iterato
     """Context with the run at step `first`, 0 or a step with a checkpoint, in a temporary folder of
     the main process: the run's own folder is only read.
     """
-    start = start_at(folder, first)
+    start = start_at(read_starts(folder), first)
     mesh = keep_compiler(mesh, start)
     made = tempfile.TemporaryDirectory() if mesh.is_main else nullcontext("")
     with _stopped_by_signals(), one_line_for_a_lost_process(), made as temporary:

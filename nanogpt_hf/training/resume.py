@@ -21,7 +21,7 @@ from nanogpt_hf.methods.table import method_of
 from nanogpt_hf.optim.optimizer import learning_rate_at
 from nanogpt_hf.runs.folder import RunFolder, run_folder
 from nanogpt_hf.runs.origin import origin_of
-from nanogpt_hf.runs.provenance import read_starts
+from nanogpt_hf.runs.provenance import last_start
 from nanogpt_hf.runs.recipe import changed_knobs, known_recipe
 from nanogpt_hf.runs.state import knobs_at, run_identity
 from nanogpt_hf.training.early_checks import check_folders
@@ -72,8 +72,7 @@ def check_learned_data(folder: RunFolder, config: Config) -> None:
     newest checkpoint, or by its last start if none was saved.
     """
     manifest = find_manifest(config.data)
-    starts = read_starts(folder)
-    learned = newest_identity(folder).get("data") or (starts[-1].get("data") if starts else None)
+    learned = newest_identity(folder).get("data") or last_start(folder).get("data")
     if manifest is None or learned is None:
         return
     for name, value in manifest.content().items():

@@ -25,11 +25,7 @@ from nanogpt_hf.cpu import share_threads
 from nanogpt_hf.data.manifest import identity
 from nanogpt_hf.data.prepared import PreparedData, load_prepared
 from nanogpt_hf.distributed.accelerate_config import check_launch, keep_compiler, settled
-from nanogpt_hf.distributed.accelerator import (
-    build_accelerator,
-    is_deterministic,
-    precision_of,
-)
+from nanogpt_hf.distributed.accelerator import build_accelerator, is_deterministic, precision_of
 from nanogpt_hf.distributed.mesh import Mesh, mesh_of
 from nanogpt_hf.distributed.rendezvous import one_line_for_a_lost_process, prepare_on_all_ranks
 from nanogpt_hf.errors import RunFolderError

@@ -45,6 +45,15 @@ def test_read_launch_of_shipped_configs():
     assert not launches["tp"].compiles
 
 
+def test_read_launch_knows_what_decides_the_kernels(tmp_path):
+    path = tmp_path / "config.yaml"
+    text = (CONFIGS / "single_gpu.yaml").read_text()
+    more = "  dynamo_mode: max-autotune-no-cudagraphs\n  dynamo_use_regional_compilation: true\n"
+    path.write_text(text.replace("dynamo_config:\n", f"dynamo_config:\n{more}"))
+    compiler = "inductor, max-autotune-no-cudagraphs, regional"
+    assert read_launch(str(path)).compiler == compiler
+
+
 @pytest.mark.parametrize(
     ("edit", "complaint"),
     [
